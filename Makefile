@@ -1,0 +1,70 @@
+# `make test` and `make demo` work in a bare clone: they make their own .venv. See CONTRIBUTING.md.
+#   PYTHON=python3.12     the interpreter to build .venv with
+#   TORCH=torch==2.11.0   the torch to install; default: the interpreter's own, else the pinned one
+#   ARGS="-k masks -x"    more arguments for pytest, the demo or the docs
+
+PYTHON ?= python3
+TORCH ?=
+ARGS ?=
+export TORCH
+
+RUN := .venv/bin/python
+READY := @$(PYTHON) scripts/development_environment.py
+
+.NOTPARALLEL:
+.PHONY: help test test-random demo check lint format types imports docs docs-serve wheels clean
+
+help:
+	@echo "make demo         train a small transformer on packed documents, about a minute"
+	@echo "make test         the tests"
+	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
+	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
+	@echo "make lint | format | types | imports | docs | docs-serve | wheels | clean"
+
+test:
+	$(READY) test
+	@$(RUN) -m pytest $(ARGS)
+
+test-random:
+	$(READY) test
+	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests -k random_configuration $(ARGS)
+
+demo:
+	$(READY) demo
+	@$(RUN) -m anyflex demo $(ARGS)
+
+check:
+	@bash .ci/run
+
+lint:
+	$(READY) lint
+	@$(RUN) -m ruff check --output-format concise .
+	@$(RUN) -m ruff format --check .
+
+format:
+	$(READY) lint
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+types:
+	$(READY) lint
+	@$(RUN) -m mypy --no-error-summary
+
+imports:
+	$(READY) test
+	@$(RUN) bench/import_time.py
+
+docs:
+	$(READY) docs
+	@$(RUN) -m mkdocs build --strict --quiet $(ARGS)
+
+docs-serve:
+	$(READY) docs
+	@$(RUN) -m mkdocs serve $(ARGS)
+
+wheels:
+	$(READY) test
+	@ANYFLEX_RELEASE=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,156 @@
+"""Makes `.venv` ready for a make target; `python3 scripts/development_environment.py PART...`.
+
+Parts: `test` and `lint` (the checks' tools), `docs`, `demo`. A part is installed once and again
+when something that it depends on changes; otherwise this costs a few milliseconds. anyflex itself
+is installed editable.
+
+Which torch: the environment variable TORCH if set (a requirement for pip, for example
+`torch==2.11.0`, or a wheel's path), else the torch of the invoking Python if it has one that is
+new enough, else the one pinned in constraints-dev.txt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+CONSTRAINTS = ROOT / "constraints-dev.txt"
+PARTS = {
+    "test": [".[test]"],
+    "lint": [".", "ruff", "mypy"],
+    "docs": [".[docs]"],
+    "demo": [".[demo]"],
+}
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 11)
+
+# Run by the interpreter that is asked about; finds torch without importing it.
+FACTS_PROGRAM = """
+import json, sys, sysconfig
+from importlib.util import find_spec
+try:
+    from importlib.metadata import version
+    torch = version("torch") if find_spec("torch") else None
+except Exception:
+    torch = None
+print(json.dumps({"prefix": sys.prefix, "venv": sys.prefix != sys.base_prefix, "torch": torch,
+                  "base": getattr(sys, "_base_executable", sys.executable),
+                  "version": sys.version_info[:3], "packages": sysconfig.get_path("purelib"),
+                  "platform_packages": sysconfig.get_path("platlib")}))
+"""
+
+
+def interpreter_facts(python: str) -> dict:
+    printed = subprocess.run(
+        [python, "-c", FACTS_PROGRAM], check=True, stdout=subprocess.PIPE, cwd=str(ROOT.parent)
+    ).stdout
+    return json.loads(printed)
+
+
+def new_enough(torch_version: str) -> bool:
+    return tuple(int(part) for part in torch_version.split(".")[:2]) >= OLDEST_TORCH
+
+
+def choose_torch(facts: dict) -> tuple[str, list[str], bool]:
+    """Return (words for the user, pip's arguments, whether the invoking Python's is reused)."""
+    asked = os.environ.get("TORCH", "").strip()
+    if asked:
+        return asked, shlex.split(asked), False
+    if facts["torch"] is not None and new_enough(facts["torch"]):
+        return f"torch {facts['torch']} of {facts['prefix']}", [f"torch=={facts['torch']}"], True
+    pinned = next(line for line in constraint_lines() if line.startswith("torch=="))
+    return pinned, [pinned], False
+
+
+def constraint_lines() -> list[str]:
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def create_venv(facts: dict, reuse: bool) -> None:
+    command = [facts["base"] if facts["venv"] else sys.executable, "-m", "venv", "--clear"]
+    if reuse:
+        command.append("--system-site-packages")
+    if subprocess.run([*command, str(VENV)], check=False).returncode != 0:
+        raise SystemExit(
+            "error: `python3 -m venv` failed. On Debian and Ubuntu it needs the package "
+            "python3-venv; another interpreter is chosen by PYTHON=..."
+        )
+    if reuse and facts["venv"]:
+        # --system-site-packages shows the base installation only, and the torch to reuse lives
+        # in a virtual environment of its own.
+        ours = interpreter_facts(str(venv_python()))["packages"]
+        seen = dict.fromkeys([facts["packages"], facts["platform_packages"]])
+        Path(ours, "reused_torch.pth").write_text("\n".join(seen) + "\n", encoding="utf-8")
+
+
+def venv_python() -> Path:
+    return VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def pip(*arguments: str) -> None:
+    command = [str(venv_python()), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    command += arguments
+    if subprocess.run(command, check=False, cwd=ROOT, stdin=subprocess.DEVNULL).returncode != 0:
+        raise SystemExit(f"error: pip install {shlex.join(arguments)} failed (see above)")
+
+
+def digest(*facts: object) -> str:
+    files = ["pyproject.toml", "hatch_build.py", "constraints-dev.txt"]
+    content = b"".join((ROOT / name).read_bytes() for name in files)
+    own = Path(__file__).read_bytes()
+    return hashlib.sha256(content + own + repr(facts).encode()).hexdigest()
+
+
+def main(parts: list[str]) -> None:
+    if sys.version_info < OLDEST_PYTHON:
+        raise SystemExit("error: Python 3.10 or newer is needed; choose one by PYTHON=...")
+    if not parts or any(part not in PARTS for part in parts):
+        raise SystemExit(f"usage: development_environment.py PART...; parts: {', '.join(PARTS)}")
+    facts = interpreter_facts(sys.executable)
+    if Path(facts["prefix"]).resolve() == VENV:
+        facts = interpreter_facts(facts["base"])
+    words, torch_requirement, reuse = choose_torch(facts)
+
+    state_file = VENV / "anyflex-state.json"
+    base = repr((str(VENV), facts["version"], facts["base"], torch_requirement, reuse))
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        state = {}
+    if state.get("base") != base:
+        state = {"base": base, "parts": {}}
+        version = ".".join(str(number) for number in facts["version"])
+        print(f"setting up .venv: Python {version}, {words} (once, a minute or so)", flush=True)
+        if VENV.exists():
+            shutil.rmtree(VENV)
+        create_venv(facts, reuse)
+        pip(*torch_requirement)
+
+    wanted = digest(base)
+    missing = [part for part in parts if state["parts"].get(part) != wanted]
+    if missing:
+        print(f"installing what {', '.join(missing)} needs", flush=True)
+        # The torch that is there stays, whatever constraints-dev.txt says.
+        installed = interpreter_facts(str(venv_python()))["torch"]
+        lines = [line for line in constraint_lines() if not line.startswith("torch==")]
+        constraints = VENV / "constraints.txt"
+        constraints.write_text("\n".join([*lines, f"torch=={installed}"]) + "\n", encoding="utf-8")
+        requirements = list(dict.fromkeys(line for part in missing for line in PARTS[part]))
+        editable = [each for line in requirements if line.startswith(".") for each in ("-e", line)]
+        plain = [line for line in requirements if not line.startswith(".")]
+        pip("-c", str(constraints), *editable, *plain)
+        state["parts"].update(dict.fromkeys(missing, wanted))
+        state_file.write_text(json.dumps(state), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,106 @@
+"""The metadata hook: which extras exist, and what they name in a checkout and in a release."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG: dict[str, Any] = {
+    "index-range": ">=0.1,<0.2",
+    "tools": {"test": ["pytest>=8"]},
+    "folders": {
+        "anyflex-cpu": "backends/cpu",
+        "anyflex-triton": "backends/triton",
+        "anyflex-cuda": "backends/cuda",
+        "anyflex-mps": "backends/mps",
+    },
+    "backends": {
+        "cpu": ["anyflex-cpu[jit]"],
+        "cuda": ["anyflex-cuda", "anyflex-triton"],
+        "rocm": ["anyflex-triton"],
+        "mps": ["anyflex-mps"],
+    },
+    "unions": {"all": ["cpu", "mps"]},
+}
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def checkout(root: Path, *backends: str) -> Path:
+    for name in backends:
+        folder = root / "backends" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").touch()
+    return root
+
+
+def test_an_extra_without_its_folder_is_left_out(hook: ModuleType, tmp_path: Path) -> None:
+    extras = hook.make_extras(CONFIG, checkout(tmp_path), release=False)
+    assert extras == {"test": ["pytest>=8"]}
+
+
+def test_a_checkout_names_its_own_folders_by_absolute_uri(
+    hook: ModuleType, tmp_path: Path
+) -> None:
+    root = checkout(tmp_path / "a folder", "cpu")
+    extras = hook.make_extras(CONFIG, root, release=False)
+    uri = f"file://{tmp_path.resolve()}/a%20folder/backends/cpu"
+    assert extras["cpu"] == [f"anyflex-cpu[jit] @ {uri}"]
+    assert extras["all"] == extras["cpu"]
+
+
+def test_an_extra_of_two_packages_waits_for_both_folders(hook: ModuleType, tmp_path: Path) -> None:
+    extras = hook.make_extras(CONFIG, checkout(tmp_path / "one", "cuda"), release=False)
+    assert "cuda" not in extras and "rocm" not in extras
+    root = checkout(tmp_path / "two", "cuda", "triton")
+    extras = hook.make_extras(CONFIG, root, release=False)
+    assert [line.split(" @ ")[0] for line in extras["cuda"]] == ["anyflex-cuda", "anyflex-triton"]
+    assert all(" @ file://" in line for line in extras["cuda"] + extras["rocm"])
+    assert "all" not in extras
+
+
+def test_a_union_holds_each_requirement_once(hook: ModuleType, tmp_path: Path) -> None:
+    config = {**CONFIG, "unions": {"all": ["cuda", "rocm", "cpu", "mps"]}}
+    extras = hook.make_extras(config, checkout(tmp_path, "cuda", "triton", "mps"), release=True)
+    index = ">=0.1,<0.2"
+    assert extras["all"] == [f"anyflex-{name}{index}" for name in ("cuda", "triton", "mps")]
+
+
+def test_a_release_names_versions_and_no_folder(hook: ModuleType, tmp_path: Path) -> None:
+    root = checkout(tmp_path, "cpu", "mps")
+    extras = hook.make_extras(CONFIG, root, release=True)
+    assert extras["all"] == ["anyflex-cpu[jit]>=0.1,<0.2", "anyflex-mps>=0.1,<0.2"]
+    assert not any("@" in line for lines in extras.values() for line in lines)
+
+
+def test_an_sdist_keeps_the_extras_that_it_recorded(hook: ModuleType, tmp_path: Path) -> None:
+    recorded = frozenset({"test", "cpu", "all"})
+    extras = hook.make_extras(CONFIG, tmp_path, release=False, recorded=recorded)
+    assert extras == {
+        "test": ["pytest>=8"],
+        "cpu": ["anyflex-cpu[jit]>=0.1,<0.2"],
+        "all": ["anyflex-cpu[jit]>=0.1,<0.2"],
+    }
+
+
+def test_a_package_without_a_folder_in_the_table_is_refused(
+    hook: ModuleType, tmp_path: Path
+) -> None:
+    config = {**CONFIG, "backends": {"npu": ["anyflex-npu"]}}
+    with pytest.raises(ValueError, match=r"extra 'npu' names \['anyflex-npu'\]"):
+        hook.make_extras(config, tmp_path, release=False)
+    with pytest.raises(ValueError, match=r"union 'all' names \['tpu'\]"):
+        hook.make_extras({**CONFIG, "unions": {"all": ["tpu"]}}, tmp_path, release=False)
