@@ -1,0 +1,297 @@
+"""Evaluating a mod graph on torch tensors: the table for torch, and what runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyflex.mod_graph.graph import Node
+from anyflex.mod_graph.lowering import Lowering, Rule
+
+__all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
+
+
+@dataclass(slots=True)
+class _Context:
+    """What the rules read beside their operands."""
+
+    nodes: Sequence[Node]
+    inputs: Mapping[str, Tensor]
+    captured: Sequence[Tensor]
+    ints: Sequence[int]
+    floats: Sequence[float]
+    device: torch.device
+    out_of_range: list[tuple[int, Tensor]] | None
+
+    def number(self, node: Node) -> int | float | None:
+        """Return the Python value of a const or number node, None for any other."""
+        if node.operation == "const":
+            assert isinstance(node.attribute, (bool, int, float))
+            return node.attribute
+        if node.operation == "number":
+            slot = str(node.attribute)
+            return self.ints[int(slot[1:])] if slot[0] == "i" else self.floats[int(slot[1:])]
+        return None
+
+
+_Rule = Callable[[_Context, Node, Sequence[Tensor]], Tensor]
+
+
+def _input(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    # The same tensor where the type fits: a score in fp32, indices in int64.
+    return context.inputs[str(node.attribute)].to(node.dtype)
+
+
+def _number(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    value = context.number(node)
+    assert value is not None
+    if not node.dtype.is_floating_point and node.dtype is not torch.bool:
+        # A number that the type can't hold wraps, as torch's conversions do.
+        width = torch.iinfo(node.dtype).bits
+        value = int(value) & ((1 << width) - 1)
+        if value > torch.iinfo(node.dtype).max:
+            value -= 1 << width
+    elif node.dtype.is_floating_point and abs(value) > torch.finfo(node.dtype).max:
+        value = math.copysign(math.inf, value)
+    # full, not tensor: it fills on the device and copies nothing from the host.
+    return torch.full((), value, dtype=node.dtype, device=context.device)
+
+
+def _divisor(context: _Context, node: Node, divisor: Tensor) -> Tensor:
+    """An integer divisor without zeros: division by 0 gives any value and no exception."""
+    if node.dtype.is_floating_point or context.number(context.nodes[node.arguments[1]]):
+        return divisor
+    return torch.where(divisor == 0, 1, divisor)
+
+
+def _floor_divide(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    return torch.floor_divide(operands[0], _divisor(context, node, operands[1]))
+
+
+def _remainder(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    return torch.remainder(operands[0], _divisor(context, node, operands[1]))
+
+
+def _fmod(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    return torch.fmod(operands[0], _divisor(context, node, operands[1]))
+
+
+def _power(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    exponent = context.number(context.nodes[node.arguments[1]])
+    if exponent is not None and (node.dtype.is_floating_point or exponent >= 0):
+        # A Python exponent takes torch's exact paths: x ** 2 is x * x.
+        return torch.pow(operands[0], exponent)
+    return torch.pow(operands[0], operands[1])
+
+
+def _cast(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    return operands[0].to(node.dtype)
+
+
+def _detach(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    return operands[0].detach()
+
+
+def bounded_index(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
+    """Wrap an index once and clamp it into 0..size-1.
+
+    Args:
+        index: any integer type, any shape.
+        size: of the dimension that it indexes, not 0.
+
+    Returns:
+        (int64 index, bool tensor of the elements outside of [-size, size)); on the CPU the second
+        is None where there are none.
+    """
+    index = index.to(torch.int64)
+    if index.device.type == "cpu" and index.numel() > 0:
+        # One pass that usually spares four. Elsewhere it would synchronise.
+        low, high = (int(bound) for bound in torch.aminmax(index))
+        if low >= 0 and high < size:
+            return index, None
+        outside = None if -size <= low and high < size else (index < -size) | (index >= size)
+    else:
+        outside = (index < -size) | (index >= size)
+    wrapped = torch.where(index < 0, index + size, index)
+    return wrapped.clamp_(0, size - 1), outside
+
+
+def _load(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
+    position = node.attribute
+    assert isinstance(position, int)
+    table = context.captured[position]
+    if not operands:
+        return table
+    if table.numel() == 0:
+        shape = torch.broadcast_tensors(*operands)[0].shape
+        if context.out_of_range is not None:
+            everywhere = torch.ones(shape, dtype=torch.bool, device=context.device)
+            context.out_of_range.append((position, everywhere))
+        return torch.zeros(shape, dtype=node.dtype, device=context.device)
+    indices: list[Tensor | None] = []
+    outside: Tensor | None = None
+    for index, size in zip(operands, table.shape, strict=True):
+        bounded, beyond = bounded_index(index, size)
+        indices.append(bounded)
+        if beyond is not None:
+            outside = beyond if outside is None else outside | beyond
+    if context.out_of_range is not None and outside is not None:
+        context.out_of_range.append((position, outside))
+    # Not table[...]: that reads a 0-d index on the host.
+    value: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return value
+
+
+def _plain(function: Callable[..., Tensor]) -> _Rule:
+    return lambda context, node, operands: function(*operands)
+
+
+_TABLE: dict[str, Rule[_Context, Tensor]] = {
+    "input": _input,
+    "number": _number,
+    "const": _number,
+    "add": _plain(torch.add),
+    "sub": _plain(torch.sub),
+    "mul": _plain(torch.mul),
+    "truediv": _plain(torch.true_divide),
+    "floordiv": _floor_divide,
+    "mod": _remainder,
+    "fmod": _fmod,
+    "pow": _power,
+    "minimum": _plain(torch.minimum),
+    "maximum": _plain(torch.maximum),
+    "atan2": _plain(torch.atan2),
+    "neg": _plain(torch.neg),
+    "abs": _plain(torch.abs),
+    "and": _plain(torch.bitwise_and),
+    "or": _plain(torch.bitwise_or),
+    "xor": _plain(torch.bitwise_xor),
+    "not": _plain(torch.bitwise_not),
+    "shl": _plain(torch.bitwise_left_shift),
+    "shr": _plain(torch.bitwise_right_shift),
+    "eq": _plain(torch.eq),
+    "ne": _plain(torch.ne),
+    "lt": _plain(torch.lt),
+    "le": _plain(torch.le),
+    "gt": _plain(torch.gt),
+    "ge": _plain(torch.ge),
+    "floor": _plain(torch.floor),
+    "ceil": _plain(torch.ceil),
+    "round": _plain(torch.round),
+    "trunc": _plain(torch.trunc),
+    "sign": _plain(torch.sign),
+    "exp": _plain(torch.exp),
+    "exp2": _plain(torch.exp2),
+    "expm1": _plain(torch.expm1),
+    "log": _plain(torch.log),
+    "log2": _plain(torch.log2),
+    "log10": _plain(torch.log10),
+    "log1p": _plain(torch.log1p),
+    "sqrt": _plain(torch.sqrt),
+    "rsqrt": _plain(torch.rsqrt),
+    "sin": _plain(torch.sin),
+    "cos": _plain(torch.cos),
+    "tan": _plain(torch.tan),
+    "asin": _plain(torch.asin),
+    "acos": _plain(torch.acos),
+    "atan": _plain(torch.atan),
+    "sinh": _plain(torch.sinh),
+    "cosh": _plain(torch.cosh),
+    "tanh": _plain(torch.tanh),
+    "asinh": _plain(torch.asinh),
+    "acosh": _plain(torch.acosh),
+    "atanh": _plain(torch.atanh),
+    "sigmoid": _plain(torch.sigmoid),
+    "erf": _plain(torch.erf),
+    "erfc": _plain(torch.erfc),
+    "where": _plain(torch.where),
+    "cast": _cast,
+    "load": _load,
+    "detach": _detach,
+}
+
+TORCH: Lowering[_Context, Tensor] = Lowering("torch", _TABLE)
+"""Operations on torch tensors."""
+
+
+class Evaluator:
+    """A graph made ready to be evaluated many times: only what `wanted` need, in order, with each
+    intermediate dropped after its last use.
+
+    Args:
+        nodes: of a graph or a derivative.
+        wanted: positions whose values are returned.
+    """
+
+    def __init__(self, nodes: Sequence[Node], wanted: Sequence[int]) -> None:
+        self.nodes = tuple(nodes)
+        self.wanted = tuple(wanted)
+        needed = set(self.wanted)
+        last_use: dict[int, int] = {}
+        for position in range(len(self.nodes) - 1, -1, -1):
+            if position in needed:
+                for argument in self.nodes[position].arguments:
+                    needed.add(argument)
+                    last_use.setdefault(argument, position)
+        kept = set(self.wanted)
+        self._steps: list[tuple[int, Node, _Rule, tuple[int, ...]]] = []
+        for position in sorted(needed):
+            node = self.nodes[position]
+            rule = TORCH.rule(self.nodes, node)
+            assert not isinstance(rule, str)
+            dropped = {a for a in node.arguments if last_use[a] == position and a not in kept}
+            self._steps.append((position, node, rule, tuple(dropped)))
+
+    def __call__(
+        self,
+        inputs: Mapping[str, Tensor],
+        captured: Sequence[Tensor],
+        ints: Sequence[int],
+        floats: Sequence[float],
+        out_of_range: list[tuple[int, Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """Return the wanted values; see `evaluate`."""
+        device = torch.device("cpu")
+        for tensor in (*inputs.values(), *captured):
+            device = tensor.device
+            break
+        context = _Context(self.nodes, inputs, captured, ints, floats, device, out_of_range)
+        values: dict[int, Tensor] = {}
+        for position, node, rule, dropped in self._steps:
+            values[position] = rule(context, node, [values[a] for a in node.arguments])
+            for argument in dropped:
+                del values[argument]
+        return [values[position] for position in self.wanted]
+
+
+def evaluate(
+    nodes: Sequence[Node],
+    wanted: Sequence[int],
+    *,
+    inputs: Mapping[str, Tensor],
+    captured: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    out_of_range: list[tuple[int, Tensor]] | None = None,
+) -> list[Tensor]:
+    """Return the values of the nodes at `wanted`.
+
+    Values have the broadcast shape of what they depend on, from 0-d for constants up, so indices
+    given as b [B, 1, 1, 1], h [1, H, 1, 1], q_idx [1, 1, L, 1] and kv_idx [1, 1, 1, S] keep small
+    what depends on few of them. A value may be an input or a captured tensor itself: don't write
+    into it.
+
+    Args:
+        nodes: of a graph or a derivative.
+        inputs: name -> tensor; converted to the node's type where it differs.
+        captured: what loads count into. An index in -N..-1 wraps, then it is clamped.
+        ints, floats: values of the number slots.
+        out_of_range: if given, (captured position, bool tensor that is True where an index was
+            outside of [-N, N)) is appended for each load of which that was so; on devices other
+            than the CPU for every load, because looking would synchronise.
+    """
+    return Evaluator(nodes, wanted)(inputs, captured, ints, floats, out_of_range)
