@@ -1,0 +1,88 @@
+"""Backend and Kernel: the two classes that a plugin implements."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.contract.capabilities import Capabilities
+from anyflex.contract.decision import Accepted, Decision, Rejected
+from anyflex.contract.option import Option
+from anyflex.contract.spec import Spec
+
+__all__ = ["Backend", "Kernel"]
+
+
+class Kernel(abc.ABC):
+    """A compiled spec. Safe to use from many threads; runs on the current stream; never
+    synchronises the device. Core holds the device guard and allocates every tensor."""
+
+    def describe(self, call: Call) -> str:
+        """Name the variant that this call would run (``"decode split=8"``). Host work only."""
+        return type(self).__name__
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        """Return the scratch tensors that this direction of this call needs."""
+        return ()
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        """Return what forward leaves for backward beside out and lse."""
+        return ()
+
+    @abc.abstractmethod
+    def forward(self, call: Call, out: Outputs) -> None:
+        """Fill `out`."""
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        """Fill `grads`. Called only where ``supports`` answered ``Accepted(backward="own")``."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no backward")
+
+
+class Backend(abc.ABC):
+    """An entry point of group ``anyflex.backends.v1``: ``name = "module:Class"``.
+
+    The quoted name is the backend's identity and the string for ``backend=``: a torch device
+    type, or ``"<device type>.<variant>"``. Core creates one object a name and passes both. One
+    class may stand under several names. Importing the module and creating the object must be
+    cheap: heavy imports belong into `compile`.
+    """
+
+    priority: ClassVar[int] = 0
+    """Among the backends of a device type the highest is asked first."""
+
+    capabilities: ClassVar[Capabilities]
+    options: ClassVar[Mapping[str, Option]] = {}
+    """Keys of ``kernel_options[name]``; core checks the user's values against them."""
+
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name = name
+        self.device_type = device_type
+
+    @abc.abstractmethod
+    def probe(self) -> Decision:
+        """Tell whether the backend can run on this machine at all. Cheap: it starts no device and
+        imports no compiler. A rejection's reason ends with the cure."""
+
+    def fingerprint(self) -> str:
+        """Name toolchain, driver and instruction set: part of the disk cache's key."""
+        return ""
+
+    def supports(self, spec: Spec) -> Decision:
+        """Tell whether the backend takes this spec. Must agree with `capabilities`; override it
+        for what they can't express."""
+        reason = spec.unsupported_by(self.capabilities)
+        if reason is not None:
+            return Rejected(reason)
+        if spec.needs_backward and self.capabilities.gradient_refusal(spec) is not None:
+            return Accepted(backward="core")
+        return Accepted()
+
+    @abc.abstractmethod
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Return a kernel for a spec that `supports` accepted. Heavy imports and code generation
+        happen here and only here."""

@@ -1,0 +1,126 @@
+"""The run-time side of a call: what a kernel is given, and what it fills.
+
+All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.views import MaskViews
+
+__all__ = ["Call", "GradInputs", "Grads", "Outputs", "Saved", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that core shall allocate: dense, on the call's device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors and numbers.
+
+    Args:
+        query: [B, Hq, L, E], any strides, stride 0 included.
+        key: [Bkv, Hkv, S, E], Bkv is B or 1.
+        value: [Bkv, Hkv, S, Ev].
+        mask: views of the block mask on the call's device, or None.
+        captured: tensors that the graphs' loads count into, the score mod's first.
+        ints, floats: values of the graphs' number slots.
+        scale: multiplied into q k^T before the score mod.
+        score_function: the user's score mod itself, where ``Spec.opaque``; else None.
+        index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
+        q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: None in contract 1.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: MaskViews | None
+    captured: tuple[Tensor, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    scale: float
+    score_function: object = None
+    # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
+    index_offsets: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
+    q_lengths: None = field(default=None, init=False)
+    kv_lengths: None = field(default=None, init=False)
+    page_table: None = field(default=None, init=False)
+    k_scale: None = field(default=None, init=False)
+    v_scale: None = field(default=None, init=False)
+    rng: None = field(default=None, init=False)
+    sinks: None = field(default=None, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What `Kernel.forward` fills.
+
+    Args:
+        out: [B, Hq, L, Ev], q's dtype, dense in q's dimension order, last stride 1.
+        lse: [B, Hq, L], contiguous, float32 (float64 for float64), natural log; or None.
+        max_scores: row maximum after the mods, shaped and typed like lse; or None.
+        saved: the tensors of ``Kernel.saved_outputs``.
+        workspace: the tensors of ``Kernel.workspace(call, "forward")``.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    max_scores: Tensor | None
+    saved: tuple[Tensor, ...] = ()
+    workspace: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What forward left for backward: q, k, v are in the call."""
+
+    out: Tensor
+    lse: Tensor
+    extras: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GradInputs:
+    """What arrives at backward.
+
+    Args:
+        dout: [B, Hq, L, Ev], any strides.
+        dlse: [B, Hq, L] or None.
+        delta: [B, Hq, L], sum of dout * out over Ev in lse's dtype, if the caller has it; else
+            None. It never includes dlse.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None = None
+    delta: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grads:
+    """What `Kernel.backward` fills; None where no gradient is asked for.
+
+    Args:
+        dq, dk, dv: shaped and typed like query, key, value; overwritten. For inputs that are
+            broadcast (batch 1, expanded strides) they are complete sums.
+        captured: one entry a captured tensor: an accumulator of its shape, dense, float32
+            (float64 for float64 calls or tables), zeroed by core and added to; or None.
+        workspace: the tensors of ``Kernel.workspace(call, "backward")``.
+    """
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    captured: tuple[Tensor | None, ...] = ()
+    workspace: tuple[Tensor, ...] = ()

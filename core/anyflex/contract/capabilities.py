@@ -1,0 +1,127 @@
+"""Capabilities: what a backend declares that it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from anyflex.mod_graph.operations import OPERATIONS
+
+if TYPE_CHECKING:
+    from anyflex.contract.spec import Spec
+
+__all__ = ["CONTRACT_1_FIELDS", "Capabilities"]
+
+CONTRACT_1_FIELDS = frozenset(
+    (
+        "device_type arch dtype head_dim value_head_dim gqa_ratio kv_broadcast score_graph "
+        "mask_graph mask_kind block_size captured aux needs_lse gradients dlse determinism "
+        "fp32_precision q_class alignment index_width options"
+    ).split()
+)
+"""The spec fields that every backend of contract 1 knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """A declaration that the conformance kit holds a backend to: what it names must pass, what it
+    doesn't must be refused with a reason. The defaults are the least that is useful.
+
+    Args:
+        dtypes: of query, key and value.
+        head_dim_min, head_dim_max, head_dim_multiple: rule for E, and for Ev.
+        different_value_head_dim: Ev may differ from E.
+        gqa: several query heads may share a key head.
+        kv_broadcast: key and value of batch 1 may serve a larger query batch.
+        scattered: tensors whose last stride is not 1 are read in place.
+        aux: auxiliary outputs, subset of ("lse", "max_scores").
+        gradients: of ("q", "k", "v", "captured", "lse").
+        core_backward: where `gradients` doesn't reach, core computes them from out and lse, in
+            chunked torch operations on the same device.
+        captured_dtypes: dtypes of captured tensors that can be read.
+        decode: a q_class of "one" or "short".
+        deterministic: with determinism "on", gradients repeat bit for bit.
+        operations: names of mod-graph operations that can be lowered.
+        known_fields: names of the spec fields that the backend looks at; all others must have
+            their defaults.
+    """
+
+    dtypes: frozenset[torch.dtype]
+    head_dim_min: int = 1
+    head_dim_max: int = 256
+    head_dim_multiple: int = 1
+    different_value_head_dim: bool = False
+    gqa: bool = False
+    kv_broadcast: bool = False
+    scattered: bool = False
+    aux: frozenset[str] = frozenset()
+    gradients: frozenset[str] = frozenset()
+    core_backward: bool = False
+    captured_dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.int32, torch.int64})
+    decode: bool = True
+    deterministic: bool = False
+    operations: frozenset[str] = frozenset(OPERATIONS)
+    known_fields: frozenset[str] = CONTRACT_1_FIELDS
+
+    def refusal(self, spec: Spec) -> str | None:
+        """Return the first reason why `spec` is outside of these capabilities, or None."""
+        if spec.dtype not in self.dtypes:
+            return f"dtype {_name(spec.dtype)} is not supported (it is: {_names(self.dtypes)})"
+        for what, dim in (("E", spec.head_dim), ("Ev", spec.value_head_dim)):
+            if not self.head_dim_min <= dim <= self.head_dim_max or dim % self.head_dim_multiple:
+                return (
+                    f"head dim {what} = {dim} is not supported (it is: {self.head_dim_min} to "
+                    f"{self.head_dim_max}, multiples of {self.head_dim_multiple})"
+                )
+        if spec.value_head_dim != spec.head_dim and not self.different_value_head_dim:
+            return f"Ev = {spec.value_head_dim} differs from E = {spec.head_dim}"
+        if spec.gqa_ratio != 1 and not self.gqa:
+            return f"grouped query attention (ratio {spec.gqa_ratio}) is not supported"
+        if spec.kv_broadcast and not self.kv_broadcast:
+            return "key and value of batch 1 for a larger query batch are not supported"
+        if "scattered" in spec.alignment and not self.scattered:
+            return "a tensor whose last stride is not 1; call .contiguous() on it"
+        missing_aux = [name for name in spec.aux if name not in self.aux]
+        if missing_aux:
+            return f"auxiliary output {', '.join(missing_aux)} is not supported"
+        if spec.q_class != "long" and not self.decode:
+            return "decoding (64 query rows or fewer) is not supported"
+        return self._mod_refusal(spec) or (
+            None if self.core_backward else self.gradient_refusal(spec)
+        )
+
+    def _mod_refusal(self, spec: Spec) -> str | None:
+        if spec.opaque and "opaque" not in self.known_fields:
+            return "a score mod that could not be traced runs on the reference backend only"
+        for facts in spec.captured:
+            if facts.dtype not in self.captured_dtypes:
+                return f"a captured tensor of dtype {_name(facts.dtype)} is not supported"
+        for graph in (spec.score_graph, spec.mask_graph):
+            for node in graph.nodes if graph is not None else ():
+                if node.operation not in self.operations:
+                    return f"operation {node.operation} in a mod is not supported"
+        return None
+
+    def gradient_refusal(self, spec: Spec) -> str | None:
+        """Return why the backend's own backward can't serve `spec`, or None."""
+        wanted = [*spec.gradients]
+        if any(facts.needs_grad for facts in spec.captured):
+            wanted.append("captured")
+        if spec.dlse and wanted:
+            wanted.append("lse")
+        for name in wanted:
+            if name not in self.gradients:
+                return f"the gradient of {name} is not supported"
+        if spec.determinism == "on" and wanted and not self.deterministic:
+            return "gradients that repeat bit for bit (torch.use_deterministic_algorithms)"
+        return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(_name(dtype) for dtype in dtypes))

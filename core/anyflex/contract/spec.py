@@ -1,0 +1,196 @@
+"""Spec: everything about a call that selects and compiles a kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from anyflex.contract.capabilities import Capabilities
+from anyflex.mod_graph.graph import ModGraph, parse_graph
+
+__all__ = ["Alignment", "CapturedFacts", "Spec"]
+
+Alignment = Literal["aligned", "strided", "scattered"]
+"""Class of one tensor's memory: ``aligned`` has last stride 1, a 16-byte aligned pointer and all
+other strides multiples of 16 bytes; ``strided`` has last stride 1; ``scattered`` has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedFacts:
+    """What is fixed about a captured tensor: its values, shape and strides are run-time."""
+
+    dtype: torch.dtype
+    rank: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Frozen, hashable and serialisable (`to_text`, `from_text`).
+
+    Batch, heads, lengths, strides, captured values and scale are run-time and no part of it.
+
+    Args:
+        device_type: torch's device type, for example ``"cuda"``.
+        arch: the device's architecture (``"sm_90"``), or "" where torch has no name for it.
+        dtype: of query, key, value and out.
+        head_dim: E, last dimension of query and key.
+        value_head_dim: Ev, last dimension of value and out.
+        gqa_ratio: query heads per key head.
+        kv_broadcast: key and value have batch 1 and query has more.
+        score_graph: the score mod after simplification, or None for none. Loads count into
+            ``Call.captured``, number slots into ``Call.ints`` and ``Call.floats``.
+        mask_graph: the mask mod that PARTIAL blocks apply, or None where there is none.
+        mask_kind: ``"none"`` or ``"runs"``.
+        block_size: (q, kv) block size of the mask; (0, 0) without mask.
+        captured: facts of each captured tensor, the score mod's first.
+        aux: which auxiliary outputs are asked for: subset of ``("lse", "max_scores")``.
+        needs_lse: ``Outputs.lse`` is given and must be filled (aux, or kept for backward).
+        gradients: which of ("q", "k", "v") need a gradient; captured tensors say it themselves.
+        dlse: a gradient may arrive at lse.
+        determinism: torch's mode when the call ran: ``"off"``, ``"warn"`` or ``"on"``.
+        fp32_precision: torch.get_float32_matmul_precision() for float32 inputs, else "".
+        q_class: ``"one"`` query row, ``"short"`` (2 to 64) or ``"long"``.
+        alignment: class of query, key and value.
+        index_width: 32 if every element offset fits int32, else 64.
+        options: the backend's own options that were given, by name, sorted.
+        opaque: the score mod could not be traced and is run through vmap: reference only.
+        q_layout, kv_layout, page_size, index_map, kv_storage, dropout, sinks: reserved; contract 1
+            knows their defaults only.
+    """
+
+    device_type: str
+    arch: str
+    dtype: torch.dtype
+    head_dim: int
+    value_head_dim: int
+    gqa_ratio: int
+    kv_broadcast: bool
+    score_graph: ModGraph | None
+    mask_graph: ModGraph | None
+    mask_kind: Literal["none", "runs"]
+    block_size: tuple[int, int]
+    captured: tuple[CapturedFacts, ...]
+    aux: tuple[str, ...]
+    needs_lse: bool
+    gradients: tuple[str, ...]
+    dlse: bool
+    determinism: Literal["off", "warn", "on"]
+    fp32_precision: str
+    q_class: Literal["one", "short", "long"]
+    alignment: tuple[Alignment, Alignment, Alignment]
+    index_width: Literal[32, 64]
+    options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    opaque: bool = False
+    q_layout: Literal["dense", "packed"] = "dense"
+    kv_layout: Literal["dense", "packed", "paged"] = "dense"
+    page_size: int = 0
+    index_map: Literal["identity", "offset", "per_row"] = "identity"
+    kv_storage: Literal["plain"] = "plain"
+    dropout: bool = False
+    sinks: bool = False
+
+    @property
+    def needs_backward(self) -> bool:
+        """Some input needs a gradient."""
+        return bool(self.gradients) or any(facts.needs_grad for facts in self.captured)
+
+    def to_text(self) -> str:
+        """Canonical text: equal specs have equal texts, in any process."""
+        return "|".join(f"{f.name}={_encode(getattr(self, f.name))}" for f in _fields())
+
+    @classmethod
+    def from_text(cls, text: str) -> Spec:
+        """Read `to_text` back. Raises ValueError if the text is not a spec of this contract."""
+        values: dict[str, Any] = {}
+        for part in text.split("|"):
+            name, _, value = part.partition("=")
+            values[name] = _decode(value)
+        unknown = values.keys() - {f.name for f in _fields()}
+        if unknown:
+            raise ValueError(f"a spec with unknown fields {sorted(unknown)}")
+        return cls(**values)
+
+    def digest(self) -> str:
+        """SHA-256 of the text, in hexadecimal: the spec's name in the disk cache."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    def unsupported_by(self, capabilities: Capabilities) -> str | None:
+        """Return why a backend with these capabilities can't take this spec, or None if it can.
+
+        A field that is reserved, or newer than the backend, must have its default, so that a new
+        field never makes an old backend compute wrongly.
+        """
+        for field_ in _fields():
+            if field_.name not in capabilities.known_fields:
+                value = getattr(self, field_.name)
+                if value != field_.default:
+                    return f"{field_.name}={value!r} is not supported"
+        return capabilities.refusal(self)
+
+
+def _fields() -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(Spec)
+
+
+def _encode(value: object) -> str:
+    if value is None or isinstance(value, (bool, int)):
+        return repr(value)
+    if isinstance(value, float):
+        return "f:" + value.hex()
+    if isinstance(value, torch.dtype):
+        return "d:" + str(value).removeprefix("torch.")
+    if isinstance(value, ModGraph):
+        return "g:" + value.text
+    if isinstance(value, str):
+        return "s:" + value.replace("%", "%25").replace("|", "%7C").replace("\x1f", "%1F").replace(
+            "(", "%28"
+        ).replace(")", "%29").replace(",", "%2C")
+    if isinstance(value, CapturedFacts):
+        return "c:" + _encode((value.dtype, value.rank, value.needs_grad))
+    if isinstance(value, tuple):
+        return "(" + "".join(_encode(item) + "\x1f" for item in value) + ")"
+    raise TypeError(f"a {type(value).__name__} in a spec")
+
+
+def _decode(text: str) -> Any:
+    value, rest = _decode_one(text)
+    if rest:
+        raise ValueError(f"trailing text in a spec: {rest!r}")
+    return value
+
+
+def _decode_one(text: str) -> tuple[Any, str]:
+    if text.startswith("("):
+        items = []
+        text = text[1:]
+        while not text.startswith(")"):
+            item, text = _decode_one(text)
+            if not text.startswith("\x1f"):
+                raise ValueError("a damaged spec text")
+            items.append(item)
+            text = text[1:]
+        return tuple(items), text[1:]
+    if text.startswith("c:"):
+        (dtype, rank, needs_grad), rest = _decode_one(text[2:])
+        return CapturedFacts(dtype, rank, needs_grad), rest
+    end = text.find("\x1f")
+    atom, rest = (text, "") if end < 0 else (text[:end], text[end:])
+    if atom in ("None", "True", "False"):
+        return {"None": None, "True": True, "False": False}[atom], rest
+    kind, payload = atom[:2], atom[2:]
+    if kind == "s:":
+        for code, character in (("%2C", ","), ("%29", ")"), ("%28", "("), ("%1F", "\x1f")):
+            payload = payload.replace(code, character)
+        return payload.replace("%7C", "|").replace("%25", "%"), rest
+    if kind == "d:":
+        return getattr(torch, payload), rest
+    if kind == "f:":
+        return float.fromhex(payload), rest
+    if kind == "g:":
+        return parse_graph(payload), rest
+    return int(atom), rest

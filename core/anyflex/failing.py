@@ -1,0 +1,43 @@
+"""Raising typed errors from code that Dynamo may be inlining.
+
+A plain ``raise`` inside a compiled function reaches the user as Dynamo's "observed exception". The
+error raised here is ours and Dynamo's ``Unsupported`` at once: with ``fullgraph=True`` it comes out
+as it is, without it the graph breaks and the eager call raises the plain error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from anyflex import errors
+
+__all__ = ["fail"]
+
+
+def fail(name: str, message: str, **attributes: Any) -> NoReturn:
+    """Raise ``errors.<name>(message, **attributes)``."""
+    if torch.compiler.is_compiling():
+        _fail_while_compiling(name, message, attributes)
+    raise getattr(errors, name)(message, **attributes) from None
+
+
+def _fail_while_compiling(name: str, message: str, attributes: dict[str, Any]) -> NoReturn:
+    from torch._dynamo.exc import Unsupported
+
+    plain = getattr(errors, name)
+
+    class Raised(plain, Unsupported):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            Unsupported.__init__(self, message)
+            self.__dict__.update(plain(message, **attributes).__dict__)
+            self.args = plain(message, **attributes).args
+
+    Raised.__name__, Raised.__qualname__ = plain.__name__, plain.__qualname__
+    raise Raised
+
+
+# Dynamo calls functions marked so while it traces, instead of inlining them
+# (torch.compiler.assume_constant_result sets the same mark, but imports Dynamo to do it).
+_fail_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Mods as data: tracing, simplifying, differentiating, lowering and evaluating mod graphs."""

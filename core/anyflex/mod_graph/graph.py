@@ -1,0 +1,192 @@
+"""The mod graph: a score or mask function as a typed SSA graph of scalar operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES, OPERATIONS
+
+__all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "parse_graph"]
+
+Attribute = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One scalar value.
+
+    Args:
+        operation: a name of `anyflex.mod_graph.operations.OPERATIONS`.
+        dtype: the value's type. All operands of arithmetic, comparisons and `where` branches have
+            one dtype: the tracer inserts casts where torch would promote.
+        arguments: positions of the operands in the graph's nodes, all smaller than its own.
+        attribute: an input's name, a number's slot (``"i0"``, ``"f2"``), a constant's value, or a
+            load's position in the call's captured tensors.
+    """
+
+    operation: str
+    dtype: torch.dtype
+    arguments: tuple[int, ...] = ()
+    attribute: Attribute = None
+
+    def __str__(self) -> str:
+        attribute = "-" if self.attribute is None else str(self.attribute)
+        arguments = ",".join(map(str, self.arguments)) or "-"
+        return f"{self.operation} {DTYPE_NAMES[self.dtype]} {arguments} {attribute}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModGraph:
+    """A traced mod: nodes in evaluation order and the position of the result.
+
+    Two graphs are equal when their texts are.
+    """
+
+    nodes: tuple[Node, ...]
+    output: int
+
+    @property
+    def text(self) -> str:
+        """The graph on one line; `parse_graph` reads it back."""
+        return _text(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModGraph) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __str__(self) -> str:
+        lines = [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
+        return "\n".join([*lines, f"return %{self.output}"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The result's type."""
+        return self.nodes[self.output].dtype
+
+    def inputs(self) -> frozenset[str]:
+        """Names of the inputs that the result depends on."""
+        reached = self.reached((self.output,))
+        return frozenset(
+            str(self.nodes[i].attribute) for i in reached if self.nodes[i].operation == "input"
+        )
+
+    def reached(self, roots: Iterable[int]) -> set[int]:
+        """Positions of the nodes that `roots` need, the roots included."""
+        reached: set[int] = set()
+        stack = list(roots)
+        while stack:
+            i = stack.pop()
+            if i not in reached:
+                reached.add(i)
+                stack.extend(self.nodes[i].arguments)
+        return reached
+
+    def bind(
+        self,
+        *,
+        constants: dict[str, int | float] | None = None,
+        shift_captured: int = 0,
+        shift_ints: int = 0,
+        shift_floats: int = 0,
+    ) -> ModGraph:
+        """Return the graph with numbers made constants, and slots moved.
+
+        Args:
+            constants: slot -> value, by the slot's old name. Numbers that are absent stay numbers.
+            shift_captured, shift_ints, shift_floats: added to the positions of captured tensors
+                and number slots: a mask graph's follow the score graph's in one call.
+        """
+        constants = constants or {}
+        nodes = []
+        for node in self.nodes:
+            if node.operation == "load":
+                assert isinstance(node.attribute, int)
+                node = Node("load", node.dtype, node.arguments, node.attribute + shift_captured)
+            elif node.operation == "number":
+                slot = str(node.attribute)
+                if slot in constants:
+                    node = Node("const", node.dtype, (), _converted(constants[slot], node.dtype))
+                else:
+                    shift = shift_ints if slot[0] == "i" else shift_floats
+                    node = Node("number", node.dtype, (), f"{slot[0]}{int(slot[1:]) + shift}")
+            nodes.append(node)
+        return ModGraph(tuple(nodes), self.output)
+
+
+@functools.lru_cache(maxsize=1024)
+def _text_of(nodes: tuple[Node, ...], output: int) -> str:
+    return ";".join([*map(str, nodes), f"={output}"])
+
+
+def _text(graph: ModGraph) -> str:
+    return _text_of(graph.nodes, graph.output)
+
+
+def _converted(value: int | float, dtype: torch.dtype) -> int | float | bool:
+    if dtype is torch.bool:
+        return bool(value)
+    return float(value) if dtype.is_floating_point else int(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_graph(text: str) -> ModGraph:
+    """Read a graph's text. Raises ValueError if it isn't one: a request may come from a file."""
+    *lines, last = text.split(";")
+    nodes: list[Node] = []
+    for line in lines:
+        operation, dtype_name, arguments, attribute = line.split(" ")
+        if operation not in OPERATIONS or dtype_name not in DTYPES:
+            raise ValueError(f"unknown operation or type in a mod graph: {line!r}")
+        dtype = DTYPES[dtype_name]
+        positions = () if arguments == "-" else tuple(map(int, arguments.split(",")))
+        if any(not 0 <= p < len(nodes) for p in positions):
+            raise ValueError(f"an argument that is not before its node: {line!r}")
+        nodes.append(Node(operation, dtype, positions, _attribute(operation, dtype, attribute)))
+    if last[:1] != "=" or not 0 <= int(last[1:]) < len(nodes):
+        raise ValueError(f"a mod graph without a result: {text!r}")
+    return ModGraph(tuple(nodes), int(last[1:]))
+
+
+def _attribute(operation: str, dtype: torch.dtype, text: str) -> Attribute:
+    if operation in ("input", "number"):
+        return text
+    if operation == "load":
+        return int(text)
+    if operation == "const":
+        if dtype is torch.bool:
+            return text == "True"
+        return float(text) if dtype.is_floating_point else int(text)
+    return None
+
+
+class GraphBuilder:
+    """Appends nodes, each distinct one once."""
+
+    def __init__(self, nodes: Iterable[Node] = ()) -> None:
+        self.nodes: list[Node] = []
+        self._positions: dict[str, int] = {}
+        for node in nodes:
+            # Positions must stay what they were, so a repeated node is kept here.
+            self._positions.setdefault(str(node), len(self.nodes))
+            self.nodes.append(node)
+
+    def add(
+        self,
+        operation: str,
+        dtype: torch.dtype,
+        arguments: tuple[int, ...] = (),
+        attribute: Attribute = None,
+    ) -> int:
+        """Return the position of this node, appending it if it isn't there."""
+        node = Node(operation, dtype, arguments, attribute)
+        # The text, not the node, is the key: 1, 1.0 and True are equal, and NaN isn't.
+        position = self._positions.setdefault(str(node), len(self.nodes))
+        if position == len(self.nodes):
+            self.nodes.append(node)
+        return position

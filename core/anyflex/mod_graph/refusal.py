@@ -1,0 +1,168 @@
+"""What a mod may not do, and how it is told: ModTraceError with the user's line and the cure."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anyflex.failing import fail
+
+__all__ = ["REFUSED", "branch_hint", "refuse", "refuse_function", "refuse_index"]
+
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def refuse(problem: str, operation: str, hint: str = "", pure: bool = False) -> NoReturn:
+    """Raise ModTraceError, with the user's source line where frames can be inspected."""
+    file, line = (None, None) if torch.compiler.is_compiling() else user_location()
+    fail(
+        "ModTraceError",
+        problem,
+        operation=operation,
+        hint=hint,
+        file=file,
+        line=line,
+        pure=pure,
+    )
+
+
+def refuse_index(problem: str, hint: str = "") -> NoReturn:
+    """Raise ModIndexError, with the user's source line where frames can be inspected."""
+    file, line = (None, None) if torch.compiler.is_compiling() else user_location()
+    fail("ModIndexError", problem, operation="indexing", hint=hint, file=file, line=line)
+
+
+def user_location() -> tuple[str | None, int | None]:
+    """Return file and line of the innermost frame outside of the tracer and of torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OWN, _TORCH)):
+            return file, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None, None
+
+
+BRANCH = "a Python branch on a symbol (if, and, or, not, a chained comparison, while, assert)"
+BRANCH_HINT = (
+    "Use torch.where for `if`; `&`, `|`, `~` with parentheses for `and`, `or`, `not`; "
+    "`(a <= x) & (x < b)` for a chained comparison; torch.minimum, torch.maximum or torch.clamp "
+    "for min and max."
+)
+
+
+def branch_hint() -> str:
+    """Return the cure for a branch, from the user's line where it can be read."""
+    if torch.compiler.is_compiling():
+        return BRANCH_HINT
+    import linecache
+
+    file, line = user_location()
+    text = linecache.getline(file, line) if file is not None and line is not None else ""
+    if "min(" in text or "max(" in text:
+        return (
+            "Python's min() and max() compare and branch: use torch.minimum, torch.maximum or "
+            "torch.clamp."
+        )
+    return BRANCH_HINT
+
+
+_ADVICE: dict[str, tuple[str, str]] = {
+    # kind -> (what it is, cure)
+    "random": ("a random number in a mod", "Read a captured table of random numbers instead."),
+    "value": ("reading a value while tracing", "A symbol has no value yet; use torch.where."),
+    "reduction": (
+        "a reduction in a mod",
+        "A mod computes one score from scalars: compute sums, means and softmaxes of captured "
+        "tensors outside of it.",
+    ),
+    "gather": ("a gathering function in a mod", "Index the tensor: `table[k]`, `table[k, j]`."),
+    "search": ("a search in a mod", "Compute a table outside and index it."),
+    "shape": ("a change of shape in a mod", "A mod computes a scalar: drop it."),
+    "complex": ("a complex number in a mod", "Scores are real."),
+    "device": ("moving to a device in a mod", "Move captured tensors before the call."),
+    "autograd": ("autograd inside a mod", "Call it outside; `.detach()` stops a gradient."),
+    "many": ("a function with more than one result in a mod", "Compute it outside."),
+    "python bool": (
+        "a function that returns a Python bool in a mod",
+        "Use `==` or torch.isclose, which return a symbol.",
+    ),
+    "dynamic": ("a result whose shape depends on data in a mod", "Compute it outside."),
+}
+
+_NAMES: dict[str, str] = {
+    "random": "rand randn randint randperm normal bernoulli multinomial poisson rand_like "
+    "randn_like randint_like dropout alpha_dropout feature_dropout feature_alpha_dropout rrelu "
+    "dropout1d dropout2d dropout3d gumbel_softmax",
+    "value": "item tolist numpy __bool__ __int__ __float__ __index__ __array__ __complex__",
+    "reduction": "sum mean prod std var median nanmedian mode norm logsumexp softmax log_softmax "
+    "cumsum cumprod cummax cummin logcumsumexp all any amax amin argmax argmin aminmax nansum "
+    "nanmean sort argsort topk kthvalue count_nonzero softmin normalize matmul mm bmm dot mv "
+    "einsum inner outer __matmul__ __rmatmul__",
+    "gather": "gather index_select take take_along_dim embedding masked_select index_put "
+    "index_add scatter scatter_add index_fill embedding_bag one_hot",
+    "search": "searchsorted bucketize histc bincount isin unique unique_consecutive",
+    "shape": "unsqueeze view reshape expand repeat flatten ravel stack cat concat concatenate "
+    "hstack vstack view_as expand_as broadcast_to tile atleast_1d atleast_2d atleast_3d squeeze",
+    "complex": "complex polar view_as_complex view_as_real angle real imag",
+    "device": "cuda cpu xpu mps",
+    "autograd": "requires_grad_ backward retain_grad register_hook",
+    "many": "frexp split chunk unbind tensor_split modf",
+    "python bool": "equal allclose",
+    "dynamic": "nonzero argwhere",
+}
+
+
+def _refused() -> dict[Any, tuple[str, str, str]]:
+    table: dict[Any, tuple[str, str, str]] = {}
+    spaces = ((torch, "torch."), (Tensor, "Tensor."), (F, "torch.nn.functional."))
+    for kind, names in _NAMES.items():
+        problem, hint = _ADVICE[kind]
+        for name in names.split():
+            for space, prefix in spaces:
+                function = getattr(space, name, None)
+                if function is not None:
+                    table[function] = (f"{problem}: {prefix}{name}", prefix + name, hint)
+    for name in dir(Tensor):
+        in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
+        assigns = name in ("__setitem__", "set_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+        if (in_place and name != "requires_grad_") or assigns:
+            cure = f"`.{name[:-1]}`" if in_place else "a new value"
+            table[getattr(Tensor, name)] = (
+                f"a change in place in a mod: Tensor.{name}",
+                f"Tensor.{name}",
+                f"Mods are pure: use {cure} instead.",
+            )
+    return table
+
+
+REFUSED = _refused()
+"""Function -> (problem, operation, cure)."""
+
+PLAIN_REFUSED = {
+    function: entry
+    for function, entry in REFUSED.items()
+    if not entry[0].startswith((_ADVICE["shape"][0], _ADVICE["many"][0], _ADVICE["device"][0]))
+}
+"""What may not be done with captured tensors alone: changes of shape are harmless there."""
+
+
+def refuse_function(func: Any) -> NoReturn:
+    """Raise ModTraceError for a torch function that the tracer doesn't know or refuses."""
+    refused = REFUSED.get(func)
+    if refused is not None:
+        refuse(refused[0], refused[1], refused[2])
+    name = getattr(func, "__name__", None) or "a function"
+    refuse(
+        f"torch operation {name} is not one that a mod graph can hold",
+        name,
+        "The reference backend runs it through vmap; to run on other backends, write it with "
+        "the operations of the table in the documentation.",
+        pure=True,
+    )

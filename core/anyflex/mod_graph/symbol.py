@@ -1,0 +1,410 @@
+"""Symbols: what a mod is called with while it is traced.
+
+A symbol stands for one scalar. Every operation on it appends a node to its tracer. Torch functions
+on a symbol arrive at ``__torch_function__``; those whose first operand is a plain tensor
+(``captured[q_idx]``, ``zero_dim * score``) arrive at `TraceMode`.
+
+Dynamo inlines this module under ``torch.compile``: it is plain Python on local data, without
+locks, logging or frame inspection, and finds operations in a dictionary keyed by function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
+from anyflex.mod_graph.refusal import (
+    BRANCH,
+    branch_hint,
+    refuse,
+    refuse_function,
+    refuse_index,
+)
+
+__all__ = ["CATEGORY", "SPELLINGS", "PartialRead", "Symbol", "Tracer", "find_tracer"]
+
+BOOL, INT, FLOAT = 0, 1, 2
+CATEGORY = {
+    name: FLOAT if dtype.is_floating_point else BOOL if dtype is torch.bool else INT
+    for name, dtype in DTYPES.items()
+}
+PROMOTED = {
+    a: {b: DTYPE_NAMES[torch.promote_types(DTYPES[a], DTYPES[b])] for b in DTYPES} for a in DTYPES
+}
+INDEX_KINDS = {"i8": True, "i16": True, "i32": True, "i64": True}
+
+
+SPELLINGS: dict[Any, Callable[..., Any]] = {}
+"""Torch function -> what it appends; filled by `anyflex.mod_graph.spellings`."""
+
+
+class Tracer:
+    """Collects the nodes of one mod as text, and the tensors and numbers that it captured."""
+
+    def __init__(self, default_float: str, device: torch.device) -> None:
+        self.default_float = default_float
+        self.device = device
+        self.lines: list[str] = []
+        self.positions: dict[str, int] = {}
+        self.captured: list[Tensor] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+        # A mod that asks for a captured tensor's shape or type depends on more than its values.
+        self.read_facts = False
+
+    def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
+        line = f"{operation} {kind} {arguments} {attribute}"
+        position = self.positions.get(line)
+        if position is None:
+            position = len(self.lines)
+            self.positions[line] = position
+            self.lines.append(line)
+        return Symbol(self, position, kind)
+
+    def constant(self, value: float | int | bool, kind: str) -> Symbol:
+        """A value that is part of the structure, not a closed-over number."""
+        category = CATEGORY[kind]
+        if category == BOOL:
+            return self.add("const", kind, "-", "True" if value else "False")
+        return self.add("const", kind, "-", repr(float(value) if category == FLOAT else value))
+
+    def number(self, value: Any, kind: str) -> Symbol:
+        """A Python number as a slot: its value is no part of the structure."""
+        if isinstance(value, bool):
+            return self.constant(value, kind)
+        if isinstance(value, int):
+            slot = f"i{len(self.ints)}"
+            self.ints.append(value)
+        else:
+            slot = f"f{len(self.floats)}"
+            self.floats.append(value)
+        return self.add("number", kind, "-", slot)
+
+    def rank(self, tensor: Tensor) -> int:
+        """A captured tensor's rank. That it is asked for here is not the mod's doing."""
+        read_facts = self.read_facts
+        rank = tensor.dim()
+        self.read_facts = read_facts
+        return rank
+
+    def load(self, tensor: Tensor, arguments: str) -> Symbol:
+        read_facts = self.read_facts
+        kind = DTYPE_NAMES.get(tensor.dtype)
+        self.read_facts = read_facts
+        if kind is None:
+            refuse(
+                f"a captured tensor of dtype {tensor.dtype}", "load", "Convert it before the call."
+            )
+        for i, known in enumerate(self.captured):
+            if known is tensor:
+                return self.add("load", kind, arguments, str(i))
+        self.captured.append(tensor)
+        return self.add("load", kind, arguments, str(len(self.captured) - 1))
+
+    def operand(self, value: Any) -> Any:
+        """Return a symbol, or a Python number as it is."""
+        if isinstance(value, Symbol) or isinstance(value, (bool, int, float)):
+            return value
+        if isinstance(value, PartialRead):
+            value.refuse_use()
+        if isinstance(value, Tensor):
+            if self.rank(value) == 0:
+                return self.load(value, "-")
+            refuse(
+                f"a captured tensor of shape {list(value.shape)} is used whole",
+                "captured tensor",
+                "A mod computes one score: index the tensor with b, h, q_idx or kv_idx.",
+            )
+        if isinstance(value, complex):
+            refuse("a complex number in a mod", "complex", "Scores are real.")
+        if hasattr(value, "__index__"):
+            return int(value)  # a NumPy integer
+        if hasattr(value, "__float__"):
+            return float(value)
+        refuse(f"a {type(value).__name__} as an operand in a mod", type(value).__name__)
+
+    def common_kind(self, x: Any, y: Any) -> str:
+        """torch's promotion of two operands: Python numbers raise the category only."""
+        if isinstance(x, Symbol):
+            if isinstance(y, Symbol):
+                return PROMOTED[x.kind][y.kind]
+            return self.weak_kind(x.kind, y)
+        if isinstance(y, Symbol):
+            return self.weak_kind(y.kind, x)
+        return self.weak_kind(self.weak_kind("bool", x), y)
+
+    def weak_kind(self, kind: str, number: Any) -> str:
+        category = CATEGORY[kind]
+        if isinstance(number, bool):
+            return kind
+        if isinstance(number, int):
+            return kind if category >= INT else "i64"
+        return kind if category >= FLOAT else self.default_float
+
+    def as_kind(self, value: Any, kind: str) -> Symbol:
+        """Return `value` (symbol or number) as a symbol of `kind`."""
+        if isinstance(value, Symbol):
+            if value.kind == kind:
+                return value
+            return self.add("cast", kind, str(value.position))
+        return self.number(value, kind)
+
+    def symbol(self, value: Any) -> Symbol:
+        """Return `value` as a symbol of its own type."""
+        value = self.operand(value)
+        if isinstance(value, Symbol):
+            return value
+        return self.number(value, self.weak_kind("bool", value))
+
+    def unary(self, operation: str, x: Any) -> Symbol:
+        x = self.symbol(x)
+        return self.add(operation, x.kind, str(x.position))
+
+    def floating(self, operation: str, x: Any) -> Symbol:
+        """A function of a float: ints and bools are converted, as torch does."""
+        x = self.symbol(x)
+        if CATEGORY[x.kind] != FLOAT:
+            x = self.as_kind(x, self.default_float)
+        return self.add(operation, x.kind, str(x.position))
+
+    def binary(self, operation: str, x: Any, y: Any, kind: str, result: str = "") -> Symbol:
+        """`operation` on operands converted to `kind`; the result has it too, unless said."""
+        x = self.as_kind(x, kind)
+        y = self.as_kind(y, kind)
+        return self.add(operation, result or kind, f"{x.position},{y.position}")
+
+    def where(self, condition: Symbol, x: Any, y: Any, kind: str = "") -> Symbol:
+        kind = kind or self.common_kind(x, y)
+        x = self.as_kind(x, kind)
+        y = self.as_kind(y, kind)
+        return self.add("where", kind, f"{condition.position},{x.position},{y.position}")
+
+    def read(self, tensor: Tensor, index: Any) -> Any:
+        return PartialRead(self, tensor, [None] * self.rank(tensor))[index]
+
+    def text(self, output: Symbol) -> str:
+        return ";".join(self.lines) + f";={output.position}"
+
+
+class Symbol:
+    """One scalar of a mod under trace. Methods and operators are those of a 0-d tensor; they are
+    installed by `anyflex.mod_graph.spellings`; what would need a value refuses."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tracer: Tracer, position: int, kind: str) -> None:
+        self.tracer = tracer
+        self.position = position
+        self.kind = kind
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.kind]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tracer.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(())
+
+    @property
+    def ndim(self) -> int:
+        return 0
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    def dim(self) -> int:
+        return 0
+
+    def size(self) -> torch.Size:
+        return torch.Size(())
+
+    def numel(self) -> int:
+        return 1
+
+    def is_floating_point(self) -> bool:
+        return CATEGORY[self.kind] == FLOAT
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} symbol %{self.position}>"
+
+    def __bool__(self) -> NoReturn:
+        refuse(BRANCH, "bool()", branch_hint())
+
+    def __index__(self) -> NoReturn:
+        refuse(
+            "a symbol is used as a Python integer",
+            "int()",
+            "Index a captured tensor instead of a list or dict, and loop over Python numbers; "
+            "`.int()` converts a symbol.",
+        )
+
+    def __int__(self) -> NoReturn:
+        refuse("int() of a symbol", "int()", "Use `.int()` or `.long()`.")
+
+    def __float__(self) -> NoReturn:
+        refuse(
+            "float() or a math function of a symbol",
+            "float()",
+            "Use `.float()`, and torch.tanh, torch.sqrt ... for math.tanh, math.sqrt ....",
+        )
+
+    def __round__(self, digits: int | None = None) -> NoReturn:
+        refuse("round() of a symbol", "round()", "Use torch.round.")
+
+    def __floor__(self) -> NoReturn:
+        refuse("math.floor of a symbol", "math.floor", "Use torch.floor.")
+
+    def __ceil__(self) -> NoReturn:
+        refuse("math.ceil of a symbol", "math.ceil", "Use torch.ceil.")
+
+    def __trunc__(self) -> NoReturn:
+        refuse("math.trunc of a symbol", "math.trunc", "Use torch.trunc.")
+
+    def __divmod__(self, other: object) -> NoReturn:
+        refuse("divmod() of a symbol", "divmod()", "Use // and %.")
+
+    def __format__(self, specification: str) -> str:
+        if specification:
+            refuse("formatting a symbol", "format()", "A symbol has no value yet.")
+        return repr(self)
+
+    def __len__(self) -> NoReturn:
+        refuse("len() of a symbol", "len()", "A symbol is a scalar.")
+
+    def __iter__(self) -> NoReturn:
+        refuse("a loop over a symbol", "iter()", "A symbol is a scalar.")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        refuse("indexing a symbol", "indexing", "A symbol is a scalar; index captured tensors.")
+
+    def __setitem__(self, index: object, value: object) -> NoReturn:
+        refuse("item assignment to a symbol", "__setitem__", "Use torch.where.")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tracer = find_tracer(args)
+        if tracer is None:
+            tracer = find_tracer(tuple((kwargs or {}).values()))
+        assert tracer is not None
+        return dispatch(tracer, func, args, kwargs or {})
+
+
+class PartialRead:
+    """A captured tensor with some of its indices given: ``table[h][q]`` is ``table[h, q]``."""
+
+    def __init__(self, tracer: Tracer, tensor: Tensor, entries: list[str | None]) -> None:
+        self.tracer = tracer
+        self.tensor = tensor
+        self.entries = entries
+
+    def __getitem__(self, index: Any) -> Any:
+        items = list(index) if isinstance(index, tuple) else [index]
+        free = [d for d, entry in enumerate(self.entries) if entry is None]
+        given = 0
+        for item in items:
+            if item is not Ellipsis:
+                given += 1
+        if given > len(free):
+            refuse_index(
+                f"{given} indices for a captured tensor with {len(free)} dimensions left (shape "
+                f"{list(self.tensor.shape)})",
+                "Give one index a dimension.",
+            )
+        entries = list(self.entries)
+        d = 0
+        for item in items:
+            if item is Ellipsis:
+                d += len(free) - given
+            else:
+                entries[free[d]] = self.entry(item)
+                d += 1
+        for entry in entries:
+            if entry is None:
+                return PartialRead(self.tracer, self.tensor, entries)
+        return self.tracer.load(self.tensor, ",".join(entries) or "-")  # type: ignore[arg-type]
+
+    def entry(self, item: Any) -> str | None:
+        if isinstance(item, slice):
+            if item.start is None and item.stop is None and item.step is None:
+                return None
+            refuse(
+                "a slice of a captured tensor",
+                "slice",
+                "A mod reads one element: use an index, and torch.where for a range.",
+            )
+        if item is None:
+            refuse("None as an index", "indexing", "A mod reads one element.")
+        item = self.tracer.operand(item)
+        if isinstance(item, Symbol):
+            if item.kind not in INDEX_KINDS:
+                refuse_index(
+                    f"an index of dtype {DTYPES[item.kind]} into a captured tensor of shape "
+                    f"{list(self.tensor.shape)}",
+                    "Indices are signed integers: use `.long()`, or torch.where for a condition.",
+                )
+        elif isinstance(item, bool) or not isinstance(item, int):
+            refuse_index(
+                f"a {type(item).__name__} as an index into a captured tensor of shape "
+                f"{list(self.tensor.shape)}",
+                "Indices are integers.",
+            )
+        return str(self.tracer.as_kind(item, "i64").position)
+
+    def refuse_use(self) -> NoReturn:
+        given = 0
+        for entry in self.entries:
+            if entry is not None:
+                given += 1
+        left = [
+            size
+            for size, entry in zip(self.tensor.shape, self.entries, strict=True)
+            if entry is None
+        ]
+        refuse(
+            f"a row of shape {left} of a captured tensor of rank {len(self.entries)} and shape "
+            f"{list(self.tensor.shape)} ({given} of {len(self.entries)} indices given) where a "
+            "scalar is needed",
+            "captured tensor",
+            "Give one index a dimension.",
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tracer = find_tracer(args)
+        if tracer is None:
+            tracer = find_tracer(tuple((kwargs or {}).values()))
+        assert tracer is not None
+        return dispatch(tracer, func, args, kwargs or {})
+
+
+def find_tracer(values: Any) -> Tracer | None:
+    """Return the tracer of the first symbol among `values`, one level of lists deep."""
+    for value in values:
+        if isinstance(value, (Symbol, PartialRead)):
+            return value.tracer
+        if isinstance(value, (tuple, list)):
+            inner = find_tracer(value)
+            if inner is not None:
+                return inner
+    return None
+
+
+def dispatch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Append what `func` does to at least one symbol."""
+    spelling = SPELLINGS.get(func)
+    if spelling is None:
+        refuse_function(func)
+    return spelling(tracer, *args, **kwargs)

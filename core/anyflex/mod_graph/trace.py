@@ -1,0 +1,236 @@
+"""Tracing: a score or mask function becomes a mod graph's text and what it captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anyflex.errors import ArgumentTypeError, ModTraceError
+from anyflex.failing import fail
+from anyflex.mod_graph import spellings
+from anyflex.mod_graph.operations import DTYPE_NAMES
+from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
+from anyflex.mod_graph.symbol import (
+    CATEGORY,
+    FLOAT,
+    SPELLINGS,
+    PartialRead,
+    Symbol,
+    Tracer,
+    dispatch,
+    find_tracer,
+)
+
+__all__ = ["TracedMod", "mod_kind", "trace_mod"]
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+
+
+class TracedMod:
+    """A traced mod as plain data.
+
+    Attributes:
+        text: the raw graph; `anyflex.mod_graph.graph.parse_graph` reads it.
+        captured: tensors that the graph's loads count into.
+        ints, floats: values of its number slots, in order of appearance.
+        names: the captured tensors' names in the user's function, "" where unknown.
+        depends_on_facts: the mod asked for a captured tensor's shape or type, or made a new
+            tensor from it: it must be traced again at each call.
+    """
+
+    __slots__ = ("captured", "depends_on_facts", "floats", "ints", "names", "text")
+
+    def __init__(
+        self,
+        text: str,
+        captured: list[Tensor],
+        ints: list[int],
+        floats: list[float],
+        names: list[str],
+        depends_on_facts: bool = False,
+    ) -> None:
+        self.text = text
+        self.captured = captured
+        self.ints = ints
+        self.floats = floats
+        self.names = names
+        self.depends_on_facts = depends_on_facts
+
+
+class TraceMode(TorchFunctionMode):
+    """Catches calls whose first operand is a plain tensor, and watches what a mod does with plain
+    tensors alone."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if find_tracer(args) is not None or find_tracer(tuple(kwargs.values())) is not None:
+            return dispatch(self.tracer, func, args, kwargs)
+        return on_plain_tensors(self.tracer, func, args, kwargs)
+
+
+def on_plain_tensors(
+    tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A torch function inside a mod that no symbol takes part in."""
+    make = spellings.FACTORIES.get(func)
+    if make is not None:
+        made = make(tracer, *args, **kwargs)
+        if made is not NotImplemented:
+            return made
+    refused = PLAIN_REFUSED.get(func)
+    if refused is not None:
+        refuse(refused[0], refused[1], refused[2])
+    spelling = SPELLINGS.get(func)
+    if spelling is not None:
+        scalars = 0
+        for value in args:
+            if isinstance(value, Tensor):
+                scalars += 1 if value.dim() == 0 else -1000
+        if scalars > 0:  # a function of captured 0-d tensors belongs to the graph
+            return spelling(tracer, *args, **kwargs)
+    tracer.read_facts = True
+    return func(*args, **kwargs)
+
+
+def trace_mod(
+    function: Callable[..., Any],
+    kind: Literal["score", "mask"],
+    score_dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> TracedMod:
+    """Call `function` once on symbols and return what it did.
+
+    Raises:
+        ModTraceError: it can't be a mod graph; ``.pure`` tells whether vmap could run it.
+        BlockMaskError: a mask function whose result is not a bool scalar.
+        Whatever `function` itself raises.
+    """
+    tracer = Tracer(
+        DTYPE_NAMES[torch.get_default_dtype()],
+        device if device is not None else torch.device("cpu"),
+    )
+    symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
+    if kind == "score":
+        score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
+        with TraceMode(tracer):
+            result = function(score, *symbols)
+        output = _score_result(tracer, result, score.kind)
+    else:
+        with TraceMode(tracer):
+            result = function(*symbols)
+        output = _mask_result(tracer, result)
+    return TracedMod(
+        tracer.text(output),
+        tracer.captured,
+        tracer.ints,
+        tracer.floats,
+        [""] * len(tracer.captured),
+        tracer.read_facts,
+    )
+
+
+def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
+    if result is None:
+        refuse("a score mod that returns None", "return", "Did you forget `return`?")
+    if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
+        _not_scalar(result)
+    if not isinstance(result, (Symbol, Tensor, bool, int, float)):
+        refuse(
+            f"a score mod that returns a {type(result).__name__}",
+            "return",
+            "It returns one real score.",
+        )
+    output = tracer.symbol(result)
+    if output.kind == "bool":
+        refuse(
+            "a score mod that returns a bool",
+            "return",
+            "A mask goes through create_block_mask(mask_mod, ...) and block_mask=; to drop single "
+            "scores, use torch.where(condition, score, float('-inf')).",
+        )
+    return tracer.as_kind(output, kind)
+
+
+def _mask_result(tracer: Tracer, result: Any) -> Symbol:
+    if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
+        shape = list((result.tensor if isinstance(result, PartialRead) else result).shape)
+        fail(
+            "BlockMaskError",
+            f"mask_mod returned something of shape {shape}; it must return one bool scalar. Index "
+            "every dimension of the captured tensor.",
+        )
+    if not isinstance(result, (Symbol, Tensor, bool)):
+        fail(
+            "BlockMaskError",
+            f"mask_mod returned a {type(result).__name__}; it must return one bool scalar. "
+            "Compare (`!= 0`), and don't forget `return`.",
+        )
+    output = tracer.symbol(result)
+    if output.kind != "bool":
+        fail(
+            "BlockMaskError",
+            f"mask_mod returned dtype {output.dtype}; it must return bool. Use `!= 0`.",
+        )
+    return output
+
+
+def _not_scalar(result: Any) -> NoReturn:
+    if isinstance(result, PartialRead):
+        result.refuse_use()
+    refuse(
+        f"a score mod that returns a tensor of shape {list(result.shape)}",
+        "return",
+        "It returns one scalar: index every dimension of the captured tensor.",
+    )
+
+
+def mod_kind(function: Any, argument: str = "mod") -> Literal["score", "mask"]:
+    """Tell a score mod (5 positional arguments) from a mask mod (4).
+
+    Raises:
+        ArgumentTypeError: `function` is not a plain callable.
+        ModTraceError: it takes another number of arguments.
+    """
+    count = positional_count(function, argument)
+    if count == 5:
+        return "score"
+    if count == 4:
+        return "mask"
+    raise ModTraceError(
+        f"{argument} takes {count} positional arguments",
+        operation="signature",
+        hint="A score mod is f(score, b, h, q_idx, kv_idx), a mask mod f(b, h, q_idx, kv_idx).",
+    )
+
+
+def positional_count(function: Any, argument: str) -> int | None:
+    """Number of positional arguments without defaults; None where it can't be known (*args)."""
+    import inspect
+
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"{argument} must be a function, got {type(function).__name__}"
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ArgumentTypeError(f"{argument} must be a plain function, got {function!r}")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        for p in parameters
+    )
