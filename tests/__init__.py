@@ -1,0 +1,1 @@
+"""Tests across packages. Test modules import their data and oracles from here."""

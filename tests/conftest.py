@@ -1,0 +1,27 @@
+"""Options and fixtures that tests of several folders use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+__all__: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--all-configurations: what `make test-random` runs."""
+    parser.addoption(
+        "--all-configurations",
+        action="store_true",
+        help="run all 500 random configurations and every compiled mod, not CI's share",
+    )
+
+
+@pytest.fixture
+def float64_numbers() -> Iterator[None]:
+    """Python numbers promote to float64, so that formulas in float64 are exact to the end."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

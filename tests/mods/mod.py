@@ -1,0 +1,149 @@
+"""What a mod of the list is: leaves, views of them, numbers, and three forms of the function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.mods.leaves import Leaf
+
+__all__ = ["FORMS", "Entry", "Form", "Mod", "Sizes"]
+
+Form = Literal["function", "partial", "object"]
+FORMS: tuple[Form, ...] = ("function", "partial", "object")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the shapes of captured tensors depend on; lengths may be 0."""
+
+    batch: int
+    heads: int
+    group: int
+    q_length: int
+    kv_length: int
+
+    @property
+    def longest(self) -> int:
+        """M of the list: tables that are read at both q and k."""
+        return max(self.q_length, self.kv_length)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of key and value."""
+        return self.heads // self.group
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the list.
+
+    Args:
+        number: ``"S1"`` to ``"S50"``, ``"M1"`` to ``"M46"``.
+        name: the list's name.
+        builder: takes the captured tensors and numbers, returns the mod.
+        leaves: the tensors that own the captured values.
+        views: what the builder captures, given the sizes and the leaves; None for the leaves.
+        numbers: closed-over Python numbers, given the sizes.
+        batched, headed: the mod depends on b, on h: its mask can't be broadcast.
+        smooth: False where a NaN or an infinite derivative is the point of the mod.
+    """
+
+    number: str
+    name: str
+    builder: Callable[..., Callable[..., Any]]
+    leaves: Mapping[str, Leaf]
+    views: Callable[..., tuple[Tensor, ...]] | None
+    numbers: Callable[[Sizes], tuple[int | float, ...]]
+    batched: bool
+    headed: bool
+    smooth: bool
+
+    @property
+    def learns(self) -> bool:
+        """Some captured tensor requires a gradient."""
+        return any(leaf.grad for leaf in self.leaves.values())
+
+    def make(
+        self, sizes: Sizes, generator: torch.Generator, dtype: torch.dtype = torch.float32
+    ) -> Mod:
+        """Draw the captured tensors. `dtype`: of the tables that the list calls f32."""
+        leaves = {
+            name: leaf.make(sizes, generator, dtype) for name, leaf in self.leaves.items()
+        }
+        return Mod(self, sizes, leaves)
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A mod with its captured values."""
+
+    entry: Entry
+    sizes: Sizes
+    leaves: Mapping[str, Tensor]
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The leaves that require a gradient."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+
+    def captured(self) -> tuple[Tensor, ...]:
+        """What the builder captures: the leaves or views of them."""
+        leaves = tuple(self.leaves.values())
+        return leaves if self.entry.views is None else self.entry.views(self.sizes, *leaves)
+
+    def function(self, form: Form = "function") -> Callable[..., Any]:
+        """The mod as the user would pass it."""
+        values = (*self.captured(), *self.entry.numbers(self.sizes))
+        if form == "partial":
+            run = _run_score if self.entry.number[0] == "S" else _run_mask
+            return functools.partial(run, self.entry.builder, values)
+        if form == "object":
+            kind = _ScoreObject if self.entry.number[0] == "S" else _MaskObject
+            return kind(self.entry.builder, values)
+        return self.entry.builder(*values)
+
+    def with_leaves(self, leaves: Mapping[str, Tensor]) -> Mod:
+        """The same mod over other tensors of the same names."""
+        return dataclasses.replace(self, leaves=dict(leaves))
+
+
+Builder = Callable[..., Callable[..., Any]]
+
+
+def _run_score(
+    builder: Builder, values: tuple[Any, ...], s: Any, b: Any, h: Any, q: Any, k: Any
+) -> Any:
+    return builder(*values)(s, b, h, q, k)
+
+
+def _run_mask(builder: Builder, values: tuple[Any, ...], b: Any, h: Any, q: Any, k: Any) -> Any:
+    return builder(*values)(b, h, q, k)
+
+
+class _ScoreObject:
+    """A score mod that keeps its captured tensors as an object's attributes."""
+
+    def __init__(self, builder: Builder, values: tuple[Any, ...]) -> None:
+        self.builder = builder
+        self.values = values
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.builder(*self.values)(s, b, h, q, k)
+
+
+class _MaskObject:
+    """A mask mod that keeps its captured tensors as an object's attributes."""
+
+    def __init__(self, builder: Builder, values: tuple[Any, ...]) -> None:
+        self.builder = builder
+        self.values = values
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.builder(*self.values)(b, h, q, k)

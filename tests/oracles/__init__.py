@@ -1,0 +1,1 @@
+"""Two oracles that share no code with any backend, and the rule by which results are compared."""

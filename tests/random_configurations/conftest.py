@@ -1,0 +1,33 @@
+"""Which configurations run, and the count of what each oracle took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.random_configurations.configuration import COUNT, configurations
+
+__all__: list[str] = []
+
+IN_CI = 60
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """60 configurations, or all with --all-configurations."""
+    if "configuration" in metafunc.fixturenames:
+        count = COUNT if metafunc.config.getoption("--all-configurations") else IN_CI
+        metafunc.parametrize("configuration", configurations(count), ids=str)
+
+
+@pytest.fixture(scope="module")
+def oracle_counts(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
+    """Filled by the tests of a module, printed after the last."""
+    counts: Counter[str] = Counter()
+    yield counts
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line("")
+        for line, count in sorted(counts.items()):
+            reporter.write_line(f"  {count:4d}  {line}")
