@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _load(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
     if not operands:
         return table
     if table.numel() == 0:
-        shape = torch.broadcast_tensors(*operands)[0].shape
+        shape = functools.reduce(torch.add, operands).shape
         if context.out_of_range is not None:
             everywhere = torch.ones(shape, dtype=torch.bool, device=context.device)
             context.out_of_range.append((position, everywhere))
