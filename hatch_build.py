@@ -2,8 +2,8 @@
 
 In a checkout an extra names the folders beside this file by absolute `file://` URIs, so that
 `pip install ".[cpu]"` installs the backend of this very checkout, from any directory and with
-old and new pips. With `ANYFLEX_RELEASE=1`, and in everything built from an sdist, it names
-released versions instead: the package index refuses URIs in metadata.
+old and new pips. With `ANYFLEX_RELEASE=1` it names released versions instead: the package index
+refuses URIs in metadata.
 
 The tables are in pyproject.toml, `tool.hatch.metadata.hooks.custom`.
 """
@@ -15,43 +15,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-__all__ = ["ExtrasHook", "make_extras"]
+__all__ = ["ExtrasHook", "SdistGuard", "make_extras"]
 
 
 class ExtrasHook(MetadataHookInterface):
     """Fills `optional-dependencies`."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set the extras in the project's metadata.
-
-        In an sdist hatchling has put there what the sdist's PKG-INFO recorded. The folders are
-        not in the sdist, so that record, not the file system, says which extras exist.
-        """
-        recorded = metadata.get("optional-dependencies")
+        """Set the extras in the project's metadata (not called where an sdist recorded them)."""
+        release = os.environ.get("ANYFLEX_RELEASE") == "1"
         metadata["optional-dependencies"] = make_extras(
-            self.config,
-            Path(self.root),
-            release=os.environ.get("ANYFLEX_RELEASE") == "1",
-            recorded=None if recorded is None else frozenset(recorded),
+            self.config, Path(self.root), release=release
         )
 
 
-def make_extras(
-    config: Mapping[str, Any],
-    root: Path,
-    *,
-    release: bool,
-    recorded: frozenset[str] | None = None,
-) -> dict[str, list[str]]:
+class SdistGuard(BuildHookInterface[Any]):
+    """Keeps this machine's folders out of an sdist: every wheel made from it would name them."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Raise ValueError if an extra is a URI."""
+        extras = self.metadata.core.optional_dependencies
+        for name, lines in extras.items():
+            if any(" @ " in line for line in lines):
+                raise ValueError(
+                    f"the extra {name!r} names a folder of this checkout; build the sdist with "
+                    "ANYFLEX_RELEASE=1"
+                )
+
+
+def make_extras(config: Mapping[str, Any], root: Path, *, release: bool) -> dict[str, list[str]]:
     """Return extra -> requirements.
 
     Args:
         config: the hook's tables `tools`, `folders`, `backends`, `unions` and `index-range`.
         root: the checkout; the folders of `folders` count from here.
         release: name released versions instead of folders.
-        recorded: the extras that an sdist was built with; None in a checkout.
 
     Raises:
         ValueError: an extra names a package that `folders` lacks, or a union an unknown extra.
@@ -63,7 +64,7 @@ def make_extras(
         return root / folders[package.partition("[")[0]]
 
     def requirement(package: str) -> str:
-        if release or recorded is not None:
+        if release:
             return f"{package}{config['index-range']}"
         return f"{package} @ {folder(package).resolve().as_uri()}"
 
@@ -71,17 +72,12 @@ def make_extras(
     for name, packages in backends.items():
         if unknown := [each for each in packages if each.partition("[")[0] not in folders]:
             raise ValueError(f"extra {name!r} names {unknown}, which `folders` does not list")
-        if recorded is not None:
-            present = name in recorded
-        else:
-            present = all((folder(each) / "pyproject.toml").is_file() for each in packages)
-        if present:
+        if all((folder(each) / "pyproject.toml").is_file() for each in packages):
             extras[name] = [requirement(package) for package in packages]
     for name, members in config["unions"].items():
         if unknown := [member for member in members if member not in backends]:
             raise ValueError(f"union {name!r} names {unknown}, which are no extras of `backends`")
-        present_members = [member for member in members if member in extras]
-        if present_members:
-            lines = [line for member in present_members for line in extras[member]]
+        lines = [line for member in members for line in extras.get(member, [])]
+        if lines:
             extras[name] = list(dict.fromkeys(lines))
     return extras

@@ -86,16 +86,6 @@ def test_a_release_names_versions_and_no_folder(hook: ModuleType, tmp_path: Path
     assert not any("@" in line for lines in extras.values() for line in lines)
 
 
-def test_an_sdist_keeps_the_extras_that_it_recorded(hook: ModuleType, tmp_path: Path) -> None:
-    recorded = frozenset({"test", "cpu", "all"})
-    extras = hook.make_extras(CONFIG, tmp_path, release=False, recorded=recorded)
-    assert extras == {
-        "test": ["pytest>=8"],
-        "cpu": ["anyflex-cpu[jit]>=0.1,<0.2"],
-        "all": ["anyflex-cpu[jit]>=0.1,<0.2"],
-    }
-
-
 def test_a_package_without_a_folder_in_the_table_is_refused(
     hook: ModuleType, tmp_path: Path
 ) -> None:
