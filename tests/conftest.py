@@ -1,4 +1,4 @@
-"""Options and fixtures that tests of several folders use."""
+"""Fixtures that tests of several folders use."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import pytest
 import torch
 
 __all__: list[str] = []
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """--all-configurations: what `make test-random` runs."""
-    parser.addoption(
-        "--all-configurations",
-        action="store_true",
-        help="run all 500 random configurations and every compiled mod, not CI's share",
-    )
 
 
 @pytest.fixture

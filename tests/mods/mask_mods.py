@@ -167,9 +167,7 @@ def dead_columns(ok) -> MaskMod:
 
 @mask_mod("M26", headed=True, dil=integers("H", 1, 5))
 def dilated_head(dil) -> MaskMod:
-    return lambda b, h, q, k: (
-        ((q - k) % dil[h] == 0) & (q - k >= 0) & (q - k < 8 * dil[h])
-    )
+    return lambda b, h, q, k: ((q - k) % dil[h] == 0) & (q - k >= 0) & (q - k < 8 * dil[h])
 
 
 @mask_mod("M27", headed=True)
@@ -215,9 +213,7 @@ def hash_mask() -> MaskMod:
 
 @mask_mod("M34", blk=documents("M", i32), new=booleans("M", 0.5))
 def block_diffusion(blk, new) -> MaskMod:
-    return lambda b, h, q, k: (
-        (blk[k] < blk[q]) & ~new[k] | (blk[q] == blk[k]) & (new[q] == new[k])
-    )
+    return lambda b, h, q, k: (blk[k] < blk[q]) & ~new[k] | (blk[q] == blk[k]) & (new[q] == new[k])
 
 
 @mask_mod("M35", seg=documents("M", i64))

@@ -74,9 +74,7 @@ class Entry:
         self, sizes: Sizes, generator: torch.Generator, dtype: torch.dtype = torch.float32
     ) -> Mod:
         """Draw the captured tensors. `dtype`: of the tables that the list calls f32."""
-        leaves = {
-            name: leaf.make(sizes, generator, dtype) for name, leaf in self.leaves.items()
-        }
+        leaves = {name: leaf.make(sizes, generator, dtype) for name, leaf in self.leaves.items()}
         return Mod(self, sizes, leaves)
 
 

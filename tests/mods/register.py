@@ -30,9 +30,7 @@ def register(
 
     def enter(builder: Builder) -> Builder:
         name = builder.__name__
-        table[name] = Entry(
-            number, name, builder, leaves, views, numbers, batched, headed, smooth
-        )
+        table[name] = Entry(number, name, builder, leaves, views, numbers, batched, headed, smooth)
         return builder
 
     return enter

@@ -52,9 +52,7 @@ def t5_buckets(bucket, emb) -> ScoreMod:
 
 @score_mod("S6", emb=floats("8 H", grad=True))
 def t5_log(emb) -> ScoreMod:
-    return lambda s, b, h, q, k: (
-        s + emb[torch.log2(1.0 + (q - k).abs()).int().clamp(max=7), h]
-    )
+    return lambda s, b, h, q, k: s + emb[torch.log2(1.0 + (q - k).abs()).int().clamp(max=7), h]
 
 
 @score_mod("S7", w=floats("M", grad=True))
@@ -103,9 +101,7 @@ def graphormer(dist, enc) -> ScoreMod:
 
 @score_mod("S14")
 def sandwich() -> ScoreMod:
-    return lambda s, b, h, q, k: (
-        s + 0.5 * (torch.cos((q - k) * 0.7) + torch.cos((q - k) * 0.05))
-    )
+    return lambda s, b, h, q, k: s + 0.5 * (torch.cos((q - k) * 0.7) + torch.cos((q - k) * 0.05))
 
 
 @score_mod("S15", amp=floats("H", grad=True), freq=floats("H", grad=True))

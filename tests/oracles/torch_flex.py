@@ -35,9 +35,7 @@ def _patched(learned: tuple[Tensor, ...], found: dict[str, Tensor]) -> Iterator[
     operation = torch_flex.flex_attention_hop
 
     def with_captured(query, key, value, score_mod, block_mask, scale, options):
-        outputs = operation(
-            query, key, value, score_mod, block_mask, scale, options, learned, ()
-        )
+        outputs = operation(query, key, value, score_mod, block_mask, scale, options, learned, ())
         # The operation works to base 2, its max_scores as well.
         found["max_scores"] = outputs[2] * math.log(2.0)
         return outputs
@@ -67,7 +65,7 @@ def torch_attention(
     Raises:
         NotTaken: with the reason.
     """
-    batch, heads, q_length, _ = query.shape
+    batch, _, q_length, _ = query.shape
     kv_length = key.shape[2]
     if kv_length == 0:
         raise NotTaken("no keys: torch takes a maximum over an empty dimension")

@@ -108,9 +108,7 @@ def with_gradients(
     """Add the gradients of the bases and of the score mod's learned leaves."""
     learned = score.learned if score is not None else {}
     inputs = {f"d{name}": base for name, base in case.bases.items()} | learned
-    grads = gradients(
-        forward, inputs, case.dout, case.dlse, missing_is_zero=missing_is_zero
-    )
+    grads = gradients(forward, inputs, case.dout, case.dlse, missing_is_zero=missing_is_zero)
     if case.score is not None:
         # A widened table's gradient is compared as its owner would get it: cast once.
         for name, leaf in case.score.learned.items():

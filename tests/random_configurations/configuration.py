@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Literal
 from tests.mods import MASK_MODS, SCORE_MODS, Sizes
 from tests.mods.mod import FORMS, Form
 
-__all__ = ["COUNT", "SEED", "TRAITS", "Configuration", "configurations"]
+__all__ = ["COUNT", "SEED", "TRAITS", "Configuration", "asked_for", "configurations"]
 
 SEED = 20261120
 COUNT = 500
@@ -98,11 +99,22 @@ TRAITS = (
 )
 """At least 20 % of the configurations have each."""
 
-_LENGTHS: Sequence[tuple[int, int]] = (
-    [(1, 1), (1, 200), (128, 128), (129, 257), (300, 77), (0, 5), (5, 0), (0, 0)]
-    + [(64, 64), (33, 47), (100, 1), (17, 130), (40, 96), (77, 12), (2, 160), (65, 129)] * 3
-)
+_LENGTHS: Sequence[tuple[int, int]] = [
+    (1, 1),
+    (1, 200),
+    (128, 128),
+    (129, 257),
+    (300, 77),
+    (0, 5),
+    (5, 0),
+    (0, 0),
+] + [(64, 64), (33, 47), (100, 1), (17, 130), (40, 96), (77, 12), (2, 160), (65, 129)] * 3
 _BLOCKS = ((16, 16), (64, 64), (128, 128), (32, 128))
+
+
+def asked_for() -> int:
+    """How many configurations this run of pytest takes: CI's share, or `make test-random`'s."""
+    return int(os.environ.get("ANYFLEX_RANDOM_CONFIGURATIONS", "60"))
 
 
 def configurations(count: int = COUNT) -> list[Configuration]:
@@ -126,9 +138,7 @@ def _rounds(draw: random.Random, names: list[str], count: int) -> list[str | Non
     return rounds[:count]
 
 
-def _draw(
-    draw: random.Random, number: int, score: str | None, mask: str | None
-) -> Configuration:
+def _draw(draw: random.Random, number: int, score: str | None, mask: str | None) -> Configuration:
     group, kv_heads = draw.choice([(1, 4), (2, 2), (4, 1), (1, 2), (3, 2), (1, 1), (2, 1)])
     length = draw.choice(_LENGTHS)
     batch = draw.choice([1, 2, 3])

@@ -7,18 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.random_configurations.configuration import COUNT, configurations
+from tests.random_configurations.configuration import asked_for, configurations
 
 __all__: list[str] = []
 
-IN_CI = 60
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """60 configurations, or all with --all-configurations."""
+    """A test of `configuration` runs once for each that is asked for."""
     if "configuration" in metafunc.fixturenames:
-        count = COUNT if metafunc.config.getoption("--all-configurations") else IN_CI
-        metafunc.parametrize("configuration", configurations(count), ids=str)
+        metafunc.parametrize("configuration", configurations(asked_for()), ids=str)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,93 @@
+"""Every line of the misuse list gives its error, or succeeds if the list calls it legal."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anyflex
+from anyflex.errors import AnyflexError, ModTraceError, PerformanceWarning
+from tests.misuse import (
+    block_mask_rows,
+    environment_rows,
+    mod_rows,
+    option_rows,
+    tensor_rows,
+)
+from tests.misuse.elsewhere import ELSEWHERE, LATER
+from tests.misuse.row import Attend, Row
+
+__all__: list[str] = []
+
+ROWS: list[Row] = [
+    row
+    for module in (tensor_rows, option_rows, block_mask_rows, mod_rows, environment_rows)
+    for row in module.TABLE.rows
+]
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_misuse(row: Row) -> None:
+    check(row, anyflex.flex_attention, tells_line=True)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.attends], ids=str)
+def test_misuse_with_a_forced_backend(row: Row) -> None:
+    check(row, functools.partial(anyflex.flex_attention, backend="reference"), tells_line=True)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.compiled], ids=str)
+def test_misuse_compiled(row: Row) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def attend(*arguments: Any, **options: Any) -> Any:
+        return anyflex.flex_attention(*arguments, **options)
+
+    # Frames can't be inspected while Dynamo traces, so there is no line to tell.
+    check(row, attend, tells_line=False)
+
+
+def check(row: Row, attend: Attend, *, tells_line: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PerformanceWarning)
+        if row.error is None:
+            row.call(attend)
+            return
+        with pytest.raises(row.error) as caught:
+            row.call(attend)
+    error = caught.value
+    text = str(error)
+    missing = [name for name in row.names if not re.search(name, text)]
+    assert not missing, f"{missing} not in {type(error).__name__}: {text}"
+    if isinstance(row.error, type) and issubclass(row.error, AnyflexError):
+        assert caught.typename == row.error.__name__, f"raised {caught.typename}"
+    if row.line and tells_line:
+        assert isinstance(error, ModTraceError)
+        source, first = inspect.getsourcelines(row.call)
+        assert error.file == inspect.getsourcefile(row.call)
+        assert error.line is not None
+        assert first <= error.line < first + len(source)
+        assert f":{error.line}" in text
+
+
+def test_every_line_of_the_list_is_covered_somewhere() -> None:
+    covered = {row.number for row in ROWS} | ELSEWHERE.keys() | LATER.keys()
+    assert covered == set(range(1, 159))
+    assert not (ELSEWHERE.keys() & LATER.keys())
+
+
+@pytest.mark.parametrize("number", ELSEWHERE)
+def test_a_line_that_is_covered_elsewhere(number: int) -> None:
+    file, _, test = ELSEWHERE[number].partition("::")
+    path = TESTS / file
+    assert path.is_file(), f"row {number}: no file {file!r}"
+    assert re.search(rf"def {test}\b", path.read_text(encoding="utf-8")), f"no test {test}"
