@@ -1,0 +1,542 @@
+"""BlockMask: which blocks of the score matrix are visited, and how. Format 1."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask import picture, pytree, slicing
+from anyflex.block_mask.mask_function import (
+    MaskMod,
+    RebuiltMaskMod,
+    captured_name,
+    moved,
+    sliced_mask_mod,
+    trace_mask_mod,
+)
+from anyflex.block_mask.run_checks import (
+    check_runs,
+    checked_block_size,
+    checked_device,
+    checked_lengths,
+    listed_runs,
+    row_name,
+)
+from anyflex.block_mask.runs import FULL, PARTIAL, block_count, pack, padded, unpack
+from anyflex.block_mask.views import MaskViews
+from anyflex.errors import BlockMaskError
+from anyflex.mod_graph.trace import TracedMod
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["FORMAT", "BlockMask"]
+
+FORMAT = 1
+"""Version of the form that a pickle carries."""
+
+
+class BlockMask:
+    """For each row of blocks a short list of runs of kv blocks, FULL or PARTIAL.
+
+    Structure wins: in FULL blocks the mask mod is not applied, blocks that no run covers are not
+    visited, whatever the mask mod says. FULL means that every element inside the lengths is live.
+    Made by `create_block_mask`, `from_runs`, `from_kv_blocks` or `from_torch`.
+
+    Attributes:
+        offsets: int32 [B', H', Qb + 1]; the runs of row r are ``runs[offsets[r]:offsets[r + 1]]``.
+            B' and H' are 1 where the mask is the same for all batch entries or heads.
+        runs: int32 [n, 3]: first block, end block (excluded), kind; n may exceed ``offsets[-1]``.
+        seq_lengths: (Q_LEN, KV_LEN) in elements.
+        BLOCK_SIZE: (q, kv) in elements.
+        traced: the mask mod as plain data, or None.
+        opaque: a mask mod that could not be traced but is pure, or None.
+        needs_mask_mod: there are PARTIAL runs and no mask mod: a slice, to which `mask_mod` must
+            be assigned before it is used.
+    """
+
+    # Plain attributes, no properties: the traced half of a call reads these under torch.compile.
+    offsets: Tensor
+    runs: Tensor
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
+    traced: TracedMod | None
+    opaque: MaskMod | None
+    needs_mask_mod: bool
+
+    def __init__(
+        self,
+        offsets: Tensor,
+        runs: Tensor,
+        *,
+        seq_lengths: tuple[int, int],
+        block_size: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        """Check and take a mask's runs; arguments and errors as for `from_runs`."""
+        lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
+        check_runs(offsets, runs, lengths, sizes)
+        listed = unpack(offsets.cpu(), runs.cpu())
+        partial = (listed.kind == PARTIAL).nonzero()
+        if mask_mod is None and partial.numel():
+            raise BlockMaskError(
+                f"{row_name(offsets.cpu(), int(partial[0]))} has a PARTIAL run and there is no "
+                "mask_mod; pass mask_mod=, noop_mask if every element is live, or make it FULL"
+            )
+        columns = block_count(lengths[1], sizes[1])
+        batch, heads, edges = offsets.shape
+        merged = pack(listed, batch, heads, edges - 1, columns)
+        if not torch.equal(merged[0], offsets.cpu()):
+            offsets, runs = (tensor.to(offsets.device) for tensor in merged)
+        if capacity is not None and capacity < listed.row.numel():
+            raise BlockMaskError(
+                f"capacity must be at least the number of runs, {listed.row.numel()}, got "
+                f"{capacity}"
+            )
+        runs = padded(runs.contiguous(), capacity or 0)
+        traced, opaque = (None, None) if mask_mod is None else trace_mask_mod(mask_mod)
+        self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
+
+    def _fill(
+        self,
+        offsets: Tensor,
+        runs: Tensor,
+        seq_lengths: tuple[int, int],
+        block_size: tuple[int, int],
+        traced: TracedMod | None,
+        opaque: MaskMod | None,
+        mask_mod: MaskMod | None,
+        *,
+        needs_mask_mod: bool = False,
+        from_captured: bool = False,
+    ) -> None:
+        self.offsets = offsets
+        self.runs = runs
+        self.seq_lengths = seq_lengths
+        self.BLOCK_SIZE = block_size
+        self.traced = traced
+        self.opaque = opaque
+        self.needs_mask_mod = needs_mask_mod
+        self._mask_mod = mask_mod
+        # Whether the structure was computed from the captured tensors' values.
+        self._from_captured = from_captured
+        self._structure: MaskViews | None = None
+        self._watched: tuple[tuple[str, Tensor, int | None, torch.Size], ...] = ()
+        self._moved: dict[torch.device, BlockMask] = {}
+        self._lock = threading.RLock()
+
+    @classmethod
+    def _assembled(cls, *parts: Any, **flags: Any) -> Self:
+        """Make a mask of parts that need no check; arguments of `_fill`."""
+        mask = cls.__new__(cls)
+        mask._fill(*parts, **flags)
+        return mask
+
+    @classmethod
+    def from_runs(
+        cls,
+        offsets: Tensor,
+        runs: Tensor,
+        *,
+        seq_lengths: tuple[int, int],
+        block_size: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+        capacity: int | None = None,
+    ) -> Self:
+        """Return the mask of these runs.
+
+        >>> offsets = torch.tensor([[[0, 1, 3]]], dtype=torch.int32)
+        >>> runs = torch.tensor([[0, 1, 2], [0, 1, 1], [1, 2, 2]], dtype=torch.int32)
+        >>> causal = lambda b, h, q, k: q >= k
+        >>> BlockMask.from_runs(offsets, runs, seq_lengths=(256, 256), mask_mod=causal).sparsity()
+        25.0
+
+        Args:
+            offsets: int32 [B', H', Qb + 1], ending with n.
+            runs: int32 [n, 3] on the same device: first block, end block, FULL or PARTIAL;
+                increasing and disjoint in each row. Neighbours of one kind are merged.
+            seq_lengths: (Q_LEN, KV_LEN).
+            block_size: int, or (q, kv).
+            mask_mod: needed if there is a PARTIAL run.
+            capacity: rows that `runs` shall have at least, for masks rewritten in place.
+
+        Raises:
+            BlockMaskError: naming the row, run or position that is wrong.
+        """
+        return cls(
+            offsets,
+            runs,
+            seq_lengths=seq_lengths,
+            block_size=block_size,
+            mask_mod=mask_mod,
+            capacity=capacity,
+        )
+
+    @classmethod
+    def from_kv_blocks(
+        cls,
+        kv_num_blocks: Tensor,
+        kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None,
+        BLOCK_SIZE: int | tuple[int, int] = 128,
+        mask_mod: MaskMod | None = None,
+        seq_lengths: tuple[int, int] | None = None,
+        compute_q_blocks: bool = True,
+        *,
+        dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | bool | None = None,
+    ) -> Self:
+        """Return the mask of torch's index lists: torch's arguments, torch's meaning.
+
+        Args:
+            kv_num_blocks, kv_indices: [B', H', Qb] and [B', H', Qb, width], int32 or int64:
+                PARTIAL blocks of each row, in any order. B' and H' may be left out.
+            full_kv_num_blocks, full_kv_indices: FULL blocks, both or neither.
+            mask_mod: None means that every element of the PARTIAL blocks is live.
+            seq_lengths: None means whole blocks: Qb and `width` of them.
+            compute_q_blocks, dq_write_order, dq_write_order_full, dq_kv_order: accepted for
+                torch's sake. The transpose is made when it is needed, and deterministic gradients
+                need no order.
+
+        Raises:
+            BlockMaskError: naming the row and block that is wrong.
+        """
+        sizes = checked_block_size(BLOCK_SIZE)
+        if (full_kv_num_blocks is None) != (full_kv_indices is None):
+            missing = "indices" if full_kv_indices is None else "num_blocks"
+            raise BlockMaskError(
+                f"full_kv_{missing} is missing: full_kv_num_blocks and full_kv_indices come "
+                "together"
+            )
+        if seq_lengths is None:
+            if not isinstance(kv_indices, Tensor) or kv_indices.dim() < 2:
+                raise BlockMaskError("kv_indices must be a Tensor [B', H', Qb, width]")
+            seq_lengths = (kv_indices.shape[-2] * sizes[0], kv_indices.shape[-1] * sizes[1])
+        lengths = checked_lengths(seq_lengths)
+        rows, columns = (block_count(*pair) for pair in zip(lengths, sizes, strict=True))
+        lists = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
+        if full_kv_num_blocks is not None and full_kv_indices is not None:
+            lists.append(("full_kv", full_kv_num_blocks, full_kv_indices, FULL))
+        listed, (batch, heads, listed_rows) = listed_runs(lists, columns)
+        if listed_rows != rows:
+            raise BlockMaskError(
+                f"kv_num_blocks has {listed_rows} rows of blocks, and Q_LEN {lengths[0]} has {rows} "
+                f"blocks of {sizes[0]}; a slice needs its own seq_lengths"
+            )
+        offsets, runs = pack(listed, batch, heads, rows, columns)
+        if mask_mod is None and bool((listed.kind == PARTIAL).any()):
+            from anyflex.block_mask.combine import noop_mask
+
+            mask_mod = noop_mask
+        traced, opaque, needs = None, None, False
+        if mask_mod is sliced_mask_mod:
+            needs = bool((listed.kind == PARTIAL).any())
+        elif mask_mod is not None:
+            traced, opaque = trace_mask_mod(mask_mod)
+        device = kv_indices.device
+        return cls._assembled(
+            offsets.to(device),
+            runs.to(device),
+            lengths,
+            sizes,
+            traced,
+            opaque,
+            mask_mod,
+            needs_mask_mod=needs,
+        )
+
+    @classmethod
+    def from_torch(cls, mask: Any) -> Self:
+        """Return what a ``torch.nn.attention.flex_attention.BlockMask`` means.
+
+        Raises ArgumentTypeError if it is something else, BlockMaskError if it is damaged or of a
+        torch version whose masks hold more than this version of anyflex knows.
+        """
+        from anyflex.block_mask.torch_format import torch_fields
+
+        return cls.from_kv_blocks(**torch_fields(mask))
+
+    def to_torch(self) -> Any:
+        """Return torch's BlockMask: the lists that its create_block_mask makes.
+
+        A FULL block that reaches past the lengths becomes PARTIAL, as torch has it.
+        """
+        from anyflex.block_mask.torch_format import torch_mask
+
+        return torch_mask(self)
+
+    @property
+    def mask_mod(self) -> MaskMod | None:
+        """The mask mod of the PARTIAL blocks; assigning traces it. Structure stays as it is."""
+        if self._mask_mod is None and self.traced is not None:
+            return RebuiltMaskMod(self.traced)
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, function: MaskMod | None) -> None:
+        if function is None:
+            if self.has_partial():
+                raise BlockMaskError(
+                    "mask_mod can't be None: there are PARTIAL runs; assign noop_mask if every "
+                    "element of them is live"
+                )
+            traced, opaque = None, None
+        else:
+            traced, opaque = trace_mask_mod(function)
+        with self._lock:
+            self._mask_mod, self.traced, self.opaque = function, traced, opaque
+            self.needs_mask_mod = False
+            self._from_captured = False
+            self._watched = ()
+            self._moved.clear()
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B', H', Q_LEN, KV_LEN)."""
+        return (self.offsets.shape[0], self.offsets.shape[1], *self.seq_lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where offsets and runs are."""
+        return self.offsets.device
+
+    def views(self, device: torch.device | None = None) -> MaskViews:
+        """Return the structure for kernels on `device` (default: the mask's), copied once.
+
+        Raises BlockMaskError if a tensor of the mask was changed in place or resized since.
+        """
+        if not self._watched:
+            self._watch()
+        for name, tensor, version, shape in self._watched:
+            if tensor.shape != shape or (version is not None and tensor._version != version):
+                _raise_changed(name, tensor, shape)
+        structure = self._structure
+        assert structure is not None
+        if structure.offsets is not self.offsets or structure.runs is not self.runs:
+            raise BlockMaskError(
+                "offsets or runs of this block mask were assigned; build a new one with from_runs"
+            )
+        return structure if device is None else structure.on(device)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._structure is None:
+                self._structure = MaskViews(
+                    self.offsets, self.runs, *self.seq_lengths, self.BLOCK_SIZE
+                )
+            watched = [("offsets", self.offsets, True), ("runs", self.runs, True)]
+            for i, tensor in enumerate(self.traced.captured if self.traced else ()):
+                assert self.traced is not None
+                watched.append((captured_name(self.traced, i), tensor, self._from_captured))
+            self._watched = tuple(
+                (
+                    name,
+                    tensor,
+                    # Tensors made under inference_mode count no changes.
+                    tensor._version if exact and not tensor.is_inference() else None,
+                    tensor.shape,
+                )
+                for name, tensor, exact in watched
+            )
+
+    def on(self, device: torch.device) -> BlockMask:
+        """Return this mask on `device`, moved at most once and kept."""
+        self.views()
+        found = self._moved.get(device)
+        if found is None:
+            with self._lock:
+                found = self._moved.get(device)
+                if found is None:
+                    moved_mask = self.to(device)
+                    if moved_mask is self:
+                        return self
+                    found = self._moved[device] = moved_mask
+        return found
+
+    def to(self, device: torch.device | str | int) -> BlockMask:
+        """Return the mask, its captured tensors included, on `device`; itself if it is there."""
+        target = checked_device(device)
+        structure = self.views().on(target)
+        traced = self.traced
+        captured = traced.captured if traced is not None else []
+        stays = all(_at(tensor, target) for tensor in (self.offsets, *captured))
+        if stays:
+            return self
+        copy = self._assembled(
+            structure.offsets,
+            structure.runs,
+            self.seq_lengths,
+            self.BLOCK_SIZE,
+            moved(traced, target) if traced is not None else None,
+            self.opaque,
+            self._mask_mod if not captured else None,
+            needs_mask_mod=self.needs_mask_mod,
+            from_captured=self._from_captured,
+        )
+        copy._structure = structure
+        return copy
+
+    def has_partial(self) -> bool:
+        """Tell whether any run is PARTIAL. Reads the runs on the host."""
+        host = self.views().on(torch.device("cpu"))
+        return bool((unpack(host.offsets, host.runs).kind == PARTIAL).any())
+
+    def __getitem__(self, index: Any) -> Self:
+        """Return the mask of chosen batch entries, heads and rows of q blocks.
+
+        Up to three indices: ints (the dimension stays, with length 1), slices, or one vector of
+        positions. Chosen rows are packed: they become rows 0, 1, ... and Q_LEN is theirs. kv is
+        never sliced. The mask mod is kept where it would see the same indices; else `mask_mod`
+        must be assigned before the slice is used. Raises BlockMaskError for an index out of range.
+        """
+        offsets, runs, q_length, shifted = slicing.select(self, index)
+        traced, opaque, mask_mod = self.traced, self.opaque, self._mask_mod
+        needs = self.needs_mask_mod
+        if shifted and not needs:
+            partial = unpack(offsets.cpu(), runs.cpu()).kind == PARTIAL
+            traced, opaque, mask_mod = None, None, sliced_mask_mod
+            needs = bool(partial.any())
+        return self._assembled(
+            offsets,
+            runs,
+            (q_length, self.seq_lengths[1]),
+            self.BLOCK_SIZE,
+            traced,
+            opaque,
+            mask_mod,
+            needs_mask_mod=needs,
+            from_captured=self._from_captured,
+        )
+
+    def numel(self) -> int:
+        """Number of elements, live or not."""
+        batch, heads, q_length, kv_length = self.shape
+        return batch * heads * q_length * kv_length
+
+    def sparsity(self) -> float:
+        """Percentage of blocks that are not visited; 0.0 if there are no blocks."""
+        host = self.views().on(torch.device("cpu"))
+        listed = unpack(host.offsets, host.runs)
+        total = host.offsets.shape[0] * host.offsets.shape[1] * host.q_blocks * host.kv_blocks
+        visited = int((listed.end - listed.first).sum())
+        return 100 * (1 - visited / total) if total else 0.0
+
+    def to_dense(self) -> Tensor:
+        """Return int32 [B', H', Qb, Kb]: 1 for a block that is visited."""
+        structure = self.views()
+        return (structure.kind_rows(0, structure.q_blocks) != 0).to(torch.int32)
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """Draw the blocks, as torch does: █ all visited, ░ some, a space none.
+
+        Args:
+            grid_size: most (rows, columns) of characters; -1 for one a block.
+            limit: most (batch, head) pairs that are drawn.
+        """
+        return picture.draw(self.views(), grid_size, limit)
+
+    def __str__(self) -> str:
+        drawn = self.to_string().strip()
+        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{drawn}\n)"
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self.BLOCK_SIZE}, "
+            f"runs={int(self.runs.shape[0])}, device={str(self.offsets.device)!r}, "
+            f"mask_mod={getattr(self._mask_mod, '__name__', self.mask_mod)})"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Same device, lengths, block size, blocks, and mask mod, captured values included."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        return (
+            self.seq_lengths == other.seq_lengths
+            and self.BLOCK_SIZE == other.BLOCK_SIZE
+            and self.device == other.device
+            and self.needs_mask_mod == other.needs_mask_mod
+            and self.opaque is other.opaque
+            and torch.equal(self.offsets, other.offsets)
+            and all(
+                torch.equal(a, b)
+                for a, b in zip(
+                    unpack(self.offsets.cpu(), self.runs.cpu()),
+                    unpack(other.offsets.cpu(), other.runs.cpu()),
+                    strict=True,
+                )
+            )
+            and _same_mod(self.traced, other.traced)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.seq_lengths, self.BLOCK_SIZE, tuple(self.offsets.shape)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A traced mask mod is plain data and says all; the function itself may not be picklable.
+        return {
+            "format": FORMAT,
+            "offsets": self.offsets,
+            "runs": self.runs,
+            "seq_lengths": self.seq_lengths,
+            "block_size": self.BLOCK_SIZE,
+            "traced": self.traced,
+            "opaque": self.opaque,
+            "needs_mask_mod": self.needs_mask_mod,
+            "from_captured": self._from_captured,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        found = state.get("format")
+        if found != FORMAT:
+            raise BlockMaskError(
+                f"this block mask was saved in format {found}, and this version of anyflex reads "
+                f"format {FORMAT}: build it anew"
+            )
+        mask_mod = sliced_mask_mod if state["needs_mask_mod"] else state["opaque"]
+        self._fill(
+            state["offsets"],
+            state["runs"],
+            state["seq_lengths"],
+            state["block_size"],
+            state["traced"],
+            state["opaque"],
+            mask_mod,
+            needs_mask_mod=state["needs_mask_mod"],
+            from_captured=state["from_captured"],
+        )
+
+
+def _raise_changed(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise BlockMaskError(
+            f"{name} of this block mask had shape {list(shape)} and has {list(tensor.shape)} now: "
+            "build the mask anew"
+        )
+    raise BlockMaskError(
+        f"{name} of this block mask was changed in place after the mask was built from it: build "
+        "the mask anew"
+    )
+
+
+def _at(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
+def _same_mod(a: TracedMod | None, b: TracedMod | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    if (a.text, a.ints, a.floats) != (b.text, b.ints, b.floats):
+        return False
+    return len(a.captured) == len(b.captured) and all(
+        x is y or (x.device == y.device and x.dtype == y.dtype and torch.equal(x, y))
+        for x, y in zip(a.captured, b.captured, strict=True)
+    )
+
+
+pytree.register(BlockMask)

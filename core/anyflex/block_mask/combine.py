@@ -1,0 +1,63 @@
+"""Mask mods made of mask mods. torch.compile inlines them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.mask_function import MaskMod
+from anyflex.errors import ArgumentTypeError
+
+__all__ = ["and_masks", "noop_mask", "or_masks"]
+
+
+def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """Mask mod for which every element is live."""
+    return b.new_ones((), dtype=torch.bool)
+
+
+def and_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Return the mask mod that is live where all of `mask_mods` are; everywhere if there are none.
+
+    Raises ArgumentTypeError, naming the position, for an argument that is not callable.
+
+    >>> causal = lambda b, h, q, k: q >= k
+    >>> window = lambda b, h, q, k: q - k < 128
+    >>> sliding_window = and_masks(causal, window)
+    """
+    _check_callable("and_masks", mask_mods)
+
+    def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result = b.new_ones((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result & mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return and_mask
+
+
+def or_masks(*mask_mods: MaskMod) -> MaskMod:
+    """Return the mask mod that is live where any of `mask_mods` is; nowhere if there are none.
+
+    Raises ArgumentTypeError, naming the position, for an argument that is not callable.
+    """
+    _check_callable("or_masks", mask_mods)
+
+    def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        result = b.new_zeros((), dtype=torch.bool)
+        for mask_mod in mask_mods:
+            result = result | mask_mod(b, h, q_idx, kv_idx)
+        return result
+
+    return or_mask
+
+
+def _check_callable(function: str, mask_mods: tuple[Any, ...]) -> None:
+    for position, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise ArgumentTypeError(
+                f"{function}: argument {position} must be a mask mod, got "
+                f"{type(mask_mod).__name__}"
+            )

@@ -1,0 +1,188 @@
+"""Evaluating a mod on boxes of elements, for building masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anyflex.block_mask.mask_function import MaskMod, captured_name
+from anyflex.errors import BlockMaskError, ModIndexError
+from anyflex.mod_graph.evaluate import Evaluator
+from anyflex.mod_graph.graph import parse_graph
+from anyflex.mod_graph.trace import TracedMod
+
+__all__ = ["Elements", "OpaqueElements", "TracedElements", "elements_of"]
+
+
+class Elements(Protocol):
+    """Tells which elements are live.
+
+    Attributes:
+        device: where the index vectors must be, and the results are.
+        depends: names of the inputs that the result may depend on.
+    """
+
+    device: torch.device
+    depends: frozenset[str]
+
+    def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return bool [b, h, q, k] from int64 vectors of indices; it may have stride 0."""
+        ...
+
+
+class TracedElements:
+    """A traced mask mod, or a score mod, of which an element is dead where it gives -inf.
+
+    Args:
+        traced: its captured tensors are copied to `device`, once.
+        kind: ``"mask"`` or ``"score"``.
+    """
+
+    def __init__(self, traced: TracedMod, device: torch.device, kind: str = "mask") -> None:
+        self.device = device
+        self.kind = kind
+        self._traced = traced
+        self._graph = parse_graph(traced.text)
+        self._evaluator = Evaluator(self._graph.nodes, (self._graph.output,))
+        self._captured = [tensor.detach().to(device) for tensor in traced.captured]
+        self.depends = self._graph.inputs()
+
+    def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return bool [b, h, q, k].
+
+        Raises:
+            ModIndexError: a live element reads outside of a captured tensor.
+        """
+        inputs = {
+            "b": b[:, None, None, None],
+            "h": h[:, None, None],
+            "q_idx": q[:, None],
+            "kv_idx": k,
+            "score": torch.zeros((), device=self.device),
+        }
+        outside: list[tuple[int, Tensor]] = []
+        live = self._live(inputs, self._captured, outside)
+        for position, where in outside:
+            if not where.any():
+                continue
+            reads = where & live
+            table = self._captured[position]
+            if table.dtype is torch.bool:
+                # Had the read given the other value, the element might have been live.
+                other = [~t if i == position else t for i, t in enumerate(self._captured)]
+                reads = reads | (where & self._live(inputs, other, None))
+            if reads.any():
+                self._raise_out_of_range(position, reads, inputs)
+        return live.expand(b.numel(), h.numel(), q.numel(), k.numel())
+
+    def _live(
+        self,
+        inputs: dict[str, Tensor],
+        captured: list[Tensor],
+        outside: list[tuple[int, Tensor]] | None,
+    ) -> Tensor:
+        traced = self._traced
+        result = self._evaluator(inputs, captured, traced.ints, traced.floats, outside)[0]
+        return ~torch.isneginf(result) if self.kind == "score" else result
+
+    def _raise_out_of_range(self, position: int, reads: Tensor, inputs: dict[str, Tensor]) -> None:
+        table = self._captured[position]
+        name = captured_name(self._traced, position)
+        nodes = self._graph.nodes
+        for node in nodes:
+            if node.operation != "load" or node.attribute != position:
+                continue
+            traced = self._traced
+            indices = Evaluator(nodes, node.arguments)(
+                inputs, self._captured, traced.ints, traced.floats
+            )
+            for dimension, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
+                shape = torch.broadcast_shapes(index.shape, reads.shape)
+                values = index.expand(shape)[reads.expand(shape)]
+                low, high = int(values.min()), int(values.max())
+                if low < -size or high >= size:
+                    raise ModIndexError(
+                        f"{self.kind}_mod reads {name} of shape {list(table.shape)} outside of "
+                        f"it: in dimension {dimension} of size {size} the index of live elements "
+                        f"runs from {low} to {high}",
+                        operation="indexing",
+                        hint="Make the tensor as long as the lengths, or mask these elements.",
+                    )
+        raise AssertionError("an index that left its tensor was not found again")
+
+
+class OpaqueElements:
+    """A mod that could not be traced but is pure: torch.vmap runs it."""
+
+    def __init__(self, function: Callable[..., Any], device: torch.device, kind: str) -> None:
+        self.device = device
+        self.kind = kind
+        self.depends = frozenset(("b", "h", "q_idx", "kv_idx"))
+        self._function = function
+
+    def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return bool [b, h, q, k]. Raises BlockMaskError for results of a wrong kind."""
+        function = self._function
+        if self.kind == "score":
+            score = torch.zeros((), device=self.device)
+
+            def mod(*indices: Tensor) -> Any:
+                return function(score, *indices)
+        else:
+            mod = function
+        over = mod
+        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
+            over = torch.vmap(over, in_dims=dims)
+        over = torch.vmap(over, in_dims=(0, None, None, None))
+        with _IndexMode():
+            result: Tensor = over(b, h, q, k)
+        if self.kind == "score":
+            return ~torch.isneginf(result)
+        if result.dtype is not torch.bool or result.dim() != 4:
+            raise BlockMaskError(
+                f"mask_mod returned dtype {result.dtype} and shape {list(result.shape[4:])}; it "
+                "must return one bool scalar"
+            )
+        return result
+
+
+class _IndexMode(TorchFunctionMode):
+    """Makes ``captured[q_idx]`` a gather under vmap: plain indexing would read the index."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            scalars = all(isinstance(i, int) or _is_scalar_index(i) for i in indices)
+            if scalars and any(isinstance(i, Tensor) for i in indices):
+                device = tensor.device
+                lists = [
+                    i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in indices
+                ]
+                return torch.ops.aten.index.Tensor(tensor, lists)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_scalar_index(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.dim() == 0
+        and not value.dtype.is_floating_point
+        and value.dtype is not torch.bool
+    )
+
+
+def elements_of(
+    traced: TracedMod | None, opaque: MaskMod | None, device: torch.device, kind: str = "mask"
+) -> Elements:
+    """Return the evaluator of a mod."""
+    if traced is not None:
+        return TracedElements(traced, device, kind)
+    assert opaque is not None
+    return OpaqueElements(opaque, device, kind)

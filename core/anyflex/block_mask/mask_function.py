@@ -1,0 +1,105 @@
+"""Mask mods as a block mask holds them: traced, opaque, rebuilt, or still to be assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import BlockMaskError, ModTraceError
+from anyflex.mod_graph.evaluate import evaluate
+from anyflex.mod_graph.graph import parse_graph
+from anyflex.mod_graph.trace import TracedMod, positional_count, trace_mod
+
+__all__ = [
+    "MaskMod",
+    "RebuiltMaskMod",
+    "captured_name",
+    "moved",
+    "sliced_mask_mod",
+    "trace_mask_mod",
+]
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``f(b, h, q_idx, kv_idx) -> bool scalar``."""
+
+
+class RebuiltMaskMod:
+    """A mask mod made from its traced form, after a copy, a move, a pickle or an export.
+
+    It computes what the user's function did, on tensors of indices of any shapes that broadcast.
+    """
+
+    def __init__(self, traced: TracedMod) -> None:
+        self.traced = traced
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        graph = parse_graph(self.traced.text)
+        return evaluate(
+            graph.nodes,
+            (graph.output,),
+            inputs={"b": b, "h": h, "q_idx": q_idx, "kv_idx": kv_idx},
+            captured=self.traced.captured,
+            ints=self.traced.ints,
+            floats=self.traced.floats,
+        )[0]
+
+    def __repr__(self) -> str:
+        return f"RebuiltMaskMod({self.traced.text!r})"
+
+
+def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoReturn:
+    """Stand in for the mask mod of a slice whose indices would have to be shifted."""
+    raise BlockMaskError(
+        "this block mask is a slice, and its mask_mod would see shifted indices: assign "
+        "`mask.mask_mod = ...` with a function for the slice's own indices"
+    )
+
+
+def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
+    """Return (traced, None), or (None, function) where only vmap can run it.
+
+    Raises:
+        BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
+        ModTraceError: the function is not a mod: it branches, reads values, is not pure.
+    """
+    count = positional_count(function, "mask_mod")
+    if count not in (None, 4):
+        what = " (a score mod; create_mask takes one)" if count == 5 else ""
+        raise BlockMaskError(
+            f"mask_mod takes {count} positional arguments{what}; a mask mod is "
+            "f(b, h, q_idx, kv_idx) with 4"
+        )
+    try:
+        traced = trace_mod(function, "mask")
+    except ModTraceError as error:
+        if not error.pure:
+            raise
+        return None, function
+    for position, tensor in enumerate(traced.captured):
+        if tensor.requires_grad:
+            raise BlockMaskError(
+                f"mask_mod reads {captured_name(traced, position)}, shape {list(tensor.shape)}, "
+                "which requires grad; a mask has no gradient: capture `.detach()` of it"
+            )
+    return traced, None
+
+
+def captured_name(traced: TracedMod, position: int) -> str:
+    """Return the name of a captured tensor for messages."""
+    name = traced.names[position]
+    return f"captured tensor '{name}'" if name else f"captured tensor {position}"
+
+
+def moved(traced: TracedMod, device: torch.device) -> TracedMod:
+    """Return the traced mod with its captured tensors on `device`."""
+    return TracedMod(
+        traced.text,
+        [tensor.to(device) for tensor in traced.captured],
+        list(traced.ints),
+        list(traced.floats),
+        list(traced.names),
+        traced.depends_on_facts,
+    )

@@ -1,0 +1,102 @@
+"""BlockMask as a pytree, for torch.compile, export and tree_map.
+
+Leaves: offsets, runs, Q_LEN, KV_LEN, the captured tensors, then the numbers of the mask mod.
+Lengths and numbers are leaves because they change from call to call: as part of the structure
+they would make each value another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch.utils._pytree as torch_pytree
+
+from anyflex.mod_graph.trace import TracedMod
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.block_mask import BlockMask
+
+__all__ = ["register"]
+
+_Context = tuple[Any, ...]
+
+
+def register(cls: type[BlockMask]) -> None:
+    """Register the class; done once, where it is defined."""
+    torch_pytree.register_pytree_node(
+        cls,
+        _flatten,
+        lambda leaves, context: _unflatten(cls, leaves, context),
+        serialized_type_name="anyflex.BlockMask",
+        to_dumpable_context=_to_json,
+        from_dumpable_context=_from_json,
+        flatten_with_keys_fn=_flatten_with_keys,
+    )
+
+
+def _flatten(mask: BlockMask) -> tuple[list[Any], _Context]:
+    traced = mask.traced
+    leaves: list[Any] = [mask.offsets, mask.runs, *mask.seq_lengths]
+    form: tuple[Any, ...] | None = None
+    if traced is not None:
+        leaves += [*traced.captured, *traced.ints, *traced.floats]
+        counts = (len(traced.captured), len(traced.ints))
+        form = (traced.text, *counts, tuple(traced.names), traced.depends_on_facts)
+    return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod, mask._from_captured)
+
+
+def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context]:
+    leaves, context = _flatten(mask)
+    names = ["offsets", "runs", "q_length", "kv_length"]
+    names += [f"mask_mod_{i}" for i in range(len(leaves) - len(names))]
+    keys = [torch_pytree.GetAttrKey(name) for name in names]
+    return list(zip(keys, leaves, strict=True)), context
+
+
+def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -> BlockMask:
+    from anyflex.block_mask.mask_function import sliced_mask_mod
+
+    offsets, runs, q_length, kv_length, *rest = leaves
+    block_size, form, opaque, needs_mask_mod, from_captured = context
+    traced = None
+    if form is not None:
+        text, captured, ints, names, depends_on_facts = form
+        numbers = rest[captured:]
+        traced = TracedMod(
+            text,
+            list(rest[:captured]),
+            list(numbers[:ints]),
+            list(numbers[ints:]),
+            list(names),
+            depends_on_facts,
+        )
+    return cls._assembled(
+        offsets,
+        runs,
+        (q_length, kv_length),
+        block_size,
+        traced,
+        opaque,
+        sliced_mask_mod if needs_mask_mod else opaque,
+        needs_mask_mod=needs_mask_mod,
+        from_captured=from_captured,
+    )
+
+
+def _to_json(context: _Context) -> Any:
+    block_size, form, opaque, needs_mask_mod, from_captured = context
+    if opaque is not None:
+        raise ValueError(
+            "a block mask whose mask_mod could not be traced can't be saved: write mask_mod with "
+            "the operations of the documentation's table"
+        )
+    return [list(block_size), None if form is None else list(form), needs_mask_mod, from_captured]
+
+
+def _from_json(saved: Any) -> _Context:
+    block_size, form, needs_mask_mod, from_captured = saved
+    if form is not None:
+        text, captured, ints, names, depends_on_facts = form
+        form = (text, captured, ints, tuple(names), depends_on_facts)
+    return (tuple(block_size), form, None, needs_mask_mod, from_captured)

@@ -1,0 +1,255 @@
+"""Checks of block masks that a user builds from runs or from torch's index lists.
+
+All raise BlockMaskError and name row, run or position. They read the tensors on the host, once.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count
+from anyflex.errors import BlockMaskError
+
+__all__ = [
+    "check_runs",
+    "checked_block_size",
+    "checked_device",
+    "checked_length",
+    "checked_lengths",
+    "listed_runs",
+    "row_name",
+]
+
+_LARGEST = 2**31 - 1
+
+
+def checked_length(name: str, value: Any) -> int:
+    """Return a length, batch or head count as an int >= 0."""
+    number = _integer(value)
+    if number is None:
+        raise BlockMaskError(
+            f"{name} must be an int, got {value!r} of type {type(value).__name__}"
+        )
+    if not 0 <= number <= _LARGEST:
+        raise BlockMaskError(f"{name} must be in 0..{_LARGEST}, got {number}")
+    return number
+
+
+def checked_lengths(value: Any) -> tuple[int, int]:
+    """Return (q, kv) lengths."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise BlockMaskError(f"seq_lengths must be a pair (Q_LEN, KV_LEN), got {value!r}")
+    return checked_length("Q_LEN", value[0]), checked_length("KV_LEN", value[1])
+
+
+def checked_block_size(value: Any) -> tuple[int, int]:
+    """Return (q, kv) block sizes from an int or a pair."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    sizes = tuple(_integer(size) for size in pair)
+    if len(sizes) != 2 or sizes[0] is None or sizes[1] is None:
+        raise BlockMaskError(
+            f"BLOCK_SIZE must be an int or a pair of ints (q, kv), got {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    if not (1 <= sizes[0] <= _LARGEST and 1 <= sizes[1] <= _LARGEST):
+        raise BlockMaskError(f"BLOCK_SIZE must be at least 1, got {value!r}")
+    return sizes[0], sizes[1]
+
+
+def checked_device(value: Any) -> torch.device:
+    """Return the device that `value` names."""
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise BlockMaskError(f"device {value!r} is not a device that torch knows") from error
+    try:
+        # A device without index stands for the current one, and kernels compare the index.
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BlockMaskError(f"device {str(device)!r} can't be used here: {error}") from error
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        # RuntimeError: a symbolic or meta value. None is reported as a wrong type.
+        return None
+
+
+def check_runs(
+    offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    """Check the form of offsets and runs, dtype to overlap. `runs` may be longer than used."""
+    for name, tensor in (("offsets", offsets), ("runs", runs)):
+        if not isinstance(tensor, Tensor):
+            raise BlockMaskError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype is not torch.int32:
+            raise BlockMaskError(f"{name} must have dtype int32, got {tensor.dtype}")
+    if runs.dim() != 2 or runs.shape[1] != 3:
+        raise BlockMaskError(
+            f"runs must have shape [n, 3] (first block, end block, kind), got {list(runs.shape)}"
+        )
+    if runs.shape[0] > _LARGEST:
+        raise BlockMaskError(
+            f"runs has {runs.shape[0]} rows; offsets are int32, so at most {_LARGEST} fit"
+        )
+    if runs.device != offsets.device:
+        raise BlockMaskError(f"offsets is on {offsets.device} and runs on {runs.device}")
+    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    if offsets.dim() != 3 or offsets.shape[2] != rows + 1:
+        raise BlockMaskError(
+            f"offsets must have shape [B', H', {rows + 1}] (q length {lengths[0]} has {rows} "
+            f"blocks of {block_size[0]}, plus one), got {list(offsets.shape)}"
+        )
+    offsets, runs = offsets.cpu(), runs.cpu()
+    _check_offsets(offsets, runs.shape[0])
+    _check_kinds_and_ends(offsets, runs, columns)
+
+
+def _check_offsets(offsets: Tensor, count: int) -> None:
+    if not offsets.numel():
+        return
+    batch, heads, edges = offsets.shape
+    grids = offsets.reshape(batch * heads, edges).to(torch.int64)
+    # What each entry must not be below: the one before, across rows and heads alike.
+    before = torch.cat([grids.new_zeros(1), grids.reshape(-1)[:-1]]).view_as(grids)
+    wrong = grids < before
+    # A grid begins where the one before it ended.
+    wrong[:, 0] |= grids[:, 0] != before[:, 0]
+    if wrong.any():
+        grid, edge = (int(i) for i in wrong.nonzero()[0])
+        raise BlockMaskError(
+            f"offsets decrease or leave a gap at position [{grid // heads}, {grid % heads}, "
+            f"{edge}]: the value is {int(grids[grid, edge])}, after {int(before[grid, edge])}"
+        )
+    last = int(grids[-1, -1])
+    if last != count:
+        raise BlockMaskError(
+            f"offsets must end with the number of runs: the last value, at position [{batch - 1}, "
+            f"{heads - 1}, {edges - 1}], is {last}, and runs has {count} rows"
+        )
+
+
+def _check_kinds_and_ends(offsets: Tensor, runs: Tensor, columns: int) -> None:
+    first, end, kind = runs.to(torch.int64).unbind(1)
+    wrong = (end <= first).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(f"run {i} ends at block {int(end[i])} and begins at {int(first[i])}")
+    wrong = ((first < 0) | (end > columns)).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(
+            f"run {i} in {row_name(offsets, i)} covers blocks {int(first[i])}:{int(end[i])}; "
+            f"there are {columns} columns of blocks"
+        )
+    wrong = ((kind != FULL) & (kind != PARTIAL)).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(f"run {i} has kind {int(kind[i])}; FULL is {FULL}, PARTIAL {PARTIAL}")
+    starts = torch.zeros(runs.shape[0] + 1, dtype=torch.bool)
+    starts[offsets.reshape(-1).to(torch.int64)] = True
+    wrong = ((first[1:] < end[:-1]) & ~starts[1 : first.numel()]).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(
+            f"runs {i} and {i + 1} in {row_name(offsets, i)} overlap or are not in order: "
+            f"{int(first[i])}:{int(end[i])}, then {int(first[i + 1])}:{int(end[i + 1])}"
+        )
+
+
+def row_name(offsets: Tensor, run: int) -> str:
+    """Return the name of the row that a run belongs to, for messages."""
+    _, heads, edges = offsets.shape
+    for grid, row_offsets in enumerate(offsets.reshape(-1, edges)):
+        if int(row_offsets[0]) <= run < int(row_offsets[-1]):
+            row = int(torch.searchsorted(row_offsets, run, right=True)) - 1
+            return f"row [{grid // heads}, {grid % heads}, {row}]"
+    return "no row"
+
+
+def listed_runs(
+    lists: list[tuple[str, Tensor, Tensor, int]], columns: int
+) -> tuple[RunList, tuple[int, int, int]]:
+    """Return the runs of torch's index lists, in any order, and (B', H', Qb).
+
+    Args:
+        lists: for each pair its name ("kv" or "full_kv"), ``num_blocks`` int32 [B', H', Qb],
+            ``indices`` int32 [B', H', Qb, width], and the kind of its blocks. At least one.
+        columns: columns of blocks there are.
+    """
+    parts = []
+    for name, counts, indices, kind in lists:
+        counts, indices = _checked_list(name, counts, indices)
+        width = indices.shape[-1]
+        place = (torch.arange(width) < counts[..., None]).reshape(-1, width).nonzero()
+        row, slot = place.unbind(1)
+        block = indices.reshape(-1, width)[row, slot]
+        wrong = ((block < 0) | (block >= columns)).nonzero()
+        if wrong.numel():
+            i = int(wrong[0])
+            raise BlockMaskError(
+                f"{name}_indices names block {int(block[i])} in {_grid_row(counts, int(row[i]))}; "
+                f"there are {columns} columns of blocks"
+            )
+        parts.append(RunList(row, block, block + 1, torch.full_like(row, kind)))
+    shapes = {tuple(counts.shape) for _, counts, _, _ in lists}
+    if len(shapes) > 1:
+        raise BlockMaskError(
+            f"kv_num_blocks and full_kv_num_blocks differ in shape: {sorted(shapes)}"
+        )
+    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    key, order = torch.sort(runs.row * max(columns, 1) + runs.first)
+    twice = (key[1:] == key[:-1]).nonzero()
+    counts = _four_dimensional(lists[0][1], 3)
+    if twice.numel():
+        i, j = int(order[int(twice[0])]), int(order[int(twice[0]) + 1])
+        both = int(runs.kind[i]) != int(runs.kind[j])
+        problem = "both full and partial" if both else "listed twice (a duplicate)"
+        raise BlockMaskError(
+            f"block {int(runs.first[i])} in {_grid_row(counts, int(runs.row[i]))} is {problem}"
+        )
+    return runs, (counts.shape[0], counts.shape[1], counts.shape[2])
+
+
+def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    for label, tensor in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
+        if not isinstance(tensor, Tensor):
+            raise BlockMaskError(f"{label} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise BlockMaskError(f"{label} must have dtype int32, got {tensor.dtype}")
+    if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
+        raise BlockMaskError(
+            f"{name}_indices must have shape [B', H', Qb, width] (B' and H' may be left out) and "
+            f"{name}_num_blocks its first dimensions; got {list(indices.shape)} and "
+            f"{list(counts.shape)}"
+        )
+    counts = _four_dimensional(counts, 3).cpu().to(torch.int64)
+    indices = _four_dimensional(indices, 4).cpu().to(torch.int64)
+    width = indices.shape[-1]
+    wrong = ((counts < 0) | (counts > width)).reshape(-1).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(
+            f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {_grid_row(counts, i)}; "
+            f"{name}_indices holds 0 to {width} (its width) a row"
+        )
+    return counts, indices
+
+
+def _four_dimensional(tensor: Tensor, rank: int) -> Tensor:
+    while tensor.dim() < rank:
+        tensor = tensor[None]
+    return tensor
+
+
+def _grid_row(counts: Tensor, row: int) -> str:
+    _, heads, rows = counts.shape
+    return f"row [{row // rows // heads}, {row // rows % heads}, {row % rows}]"

@@ -1,0 +1,171 @@
+"""Runs as plain tensors: sorting, merging, expanding and transposing them.
+
+Everything here works on the host. A run list is four int64 vectors of equal length: `row`
+(counted through batch, head and row of blocks), `first`, `end` (columns of blocks, end excluded)
+and `kind`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FULL",
+    "PARTIAL",
+    "RunList",
+    "block_count",
+    "expand_rows",
+    "pack",
+    "padded",
+    "runs_of_grid",
+    "transpose",
+    "unpack",
+]
+
+FULL = 1
+"""Every element of the block that lies inside the lengths is live: the mask mod is not applied."""
+
+PARTIAL = 2
+"""The mask mod decides each element."""
+
+_FEWEST_RUNS = 2
+
+
+class RunList(NamedTuple):
+    """Runs with the row each belongs to: int64 [n] each, on the CPU."""
+
+    row: Tensor
+    first: Tensor
+    end: Tensor
+    kind: Tensor
+
+
+def block_count(length: int, block_size: int) -> int:
+    """Return how many blocks cover `length`; the last one may be ragged."""
+    return -(-length // block_size)
+
+
+def pack(runs: RunList, batch: int, heads: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Sort runs by row and column, merge neighbours of one kind, and count them by row.
+
+    The runs of a row must be disjoint.
+
+    Returns:
+        offsets int32 [batch, heads, rows + 1] and runs int32 [n, 3]: the canonical form.
+    """
+    stride = columns + 1
+    key, order = torch.sort(runs.row * stride + runs.first)
+    row, first = key // stride, key % stride
+    end, kind = runs.end[order], runs.kind[order]
+    starts = torch.ones_like(row, dtype=torch.bool)
+    starts[1:] = (row[1:] != row[:-1]) | (kind[1:] != kind[:-1]) | (first[1:] != end[:-1])
+    begin = starts.nonzero().squeeze(1)
+    last = torch.cat([begin[1:], begin.new_tensor([row.numel()])])[: begin.numel()] - 1
+    packed = padded(torch.stack([first[begin], end[last], kind[begin]], 1).to(torch.int32))
+    total = batch * heads * rows
+    counts = torch.bincount(row[begin], minlength=total)
+    edges = torch.zeros(total + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=edges[1:])
+    position = torch.arange(batch * heads)[:, None] * rows + torch.arange(rows + 1)
+    offsets = edges[position].to(torch.int32).view(batch, heads, rows + 1)
+    return offsets, packed
+
+
+def padded(runs: Tensor, rows: int = _FEWEST_RUNS) -> Tensor:
+    """Return runs with at least `rows` rows, and at least two: torch.compile makes a graph of its
+    own for each of the sizes 0 and 1."""
+    missing = max(rows, _FEWEST_RUNS) - runs.shape[0]
+    return runs if missing <= 0 else torch.cat([runs, runs.new_zeros(missing, 3)])
+
+
+def unpack(offsets: Tensor, runs: Tensor) -> RunList:
+    """Return the used runs of a canonical form on the CPU, with their rows."""
+    flat = offsets.to(torch.int64)
+    counts = (flat[..., 1:] - flat[..., :-1]).reshape(-1)
+    row = torch.arange(counts.numel()).repeat_interleave(counts)
+    used = runs[: row.numel()].to(torch.int64)
+    return RunList(row, used[:, 0], used[:, 1], used[:, 2])
+
+
+def runs_of_grid(grid: Tensor, first_row: int) -> RunList:
+    """Return the runs of an int8 [rows, columns] grid of kinds, 0 where nothing is visited.
+
+    Args:
+        first_row: the number of the grid's first row.
+    """
+    rows, columns = grid.shape
+    if not rows or not columns:
+        return RunList(*torch.zeros(4, 0, dtype=torch.int64))
+    edge = torch.zeros(rows, columns + 2, dtype=grid.dtype)
+    edge[:, 1:-1] = grid
+    # A run of no blocks closes every row, so that each run's end is the next change.
+    row, column = (edge[:, 1:] != edge[:, :-1]).nonzero().unbind(1)
+    kind = edge[row, column + 1].to(torch.int64)
+    begin = kind.nonzero().squeeze(1)
+    return RunList(row[begin] + first_row, column[begin], column[begin + 1], kind[begin])
+
+
+def expand_rows(runs: RunList, first_row: int, rows: int, columns: int) -> Tensor:
+    """Return the kinds of `rows` consecutive rows as int8 [rows, columns], 0 where no run is."""
+    change = torch.zeros(rows, columns + 1, dtype=torch.int8)
+    kind = runs.kind.to(torch.int8)
+    row = runs.row - first_row
+    change.index_put_((row, runs.first), kind, accumulate=True)
+    change.index_put_((row, runs.end), -kind, accumulate=True)
+    return change.cumsum(1, dtype=torch.int8)[:, :columns]
+
+
+def transpose(runs: RunList, grids: int, rows: int, columns: int) -> RunList:
+    """Return the same blocks as runs along the columns: O(n log n) in runs read and written.
+
+    A run of column c starts at the rows where c is covered and was not in the row above, and ends
+    where the reverse is true. So only the differences of neighbouring rows are looked at, never
+    all blocks.
+
+    Args:
+        grids: batch times heads; `rows` and `columns` are the blocks of one grid.
+
+    Returns:
+        Runs whose row is ``grid * columns + column`` and whose first and end count rows.
+    """
+    parts = [_transpose_kind(runs, kind, rows, columns) for kind in (FULL, PARTIAL)]
+    return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _transpose_kind(runs: RunList, kind: int, rows: int, columns: int) -> RunList:
+    chosen = runs.kind == kind
+    row, first, end = runs.row[chosen], runs.first[chosen], runs.end[chosen]
+    # Each grid gets one empty row below its last, which ends every run that is still open.
+    here = (row // max(rows, 1) * (rows + 1) + row % max(rows, 1)) * (columns + 1)
+    below = here + (columns + 1)
+    place = torch.cat([here + first, here + end, below + first, below + end])
+    one = torch.ones_like(row)
+    place, order = place.sort()
+    step = torch.cat([one, -one, -one, one])[order]
+    place, group = torch.unique_consecutive(place, return_inverse=True)
+    step = torch.zeros_like(place).scatter_add_(0, group, step)
+    place = place[step != 0]
+    # From each place up to the next one: +1 newly covered, -1 no longer covered, 0 unchanged.
+    change = step[step != 0].cumsum(0)
+    opened = _columns_between(place, change == 1, rows, columns)
+    closed = _columns_between(place, change == -1, rows, columns)
+    height = rows + 1
+    return RunList(
+        opened // height, opened % height, closed % height, torch.full_like(opened, kind)
+    )
+
+
+def _columns_between(place: Tensor, chosen: Tensor, rows: int, columns: int) -> Tensor:
+    """Return each (column, row) from chosen places up to the next place, sorted, as one number."""
+    index = chosen.nonzero().squeeze(1)
+    begin, end = place[index], place[index + 1]
+    length = end - begin
+    owner = torch.arange(index.numel()).repeat_interleave(length)
+    inside = torch.arange(owner.numel()) - (length.cumsum(0) - length)[owner]
+    at = begin[owner] + inside
+    line, column = at // (columns + 1), at % (columns + 1)
+    grid, row = line // (rows + 1), line % (rows + 1)
+    return ((grid * columns + column) * (rows + 1) + row).sort().values

@@ -1,0 +1,116 @@
+"""torch's BlockMask, read and made by attribute: its tuple has 13 to 17 items by version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.mask_function import sliced_mask_mod
+from anyflex.block_mask.runs import FULL, PARTIAL
+from anyflex.block_mask.views import IndexLists, MaskViews, listed
+from anyflex.errors import ArgumentTypeError, BlockMaskError
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.block_mask import BlockMask
+
+__all__ = ["is_torch_mask", "torch_fields", "torch_mask"]
+
+_MODULE = "torch.nn.attention.flex_attention"
+_NEEDED = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices")
+_OPTIONAL = ("full_kv_num_blocks", "full_kv_indices")
+_DERIVED = (
+    # Transposes, which are made anew, and orders of deterministic accumulation: neither changes
+    # which elements are live.
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+    "dq_write_order",
+    "dq_write_order_full",
+    "dq_kv_order",
+    "dq_kv_order_spt",
+)
+
+
+def is_torch_mask(mask: object) -> bool:
+    """Tell whether `mask` is torch's BlockMask, without importing its module."""
+    return any(
+        cls.__name__ == "BlockMask" and cls.__module__ == _MODULE for cls in type(mask).__mro__
+    )
+
+
+def torch_fields(mask: Any) -> dict[str, Any]:
+    """Return the arguments of `BlockMask.from_kv_blocks` that say what torch's mask means.
+
+    Raises:
+        ArgumentTypeError: an attribute is missing: it is no torch BlockMask.
+        BlockMaskError: it has a field that is set and that this version doesn't know.
+    """
+    missing = [name for name in _NEEDED if not hasattr(mask, name)]
+    if missing:
+        raise ArgumentTypeError(
+            f"from_torch needs a {_MODULE}.BlockMask; this {type(mask).__name__} has no attribute "
+            f"{missing[0]}"
+        )
+    unknown = [
+        name
+        for name in _field_names(mask)
+        if name not in (*_NEEDED, *_OPTIONAL, *_DERIVED) and getattr(mask, name, None) is not None
+    ]
+    if unknown:
+        raise BlockMaskError(
+            f"torch {torch.__version__} made a BlockMask with a field {unknown[0]!r} that this "
+            "version of anyflex doesn't know, so it can't tell what the mask means: upgrade "
+            "anyflex, or build the mask with anyflex.create_block_mask"
+        )
+    mask_mod = mask.mask_mod
+    if getattr(mask_mod, "__name__", "") == "_sliced_mask_mod_error":
+        mask_mod = sliced_mask_mod
+    return {
+        "kv_num_blocks": mask.kv_num_blocks,
+        "kv_indices": mask.kv_indices,
+        "full_kv_num_blocks": getattr(mask, "full_kv_num_blocks", None),
+        "full_kv_indices": getattr(mask, "full_kv_indices", None),
+        "BLOCK_SIZE": mask.BLOCK_SIZE,
+        "mask_mod": mask_mod,
+        "seq_lengths": tuple(mask.seq_lengths),
+    }
+
+
+def _field_names(mask: Any) -> list[str]:
+    """Names of the fields that torch declares; an attribute that a user hung on is none."""
+    declared = [
+        name
+        for attribute in ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")
+        for name in getattr(type(mask), attribute, ())
+    ]
+    return declared or [name for name in vars(mask) if not name.startswith("_")]
+
+
+def torch_mask(mask: BlockMask) -> Any:
+    """Return torch's BlockMask of `mask`, see `BlockMask.to_torch`."""
+    from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+    lists = _torch_lists(mask.views())
+    return TorchBlockMask.from_kv_blocks(
+        lists.kv_num_blocks,
+        lists.kv_indices,
+        lists.full_kv_num_blocks,
+        lists.full_kv_indices,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
+
+
+def _torch_lists(views: MaskViews) -> IndexLists:
+    if not views.q_length % views.block_size[0] and not views.kv_length % views.block_size[1]:
+        return views.index_lists()
+    grid: Tensor = views.kind_rows(0, views.q_blocks)
+    if views.q_length % views.block_size[0]:
+        grid[:, :, -1:].masked_fill_(grid[:, :, -1:] == FULL, PARTIAL)
+    if views.kv_length % views.block_size[1]:
+        grid[..., -1:].masked_fill_(grid[..., -1:] == FULL, PARTIAL)
+    return IndexLists(*listed(grid == PARTIAL), *listed(grid == FULL))
