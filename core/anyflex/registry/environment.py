@@ -1,0 +1,297 @@
+"""Every environment variable that this version of anyflex reads: one table, read once.
+
+Each variable is read at its first need and keeps that value for the process, so that a decision
+never depends on when somebody changed ``os.environ``. An empty value is the same as unset.
+`anyflex doctor` prints `in_force`, and the documentation's table comes from `markdown_table`.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from anyflex.errors import ArgumentError
+
+__all__ = [
+    "VARIABLES",
+    "Variable",
+    "VariableInForce",
+    "backend_names",
+    "cache_dir",
+    "check_indices",
+    "disabled",
+    "fallback",
+    "in_force",
+    "markdown_table",
+    "plugins",
+    "reset",
+    "strict",
+    "unknown_variables",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One row of the table.
+
+    Args:
+        name: of the variable.
+        meaning: one sentence for the user.
+        default: what holds when it is unset, in words.
+        allowed: the allowed values, in words.
+        read_when: when it is read.
+        parse: turns a non-empty text into the value; raises ValueError for a text that isn't
+            allowed.
+        unset: the value when it is unset.
+    """
+
+    name: str
+    meaning: str
+    default: str
+    allowed: str
+    read_when: str
+    parse: Callable[[str], Any]
+    unset: Any
+
+
+@dataclass(frozen=True, slots=True)
+class VariableInForce:
+    """What `anyflex doctor` shows of a variable.
+
+    Args:
+        name: of the variable.
+        value: the text that is in force, or None for unset.
+        now: the text that ``os.environ`` holds now: differs from `value` where somebody changed
+            the variable after it was read.
+        read: whether it has been read yet.
+        problem: why the text isn't allowed, or None.
+    """
+
+    name: str
+    value: str | None
+    now: str | None
+    read: bool
+    problem: str | None
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(item.strip() for item in text.split(",") if item.strip())
+
+
+def _plugin_list(text: str) -> tuple[str, ...]:
+    return () if text.strip() == "none" else _list(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("not 0 or 1")
+    return text == "1"
+
+
+def _fallback(text: str) -> str:
+    if text not in ("error", "warn", "quiet"):
+        raise ValueError("not error, warn or quiet")
+    return text
+
+
+def _folder(text: str) -> pathlib.Path:
+    path = pathlib.Path(text).expanduser()
+    if not path.is_absolute():
+        raise ValueError("not an absolute path")
+    return path
+
+
+_FIRST_CALL = "first call that selects a backend"
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(
+        "ANYFLEX_BACKEND",
+        "Forces backends, in this order; each binds the calls of its own device type, and "
+        "`reference` binds all. Weaker than `backend=` and `use_backend`.",
+        "the registry chooses",
+        "backend names, comma-separated: `cuda.triton,cpu`",
+        _FIRST_CALL,
+        _list,
+        (),
+    ),
+    Variable(
+        "ANYFLEX_DISABLE",
+        "Takes plugins out of the registry: they are neither loaded nor chosen.",
+        "nothing is disabled",
+        "backend names and `dist:<distribution>`, comma-separated",
+        _FIRST_CALL,
+        _list,
+        (),
+    ),
+    Variable(
+        "ANYFLEX_PLUGINS",
+        "Lets in only the plugins that it names.",
+        "every installed plugin",
+        "backend names and `dist:<distribution>`, comma-separated; or `none`",
+        _FIRST_CALL,
+        _plugin_list,
+        None,
+    ),
+    Variable(
+        "ANYFLEX_STRICT",
+        "Raises `PluginError` for a broken plugin, instead of reporting it once and going on "
+        "without it.",
+        "`0`",
+        "`0` or `1`",
+        _FIRST_CALL,
+        _switch,
+        False,
+    ),
+    Variable(
+        "ANYFLEX_FALLBACK",
+        "What happens when an installed backend is passed over, or an accelerator's call is "
+        "computed on the reference: an error, a `PerformanceWarning` once per reason, or nothing.",
+        "`warn`",
+        "`error`, `warn` or `quiet`",
+        _FIRST_CALL,
+        _fallback,
+        "warn",
+    ),
+    Variable(
+        "ANYFLEX_CACHE_DIR",
+        "Folder of the disk cache for compiled kernels.",
+        "`anyflex` in the user's cache folder",
+        "an absolute path; `~` is the home folder",
+        "first compile that keeps an artifact",
+        _folder,
+        None,
+    ),
+    Variable(
+        "ANYFLEX_CHECK_INDICES",
+        "Raises `ModIndexError` for an out-of-range read of a captured tensor also on devices "
+        "that must synchronise to find it.",
+        "`0`",
+        "`0` or `1`",
+        "first call on such a device",
+        _switch,
+        False,
+    ),
+)
+
+_lock = threading.Lock()
+# name -> (the text that was read or None, its value)
+_read: dict[str, tuple[str | None, Any]] = {}
+_by_name = {variable.name: variable for variable in VARIABLES}
+
+
+def _value(name: str) -> Any:
+    entry = _read.get(name)
+    if entry is None:
+        with _lock:
+            entry = _read.get(name)
+            if entry is None:
+                entry = _read[name] = _read_variable(_by_name[name])
+    return entry[1]
+
+
+def _read_variable(variable: Variable) -> tuple[str | None, Any]:
+    text = os.environ.get(variable.name) or None
+    if text is None:
+        return None, variable.unset
+    try:
+        return text, variable.parse(text)
+    except ValueError as error:
+        raise ArgumentError(
+            f"environment variable {variable.name}={text!r} is {error}; allowed: "
+            f"{variable.allowed.replace('`', '')}; unset: {variable.default.replace('`', '')}"
+        ) from None
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of ANYFLEX_BACKEND, in their order."""
+    names: tuple[str, ...] = _value("ANYFLEX_BACKEND")
+    return names
+
+
+def disabled() -> tuple[str, ...]:
+    """Return the names of ANYFLEX_DISABLE: backend names and ``dist:<distribution>``."""
+    names: tuple[str, ...] = _value("ANYFLEX_DISABLE")
+    return names
+
+
+def plugins() -> tuple[str, ...] | None:
+    """Return the names of ANYFLEX_PLUGINS, or None where every plugin is let in."""
+    names: tuple[str, ...] | None = _value("ANYFLEX_PLUGINS")
+    return names
+
+
+def strict() -> bool:
+    """Whether ANYFLEX_STRICT=1."""
+    return bool(_value("ANYFLEX_STRICT"))
+
+
+def fallback() -> Literal["error", "warn", "quiet"]:
+    """Return ANYFLEX_FALLBACK."""
+    mode: Literal["error", "warn", "quiet"] = _value("ANYFLEX_FALLBACK")
+    return mode
+
+
+def cache_dir() -> pathlib.Path | None:
+    """Return ANYFLEX_CACHE_DIR, or None where it is unset."""
+    path: pathlib.Path | None = _value("ANYFLEX_CACHE_DIR")
+    return path
+
+
+def check_indices() -> bool:
+    """Whether ANYFLEX_CHECK_INDICES=1."""
+    return bool(_value("ANYFLEX_CHECK_INDICES"))
+
+
+def reset() -> None:
+    """Forget what was read: for tests, which change variables in one process."""
+    with _lock:
+        _read.clear()
+
+
+def in_force() -> list[VariableInForce]:
+    """Return every variable with the value in force. Never raises: a text that isn't allowed is
+    in `problem`."""
+    rows = []
+    for variable in VARIABLES:
+        now = os.environ.get(variable.name) or None
+        read = _read.get(variable.name)
+        problem = None
+        if read is None and now is not None:
+            try:
+                variable.parse(now)
+            except ValueError as error:
+                problem = f"{error}; allowed: {variable.allowed.replace('`', '')}"
+        value = now if read is None else read[0]
+        rows.append(VariableInForce(variable.name, value, now, read is not None, problem))
+    return rows
+
+
+def unknown_variables() -> list[tuple[str, str | None]]:
+    """Return each variable ``ANYFLEX_*`` that is set and that nobody reads, with the nearest known
+    name or None. Names that other parts of the project read (builds, torch's hook) are known."""
+    import difflib
+
+    others = {"ANYFLEX_RELEASE", "ANYFLEX_TORCH"}
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith("ANYFLEX_") and name not in _by_name and name not in others:
+            near = difflib.get_close_matches(name, _by_name, n=1, cutoff=0.7)
+            found.append((name, near[0] if near else None))
+    return found
+
+
+def markdown_table() -> str:
+    """Return the table of variables as markdown, for the documentation."""
+    lines = [
+        "| Variable | Meaning | Default | Allowed values | Read at |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{v.name}` | {v.meaning} | {v.default} | {v.allowed} | {v.read_when} |"
+        for v in VARIABLES
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,95 @@
+"""What is said when a call is not computed by the backend that should have computed it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+
+from anyflex.errors import BackendRefused, PerformanceWarning
+from anyflex.registry import environment, isolation
+from anyflex.registry.choice import Answer, Choice, TraceLine
+from anyflex.registry.table import REFERENCE
+
+__all__ = ["forget_warnings", "warn_about_fallback", "warn_about_unused_options", "warn_once"]
+
+_log = logging.getLogger("anyflex")
+_lock = threading.Lock()
+_warned: set[str] = set()
+
+
+def warn_about_fallback(choice: Choice, trace: list[TraceLine], chosen: str) -> None:
+    """Say which installed backends were passed over, or that an accelerator's call is computed on
+    the reference. A forced choice is no fallback.
+
+    Raises:
+        BackendRefused: under ANYFLEX_FALLBACK=error.
+    """
+    if choice.forced_by:
+        return
+    passed = [line for line in trace if line.backend not in (REFERENCE, chosen)]
+    messages = [
+        f"backend {line.backend} ({line.distribution}) is passed over, {chosen} computes the "
+        f"call: {line.reason}"
+        for line in passed
+    ]
+    if chosen == REFERENCE and not passed:
+        messages += _on_reference(choice)
+    mode = environment.fallback() if messages else "quiet"
+    if mode == "error":
+        reasons = {line.backend: line.reason for line in passed} or {
+            choice.spec.device_type: messages[0]
+        }
+        raise BackendRefused(f"ANYFLEX_FALLBACK=error: {'; '.join(messages)}", reasons)
+    for message in messages:
+        if mode == "warn":
+            warn_once(message)
+        else:
+            _log.debug("%s", message)
+
+
+def _on_reference(choice: Choice) -> list[str]:
+    device = choice.spec.device_type
+    missing = choice.missing()
+    if choice.spec.opaque:
+        return [
+            "the score mod could not be traced, so the reference computes the call through vmap; "
+            "write it with torch operations that anyflex knows"
+        ]
+    if device != "cpu":
+        if missing is not None:
+            why = missing.reason
+        else:
+            entries = choice.table.of_device(device)
+            why = "; ".join(f"{entry.name}: {entry.state().reason}" for entry in entries)
+        return [
+            f"no backend for {device} can be used, so the reference computes the call, slowly; "
+            f"{why}"
+        ]
+    if missing is not None:
+        _log.debug("the reference computes on the cpu; %s", missing.reason)
+    return []
+
+
+def warn_about_unused_options(answer: Answer) -> None:
+    """Say once of each of torch's tuning keys that the chosen backend has no use for it."""
+    for key in answer.resolved.ignored_tuning if answer.resolved is not None else ():
+        warn_once(
+            f"kernel_options[{key!r}] has no meaning for backend {answer.line.backend} and is "
+            "ignored"
+        )
+
+
+def warn_once(message: str) -> None:
+    """Issue a `PerformanceWarning` that this process has not issued yet."""
+    with _lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(message, PerformanceWarning, stacklevel=isolation.user_stacklevel())
+
+
+def forget_warnings() -> None:
+    """Warn of everything again: for tests."""
+    with _lock:
+        _warned.clear()

@@ -1,0 +1,51 @@
+"""How to install a backend that isn't there.
+
+Nothing is published on an index yet, so the line is the one for a checkout.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+from anyflex.registry.discovery import normalized
+
+__all__ = ["EXTRAS", "install_line", "known_names"]
+
+EXTRAS = {"cpu": "cpu", "cuda": "cuda", "cuda.triton": "cuda", "xpu": "xpu", "mps": "mps"}
+"""Names of the project's own backends, and the extra of ``anyflex`` that installs each."""
+
+
+def known_names() -> frozenset[str]:
+    """Return the names of the project's own backends, installed or not."""
+    return frozenset(EXTRAS)
+
+
+def install_line(name: str) -> str:
+    """Return how to install backend `name` (or the default one of a device type), as the end of a
+    sentence: ``'install it: pip install ".[cpu]" in a checkout of anyflex'``."""
+    extra = EXTRAS.get(name)
+    if name == "cuda" and torch.version.hip is not None:
+        extra = "rocm"
+    if extra is None:
+        return f"anyflex has no backend {name!r} of its own: install a plugin that has one"
+    if extra not in _extras():
+        return f"backend {name!r} is not in this version of anyflex"
+    return f'install it: pip install ".[{extra}]" in a checkout of anyflex'
+
+
+def _extras() -> frozenset[str]:
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        return frozenset(map(normalized, metadata("anyflex").get_all("Provides-Extra") or ()))
+    except PackageNotFoundError:
+        # Run from a checkout that isn't installed: an extra exists where its folder does.
+        backends = pathlib.Path(__file__).parents[3] / "backends"
+        folders = {"cpu": "cpu", "cuda": "cuda", "xpu": "xpu", "mps": "mps", "rocm": "triton"}
+        return frozenset(
+            extra
+            for extra, folder in folders.items()
+            if (backends / folder / "pyproject.toml").is_file()
+        )

@@ -1,0 +1,335 @@
+"""The disk cache of compiled kernels: named bytes per backend build and spec.
+
+    <cache folder>/artifacts-1/<distribution>-<version>/<key>/<name>
+
+The key is the SHA-256 of distribution, version, the backend's fingerprint and the spec's digest. A
+file is a line of magic, a line with the SHA-256 of its name and content, and the content: what is
+torn, damaged or foreign is found at reading and compiled anew. Files are written beside their
+place and moved into it, so that any number of processes may share the folder.
+
+The folder must belong to the user and be closed to others (mode 0700): its content is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from anyflex.contract.artifacts import Artifacts
+from anyflex.errors import PluginError
+from anyflex.registry import environment
+from anyflex.registry.isolation import user_stacklevel
+
+__all__ = [
+    "FOLDER",
+    "Item",
+    "Store",
+    "artifacts_for",
+    "cache_folder",
+    "forget",
+    "seal",
+    "store",
+    "unseal",
+]
+
+FOLDER = "artifacts-1"
+"""Folder inside of the cache folder; the number is the version of its layout."""
+
+_MAGIC = b"anyflex artifact 1\n"
+_HEADER = len(_MAGIC) + 64 + 1
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_MEMORY_BYTES = 64 * 2**20
+_log = logging.getLogger("anyflex")
+
+
+def cache_folder() -> pathlib.Path:
+    """Return ANYFLEX_CACHE_DIR, or ``anyflex`` in the user's cache folder. It may not exist."""
+    chosen = environment.cache_dir()
+    if chosen is not None:
+        return chosen
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        return (pathlib.Path(base) if base else pathlib.Path.home() / "AppData/Local") / "anyflex"
+    if sys.platform == "darwin":
+        return pathlib.Path.home() / "Library" / "Caches" / "anyflex"
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and os.path.isabs(base):
+        return pathlib.Path(base) / "anyflex"
+    return pathlib.Path.home() / ".cache" / "anyflex"
+
+
+def seal(name: str, data: bytes) -> bytes:
+    """Return an artifact file's bytes."""
+    digest = hashlib.sha256(name.encode() + b"\0" + data).hexdigest()
+    return b"".join((_MAGIC, digest.encode(), b"\n", data))
+
+
+def unseal(name: str, file: bytes) -> bytes | None:
+    """Return the content of an artifact file, or None if it is damaged or isn't one."""
+    data = file[_HEADER:]
+    return data if file[:_HEADER] == seal(name, data)[:_HEADER] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One artifact on disk.
+
+    Args:
+        build: ``"<distribution>-<version>"``.
+        key: which fingerprint and spec.
+        name: given by the backend.
+        path: of the file.
+        size: of the file in bytes.
+    """
+
+    build: str
+    key: str
+    name: str
+    path: pathlib.Path
+    size: int
+
+
+class Store:
+    """The artifacts of one user, on disk, or in memory where the folder can't be used."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder / FOLDER
+        self._lock = threading.Lock()
+        self._problem: str | None = None
+        self._checked = False
+        self._memory: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
+        self._memory_size = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Why artifacts are kept in memory only, or None."""
+        return self._problem
+
+    def get(self, build: str, key: str, name: str, *, on_disk: bool = True) -> bytes | None:
+        """Return an artifact, or None if there is none or it is damaged."""
+        with self._lock:
+            if (build, key, name) in self._memory:
+                self._memory.move_to_end((build, key, name))
+                return self._memory[build, key, name]
+        if not on_disk or not self.usable(create=False):
+            return None
+        path = self.folder / build / key / name
+        try:
+            file = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _log.warning("cache file %s can't be read (%s); compiled anew", path, error)
+            return None
+        data = unseal(name, file)
+        if data is None:
+            _log.warning("cache file %s is damaged or foreign; compiled anew", path)
+            with contextlib.suppress(OSError):  # It is overwritten anyway; gone, it logs once.
+                path.unlink()
+        return data
+
+    def put(self, build: str, key: str, name: str, data: bytes, *, on_disk: bool = True) -> None:
+        """Keep an artifact. Never raises because of the disk."""
+        if on_disk and self.usable(create=True):
+            try:
+                self._write(self.folder / build / key, name, seal(name, data))
+                return
+            except OSError as error:
+                self._give_up(f"{type(error).__name__}: {error}")
+        with self._lock:
+            self._memory_size += len(data) - len(self._memory.pop((build, key, name), b""))
+            self._memory[build, key, name] = data
+            while self._memory_size > _MEMORY_BYTES and len(self._memory) > 1:
+                self._memory_size -= len(self._memory.popitem(last=False)[1])
+
+    def _write(self, folder: pathlib.Path, name: str, file: bytes) -> None:
+        for attempt in (1, 2):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=folder)
+                break
+            except FileNotFoundError:
+                # Another process has cleared the cache between the two lines.
+                if attempt == 2:
+                    raise
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(file)
+            os.replace(temporary, folder / name)
+        except OSError:
+            with contextlib.suppress(OSError):  # The first error is the one to tell.
+                os.unlink(temporary)
+            raise
+
+    def usable(self, *, create: bool) -> bool:
+        """Whether the folder can be used; checks owner and mode once, and warns once if not."""
+        if self._problem is not None:
+            return False
+        if self._checked:
+            return True
+        try:
+            if create:
+                self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+            elif not self.folder.is_dir():
+                return False
+            problem = _unsafe(self.folder)
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem is not None:
+            self._give_up(problem)
+            return False
+        self._checked = True
+        return True
+
+    def _give_up(self, problem: str) -> None:
+        with self._lock:
+            first = self._problem is None
+            self._problem = problem
+        if first:
+            warnings.warn(
+                f"the kernel cache {self.folder} can't be used ({problem}); compiled kernels are "
+                "kept in memory only. Set ANYFLEX_CACHE_DIR to a writable folder of your own",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+
+    def items(self) -> list[Item]:
+        """Return every artifact on disk, sorted."""
+        if not self.usable(create=False):
+            return []
+        found = []
+        for path in sorted(self.folder.glob("*/*/*")):
+            if not path.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):  # Cleared meanwhile: not there.
+                    build, key = path.parts[-3:-1]
+                    found.append(Item(build, key, path.name, path, path.stat().st_size))
+        return found
+
+    def clear(self) -> int:
+        """Delete every artifact and what interrupted writers left; return how many artifacts."""
+        with self._lock:
+            self._memory.clear()
+            self._memory_size = 0
+        count = len(self.items())
+        if self.folder.is_dir():
+            import shutil
+
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return count
+
+
+def _unsafe(folder: pathlib.Path) -> str | None:
+    """Return why code must not be loaded from `folder`, or None."""
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        return "it is not writable"
+    if sys.platform == "win32":
+        return None
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"its mode {status.st_mode & 0o777:o} lets others write; chmod 700"
+    return None
+
+
+class _SpecArtifacts:
+    """`Artifacts` of one spec and one backend build."""
+
+    def __init__(
+        self, plugin: str, distribution: str, build: str, key: str, *, on_disk: bool
+    ) -> None:
+        self._plugin = plugin
+        self._distribution = distribution
+        self._build = build
+        self._key = key
+        self._on_disk = on_disk
+
+    def get(self, name: str) -> bytes | None:
+        self._check(name)
+        return store().get(self._build, self._key, name, on_disk=self._on_disk)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._check(name)
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise self._error(f"data must be bytes, got {type(data).__name__}")
+        store().put(self._build, self._key, name, bytes(data), on_disk=self._on_disk)
+
+    def _check(self, name: str) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise self._error(
+                f"a name must be 1 to 200 letters, digits, '_', '-' or '.', got {name!r}"
+            )
+
+    def _error(self, problem: str) -> PluginError:
+        return PluginError(
+            f"plugin {self._plugin!r} of {self._distribution} is broken: artifacts: {problem}",
+            plugin=self._plugin,
+            distribution=self._distribution,
+        )
+
+
+def artifacts_for(
+    *,
+    plugin: str,
+    package: str,
+    version: str,
+    fingerprint: str,
+    spec_digest: str,
+    on_disk: bool = True,
+) -> Artifacts:
+    """Return the artifacts of one spec and one backend build.
+
+    Args:
+        plugin: the backend's name.
+        package, version: of its distribution.
+        fingerprint: of the backend.
+        spec_digest: ``Spec.digest()``.
+        on_disk: False keeps them in memory: for backends registered in the process, whose code may
+            change without their version.
+    """
+    parts = (plugin, package, version, fingerprint, spec_digest)
+    key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
+    build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"
+    return _SpecArtifacts(plugin, f"{package} {version}", build, key, on_disk=on_disk)
+
+
+_store: Store | None = None
+_store_lock = threading.Lock()
+
+
+def store() -> Store:
+    """Return the store of this process; its folder is decided at the first call."""
+    global _store
+    if _store is None:
+        with _store_lock:
+            if _store is None:
+                _store = Store(cache_folder())
+    return _store
+
+
+def forget() -> None:
+    """Look for the folder again at the next use: for tests."""
+    global _store
+    _store = None
+
+
+def _after_fork() -> None:
+    global _store_lock
+    _store_lock = threading.Lock()
+    if _store is not None:
+        _store._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
