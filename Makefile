@@ -7,6 +7,8 @@ PYTHON ?= python3
 TORCH ?=
 ARGS ?=
 export TORCH
+# The docs theme advertises another tool.
+export NO_MKDOCS_2_WARNING := 1
 
 RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
@@ -27,7 +29,7 @@ test:
 
 test-random:
 	$(READY) test
-	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests -k random_configuration $(ARGS)
+	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests/random_configurations $(ARGS)
 
 demo:
 	$(READY) demo
@@ -56,7 +58,7 @@ imports:
 
 docs:
 	$(READY) docs
-	@$(RUN) -m mkdocs build --strict --quiet $(ARGS)
+	@$(RUN) -m mkdocs build --strict $(ARGS)
 
 docs-serve:
 	$(READY) docs

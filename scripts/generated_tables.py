@@ -1,0 +1,64 @@
+"""Writes the tables of the documentation that are made from code.
+
+    python scripts/generated_tables.py [--check]
+
+A table stands between `<!-- table NAME ... -->` and `<!-- end of table -->`. `--check` writes
+nothing and exits 1 if a page is not current.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["PAGES", "with_current_tables"]
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = (DOCS / "environment.md", DOCS / "cli.md")
+TABLE = re.compile(r"(<!-- table (\w+).*?-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
+
+
+def environment_variables() -> str:
+    from anyflex.registry.environment import markdown_table
+
+    return markdown_table()
+
+
+def exit_codes() -> str:
+    from anyflex.cli.exit_codes import ExitCode
+
+    rows = [f"| {code.value} | {code.meaning} |" for code in ExitCode]
+    return "\n".join(["| Status | Meaning |", "|---|---|", *rows]) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "environment_variables": environment_variables,
+    "exit_codes": exit_codes,
+}
+
+
+def with_current_tables(text: str) -> str:
+    """Return a page's text with its tables made anew.
+
+    Raises:
+        KeyError: the page asks for a table that TABLES lacks.
+    """
+    return TABLE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    for page in PAGES:
+        old = page.read_text(encoding="utf-8")
+        new = with_current_tables(old)
+        if old != new and arguments == ["--check"]:
+            print(f"{page.name} is not current: run {Path(__file__).name}", file=sys.stderr)
+            return 1
+        if old != new:
+            page.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""The python blocks of the documentation run as they stand, each page from top to bottom."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import anyflex
+from anyflex import registry
+from tests.docs.code_blocks import CodeBlock, code_blocks
+
+pytestmark = pytest.mark.docs
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if code_blocks(page)
+]
+
+
+@pytest.fixture
+def compiler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`torch.compile` traces and partitions as ever, and runs what it got without Inductor,
+    which needs a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("compiler_without_a_compiler")
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    names: dict[str, object] = {"__name__": page.stem}
+    torch.manual_seed(0)
+    with registry.isolated(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for block in code_blocks(page):
+            run(block, page, names)
+
+
+def run(block: CodeBlock, page: Path, names: dict[str, object]) -> None:
+    # Empty lines in front: a traceback then names the line of the page.
+    code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+    if block.error is None:
+        exec(code, names)
+        return
+    with pytest.raises(getattr(anyflex, block.error), match=block.message):
+        exec(code, names)
+
+
+def test_the_page_of_errors_lists_them_all() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    for name in anyflex.errors.__all__:
+        assert f"─ {name} (" in text or f"\n{name}" in text
