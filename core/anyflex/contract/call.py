@@ -5,6 +5,7 @@ All are created by core. A kernel reads the inputs, writes the outputs in place,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,8 @@ class Call:
         captured: tensors that the graphs' loads count into, the score mod's first.
         ints, floats: values of the graphs' number slots.
         scale: multiplied into q k^T before the score mod.
-        score_function: the user's score mod itself, where ``Spec.opaque``; else None.
+        score_function, mask_function: the user's mods themselves where they could not be traced
+            (``Spec.opaque``); else None.
         index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
         q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: None in contract 1.
     """
@@ -51,7 +53,8 @@ class Call:
     ints: tuple[int, ...]
     floats: tuple[float, ...]
     scale: float
-    score_function: object = None
+    score_function: Callable[..., Tensor] | None = None
+    mask_function: Callable[..., Tensor] | None = None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
     q_lengths: None = field(default=None, init=False)

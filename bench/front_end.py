@@ -1,0 +1,164 @@
+"""What a cached call costs before its kernel starts: a null backend, one thread.
+
+Usage: python bench/front_end.py [--calls N] [--json FILE]
+
+q, k, v are [1, 2, 16, 8]; the score mod is a closure made anew at each call, with one captured
+tensor and one number; there is a block mask. Checks, key, lookup, allocation and autograd count.
+Exits 1 when a limit is not met (design: 20 us forward, 30 us with gradients recorded, 80 us
+forward and backward, 150 us where the mod must be traced again).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import anyflex
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
+from anyflex.contract.capabilities import Capabilities
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.contract.spec import Spec
+
+LIMITS_US = {"forward": 20.0, "recorded": 30.0, "forward+backward": 80.0, "retrace": 150.0}
+
+
+class NullKernel(Kernel):
+    def forward(self, call: Call, out: Outputs) -> None:
+        pass
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        pass
+
+
+class NullBackend(Backend):
+    priority = 1000
+    capabilities = Capabilities(dtypes=frozenset({torch.float32}))
+
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def supports(self, spec: Spec) -> Decision:
+        return Accepted()
+
+    def compile(self, spec: Spec, artifacts: object) -> Kernel:
+        return NullKernel()
+
+
+def median_us(function: Callable[[], object], calls: int) -> float:
+    for _ in range(200):
+        function()
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter_ns()
+        function()
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1000
+
+
+def closure(slopes: torch.Tensor, offset: float) -> Callable[..., torch.Tensor]:
+    def alibi(score, b, h, q_idx, kv_idx):  # type: ignore[no-untyped-def]
+        return score + slopes[h] * (kv_idx - q_idx) + offset
+
+    return alibi
+
+
+def measure(calls: int) -> dict[str, float]:
+    from anyflex.registry.table import register
+
+    register("cpu.null", NullBackend)
+    torch.set_num_threads(1)
+    query, key, value = torch.randn(3, 1, 2, 16, 8).unbind(0)
+    slopes = torch.rand(2)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 16, 16)
+    leaves = [t.clone().requires_grad_() for t in (query, key, value, slopes)]
+    gradient = torch.ones_like(query)
+    numbers = iter(range(10**9))
+
+    def forward() -> torch.Tensor:
+        return anyflex.flex_attention(query, key, value, closure(slopes, 3.0), mask)
+
+    def retrace() -> torch.Tensor:
+        return anyflex.flex_attention(query, key, value, closure(slopes, float(next(numbers))), mask)
+
+    def recorded() -> torch.Tensor:
+        return anyflex.flex_attention(*leaves[:3], closure(leaves[3], 3.0), mask)
+
+    def forward_and_backward() -> object:
+        return torch.autograd.grad(recorded(), leaves, gradient)
+
+    return {
+        "forward": median_us(forward, calls),
+        "recorded": median_us(recorded, calls),
+        "forward+backward": median_us(forward_and_backward, calls),
+        "retrace": median_us(retrace, calls),
+        **parts(calls, query, key, value, slopes, mask),
+    }
+
+
+def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: ignore[no-untyped-def]
+    """The same call, piece by piece."""
+    from anyflex.arguments import check_tensor_types, check_tensors
+    from anyflex.aux_outputs import AuxRequest
+    from anyflex.mod_graph.mod_key import traced
+    from anyflex.runtime.eager import gather
+    from anyflex.runtime.launch import call_of, launch_forward
+    from anyflex.runtime.plan import plan_for
+
+    aux = AuxRequest()
+    cpu = torch.device("cpu")
+    inputs = gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
+    plan = plan_for(inputs)
+    call = call_of(inputs)
+
+    def checks() -> None:
+        check_tensor_types(query, key, value)
+        check_tensors(query, key, value, False)
+
+    return {
+        "part: argument checks": median_us(checks, calls),
+        "part: mod key and cached trace": median_us(
+            lambda: traced(closure(slopes, 3.0), "score", torch.float32, cpu), calls
+        ),
+        "part: inputs (with the trace)": median_us(
+            lambda: gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None), calls
+        ),
+        "part: facts and plan lookup": median_us(lambda: plan_for(inputs), calls),
+        "part: allocation and null launch": median_us(lambda: launch_forward(plan, call), calls),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    figures = measure(arguments.calls)
+    for name, figure in figures.items():
+        limit = LIMITS_US.get(name)
+        print(f"{name:36s} {figure:7.1f} us" + (f"   limit {limit:.0f}" if limit else ""))
+    if arguments.json:
+        facts = {
+            "command": "python bench/front_end.py",
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "calls": arguments.calls,
+            "median_us": figures,
+            "limits_us": LIMITS_US,
+        }
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2)
+            file.write("\n")
+    return int(any(figures[name] > limit for name, limit in LIMITS_US.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

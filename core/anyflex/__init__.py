@@ -1,0 +1,76 @@
+"""anyflex: portable flex attention.
+
+Write score and mask functions in plain Python, import one library, and run attention with them on
+any device, forward and backward. Backends are separate packages, found through entry points and
+loaded at first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from anyflex.attention import flex_attention
+from anyflex.aux_outputs import AuxOutput, AuxRequest
+from anyflex.block_mask.block_mask import BlockMask
+from anyflex.block_mask.build import create_block_mask, create_mask
+from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
+from anyflex.errors import (
+    AnyflexError,
+    ArgumentError,
+    ArgumentTypeError,
+    BackendConflict,
+    BackendRefused,
+    BlockMaskError,
+    GraphCaptureError,
+    ModIndexError,
+    ModTraceError,
+    PerformanceWarning,
+    PluginError,
+)
+from anyflex.registry.selection import use_backend
+
+if TYPE_CHECKING:
+    from anyflex.explanation import explain
+    from anyflex.gradients import flex_attention_backward
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnyflexError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "AuxOutput",
+    "AuxRequest",
+    "BackendConflict",
+    "BackendRefused",
+    "BlockMask",
+    "BlockMaskError",
+    "GraphCaptureError",
+    "ModIndexError",
+    "ModTraceError",
+    "PerformanceWarning",
+    "PluginError",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "explain",
+    "flex_attention",
+    "flex_attention_backward",
+    "noop_mask",
+    "or_masks",
+    "use_backend",
+]
+
+_LATER = {
+    "explain": "anyflex.explanation",
+    "flex_attention_backward": "anyflex.gradients",
+}
+"""Public names whose modules are imported at first use: they cost `import anyflex` nothing."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        import importlib
+
+        return getattr(importlib.import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'anyflex' has no attribute {name!r}")

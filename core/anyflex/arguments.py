@@ -1,0 +1,274 @@
+"""Every check of `flex_attention`'s arguments, made once, before any dispatch.
+
+Part of the traced half: plain Python on shapes and types, inlined by Dynamo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.aux_outputs import AuxRequest
+from anyflex.failing import fail
+
+__all__ = [
+    "check_aux",
+    "check_flags",
+    "check_mask_fits",
+    "check_options",
+    "check_scale",
+    "check_score_mod",
+    "check_tensor_types",
+    "check_tensors",
+]
+
+DTYPES = {torch.float32: True, torch.float16: True, torch.bfloat16: True, torch.float64: True}
+SMALL_FLOATS = {
+    getattr(torch, name): True
+    for name in "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2".split()
+    if hasattr(torch, name)
+}
+
+
+def check_tensor_types(query: Any, key: Any, value: Any) -> None:
+    """Check that query, key and value are dense tensors with four dimensions."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            cure = ""
+            if type(tensor).__module__ == "numpy":
+                cure = f" Use torch.from_numpy({name})."
+            fail(
+                "ArgumentTypeError",
+                f"{name} must be a Tensor, got {type(tensor).__name__}.{cure}",
+            )
+        if tensor.is_nested:
+            fail(
+                "ArgumentTypeError",
+                f"{name} is a nested tensor; pack the documents into one dense tensor and keep "
+                "them apart with a block mask over document ids.",
+            )
+        if tensor.layout is not torch.strided:
+            fail(
+                "ArgumentTypeError",
+                f"{name} must be dense (layout torch.strided), got layout {tensor.layout}. Use "
+                f"{name}.to_dense().",
+            )
+        if tensor.dim() != 4:
+            fail(
+                "ArgumentError",
+                f"{name} must have four dimensions (B, H, L, E), got shape "
+                f"{list(tensor.shape)}. unsqueeze() adds a missing batch or head dimension.",
+            )
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Check dtypes, devices and shapes against each other."""
+    dtype = query.dtype
+    if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
+        _refuse_dtypes(query, key, value)
+    device = query.device
+    if key.device != device or value.device != device:
+        fail(
+            "ArgumentError",
+            f"query, key and value must be on one device, got {query.device}, {key.device} and "
+            f"{value.device}.",
+        )
+    batch, heads, _, head_dim = query.shape
+    key_batch, key_heads, key_length, key_dim = key.shape
+    value_batch, value_heads, value_length, value_dim = value.shape
+    if head_dim != key_dim:
+        fail(
+            "ArgumentError",
+            f"query and key must have one head dim E, got {head_dim} and {key_dim}.",
+        )
+    if head_dim == 0 or value_dim == 0:
+        fail("ArgumentError", f"head dims must be positive, got E = {head_dim}, Ev = {value_dim}.")
+    if key_length != value_length:
+        fail(
+            "ArgumentError",
+            f"key and value must have one length S, got {key_length} and {value_length}.",
+        )
+    if key_heads != value_heads:
+        fail(
+            "ArgumentError",
+            f"key and value must have one number of heads H, got {key_heads} and {value_heads}.",
+        )
+    if key_batch != value_batch:
+        fail(
+            "ArgumentError",
+            f"key and value must have one batch size, got {key_batch} and {value_batch}.",
+        )
+    if key_batch != batch and key_batch != 1:
+        direction = (
+            " Broadcasting goes from key and value to query, not the other way: expand query."
+            if batch == 1
+            else ""
+        )
+        fail(
+            "ArgumentError",
+            f"the batch of key and value must be 1 or B, that of query: got {key_batch} for "
+            f"B = {batch}.{direction}",
+        )
+    if heads != key_heads:
+        _check_heads(heads, key_heads, enable_gqa)
+    elif heads == 0:
+        fail("ArgumentError", "query and key must have at least one head, got H = 0.")
+
+
+def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
+    if heads == 0 or key_heads == 0:
+        fail(
+            "ArgumentError",
+            f"query and key must have at least one head, got H = {heads} and {key_heads}.",
+        )
+    if heads < key_heads:
+        fail(
+            "ArgumentError",
+            f"query has {heads} heads and key {key_heads}: Hq must be a multiple of Hkv. Are "
+            "query and key swapped?",
+        )
+    if heads % key_heads != 0:
+        fail(
+            "ArgumentError",
+            f"Hq must be a multiple of Hkv, got {heads} and {key_heads} (remainder "
+            f"{heads % key_heads}).",
+        )
+    if not enable_gqa:
+        fail(
+            "ArgumentError",
+            f"query has {heads} heads and key {key_heads}: pass enable_gqa=True for grouped "
+            "query attention.",
+        )
+
+
+def _refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dtype in SMALL_FLOATS:
+            fail(
+                "BackendRefused",
+                f"{name} has dtype {tensor.dtype}: no backend of this version takes it. Use "
+                "bfloat16 or float16.",
+                reasons={"reference": f"dtype {tensor.dtype} is not supported"},
+            )
+        if tensor.dtype not in DTYPES:
+            fail(
+                "ArgumentTypeError",
+                f"{name} has dtype {tensor.dtype}; it must be one of float32, bfloat16, float16, "
+                "float64.",
+            )
+    fail(
+        "ArgumentTypeError",
+        f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and "
+        f"{value.dtype}. Convert with .to(query.dtype).",
+    )
+
+
+def check_scale(scale: Any) -> Any:
+    """Return the scale as a float (None stays None)."""
+    if scale is None:
+        return None
+    if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            fail(
+                "ArgumentError",
+                "scale is a tensor that requires grad, and there is no gradient for scale: "
+                "multiply the score by a captured 0-d tensor in score_mod instead.",
+            )
+        if scale.dim() != 0 and scale.numel() != 1:
+            fail(
+                "ArgumentTypeError",
+                f"scale must be one number, got a tensor of shape {list(scale.shape)}.",
+            )
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
+    # NaN and inf are the numbers whose difference from themselves isn't 0; Dynamo follows this
+    # for a float that changes between calls, and not math.isfinite.
+    if not (scale - scale == 0):
+        fail("ArgumentError", f"scale must be finite, got {scale}.")
+    return scale
+
+
+def check_flags(enable_gqa: Any, return_lse: Any, backend: Any) -> None:
+    if not isinstance(enable_gqa, bool):
+        fail("ArgumentTypeError", f"enable_gqa must be a bool, got {type(enable_gqa).__name__}.")
+    if not isinstance(return_lse, bool):
+        fail("ArgumentTypeError", f"return_lse must be a bool, got {type(return_lse).__name__}.")
+    if backend is not None and not isinstance(backend, str):
+        fail(
+            "ArgumentTypeError",
+            f"backend must be a backend's name, for example 'reference', got "
+            f"{type(backend).__name__}.",
+        )
+
+
+def check_aux(return_lse: bool, return_aux: Any) -> AuxRequest:
+    if return_aux is None:
+        return AuxRequest(lse=return_lse)
+    if return_lse:
+        fail("ArgumentError", "return_lse and return_aux are both given; keep return_aux.")
+    if isinstance(return_aux, AuxRequest):
+        return return_aux
+    # torch's own AuxRequest has the same two fields.
+    if type(return_aux).__name__ == "AuxRequest":
+        return AuxRequest(lse=bool(return_aux.lse), max_scores=bool(return_aux.max_scores))
+    fail(
+        "ArgumentTypeError",
+        f"return_aux must be an AuxRequest, for example AuxRequest(lse=True), got "
+        f"{type(return_aux).__name__}.",
+    )
+
+
+def check_options(kernel_options: Any) -> None:
+    if not isinstance(kernel_options, Mapping):
+        fail(
+            "ArgumentTypeError",
+            f"kernel_options must be a dict, got {type(kernel_options).__name__}.",
+        )
+    for name in kernel_options:
+        if not isinstance(name, str):
+            fail(
+                "ArgumentTypeError",
+                f"kernel_options has a key of type {type(name).__name__}; keys are strings.",
+            )
+
+
+def check_score_mod(score_mod: Any) -> None:
+    """Check what can be told of a score mod without calling it."""
+    if not callable(score_mod):
+        fail(
+            "ArgumentTypeError",
+            "score_mod must be a function f(score, b, h, q_idx, kv_idx), got "
+            f"{type(score_mod).__name__}.",
+        )
+
+
+def check_mask_fits(
+    mask_shape: tuple[int, ...], lengths: tuple[int, int], query: Tensor, key: Tensor
+) -> None:
+    """Check a block mask's batch, heads (`mask_shape`) and (q, kv) lengths against the tensors."""
+    batch, heads, q_length, _ = query.shape
+    kv_length = key.shape[2]
+    if lengths[0] != q_length or lengths[1] != kv_length:
+        fail(
+            "BlockMaskError",
+            f"block_mask was built for (Q_LEN, KV_LEN) = ({lengths[0]}, {lengths[1]}), the call "
+            f"has ({q_length}, {kv_length}). Rebuild it with create_block_mask for these lengths, "
+            "or slice its rows.",
+        )
+    if mask_shape[0] != 1 and mask_shape[0] != batch:
+        fail(
+            "BlockMaskError",
+            f"block_mask has batch B' = {mask_shape[0]}, the call has B = {batch}: B' must be 1 "
+            "or B.",
+        )
+    if mask_shape[1] != 1 and mask_shape[1] != heads:
+        fail(
+            "BlockMaskError",
+            f"block_mask has H' = {mask_shape[1]} heads, query has Hq = {heads}: H' must be 1 or "
+            "Hq (query heads, under grouped query attention too).",
+        )

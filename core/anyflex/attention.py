@@ -1,0 +1,247 @@
+"""flex_attention: the traced half of a call, and the choice of its way to a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.arguments import (
+    check_aux,
+    check_flags,
+    check_mask_fits,
+    check_scale,
+    check_score_mod,
+    check_tensor_types,
+    check_tensors,
+)
+from anyflex.aux_outputs import AuxOutput, AuxRequest
+from anyflex.failing import fail
+from anyflex.mod_graph.trace import TracedMod, trace_mod
+from anyflex.runtime.ops import flex_attention_op
+from anyflex.runtime.request import write_request
+
+__all__ = ["ScoreMod", "flex_attention"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention with a score function and a mask of your own, forward and backward, on any device.
+
+    ``softmax(score_mod(q k^T * scale), over the keys that block_mask keeps) v``, with scores in
+    float32 (float64 for float64 inputs). Signature and meaning are those of
+    ``torch.nn.attention.flex_attention.flex_attention``, plus `backend`.
+
+    Args:
+        query: [B, Hq, L, E]; float32, bfloat16, float16 or float64; any strides.
+        key: [Bkv, Hkv, S, E], Bkv is B or 1.
+        value: [Bkv, Hkv, S, Ev].
+        score_mod: ``f(score, b, h, q_idx, kv_idx)`` on scalars, returns the new score. It may read
+            any tensor and number that it closes over; tensors that require grad get a gradient.
+        block_mask: from `anyflex.create_block_mask`, or torch's own BlockMask.
+        scale: multiplied into q k^T; None is E ** -0.5.
+        enable_gqa: allow Hq to be a multiple of Hkv: query head h reads key head
+            ``h // (Hq // Hkv)``.
+        return_lse: torch's older spelling of ``return_aux=AuxRequest(lse=True)``; returns
+            (out, lse).
+        kernel_options: torch's tuning keys, and each backend's own under its name.
+        return_aux: which auxiliary outputs to return.
+        backend: force a backend by name, for example ``"reference"``. A forced backend never
+            falls back: it computes the call, or `BackendRefused` tells why not.
+
+    Returns:
+        out, [B, Hq, L, Ev] in query's dtype and dimension order; with `return_aux` (out,
+        AuxOutput). A row without a live key has out 0, lse -inf and gradients 0.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is wrong; the message names it.
+        BlockMaskError: the block mask doesn't fit the tensors.
+        ModTraceError: score_mod can't be traced.
+        ModIndexError: score_mod reads outside of a captured tensor (where the backend checks).
+        BackendRefused: nobody, or not the forced backend, takes the call; ``.reasons`` has why.
+        PluginError: the forced backend is broken.
+
+    Example:
+        >>> import torch, anyflex
+        >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
+        >>> causal = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128)
+        >>> slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+        >>> def alibi(score, b, h, q_idx, kv_idx):
+        ...     return score + slopes[h] * (kv_idx - q_idx)
+        >>> anyflex.flex_attention(q, k, v, alibi, causal).shape
+        torch.Size([1, 4, 128, 32])
+    """
+    check_flags(enable_gqa, return_lse, backend)
+    aux = check_aux(return_lse, return_aux)
+    check_tensor_types(query, key, value)
+    device = query.device
+    if torch.is_autocast_enabled(device.type):
+        query, key, value = _autocast(query, key, value)
+    check_tensors(query, key, value, enable_gqa)
+    scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
+    if block_mask is not None:
+        block_mask = _own_mask(block_mask)
+        check_mask_fits(block_mask.shape, block_mask.seq_lengths, query, key)
+    if score_mod is not None:
+        check_score_mod(score_mod)
+    options: tuple[tuple[str, object], ...] = ()
+    if kernel_options is not None:
+        from anyflex.registry.options import freeze_options
+
+        options = freeze_options(kernel_options)
+
+    if torch.compiler.is_compiling() or not _is_plain(query, key, value):
+        out, lse, max_scores = _through_op(
+            query, key, value, score_mod, block_mask, scale, aux, options, backend
+        )
+    else:
+        from anyflex.runtime.eager import run
+
+        out, lse, max_scores = run(
+            query, key, value, score_mod, block_mask, scale, aux, options, backend
+        )
+    if return_aux is not None:
+        return out, AuxOutput(lse, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as autocast casts a matrix product: every floating type but float64."""
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = (
+        tensor.to(dtype)
+        if tensor.is_floating_point() and tensor.dtype is not torch.float64
+        else tensor
+        for tensor in (query, key, value)
+    )
+    return query, key, value
+
+
+def _own_mask(block_mask: Any) -> Any:
+    """Return the mask as anyflex's, converting torch's."""
+    from anyflex.block_mask.block_mask import BlockMask
+
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if hasattr(block_mask, "kv_num_blocks"):
+        from anyflex.block_mask.torch_format import converted
+
+        return converted(block_mask)
+    got = f"a tensor of shape {list(block_mask.shape)}" if isinstance(block_mask, Tensor) else (
+        "a function" if callable(block_mask) else type(block_mask).__name__
+    )
+    fail(
+        "ArgumentTypeError",
+        f"block_mask must be a BlockMask, got {got}. Make one with "
+        "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN), where mask_mod takes 4 arguments "
+        "(b, h, q_idx, kv_idx) and may read a dense bool tensor; a score mod takes 5 and is "
+        "passed as score_mod.",
+    )
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
+    who watches the dispatcher."""
+    for tensor in (query, key, value):
+        kind = type(tensor)
+        if kind is not Tensor and kind is not torch.nn.Parameter:
+            return False
+    if query.device.type == "meta" or torch._C._len_torch_dispatch_stack() != 0:
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        transform = str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2]
+        fail(
+            "BackendRefused",
+            f"flex_attention inside of the functorch transform {transform.lower()} is not "
+            "supported: use torch.autograd.grad for gradients, and the batch dimension for vmap.",
+            reasons={"reference": f"functorch transform {transform}"},
+        )
+    return True
+
+
+def _through_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Call the static op: torch.compile and export see one node."""
+    score = TracedMod("", [], [], [], [])
+    if score_mod is not None:
+        wide = query.dtype is torch.float64
+        score = trace_mod(
+            score_mod, "score", torch.float64 if wide else torch.float32, query.device
+        )
+    mask = TracedMod("", [], [], [], [])
+    structure: list[Tensor] = []
+    block_size = (0, 0)
+    if block_mask is not None:
+        structure = [block_mask.offsets, block_mask.runs]
+        block_size = block_mask.BLOCK_SIZE
+        if block_mask.traced is not None:
+            mask = block_mask.traced
+    captured = [*score.captured, *mask.captured]
+    check_captured_devices(query.device, captured, [*score.names, *mask.names])
+    grad_mode = torch.is_grad_enabled()
+    gradients = [grad_mode and tensor.requires_grad for tensor in (query, key, value)]
+    gradients += [grad_mode and tensor.requires_grad for tensor in score.captured]
+    gradients += [False for _ in mask.captured]
+    needs_backward = any(gradients)
+    request = write_request(
+        score.text,
+        mask.text,
+        (len(score.captured), len(score.ints), len(score.floats)),
+        block_size,
+        aux.lse,
+        aux.max_scores,
+        aux.lse or needs_backward,
+        gradients,
+        backend,
+        options,
+    )
+    # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
+    one = torch.ones((), dtype=torch.float64)
+    numbers = [one * number for number in [scale, *score.floats, *mask.floats]]
+    out, lse, max_scores = flex_attention_op(
+        query, key, value, structure, captured, [*score.ints, *mask.ints], numbers, request
+    )
+    return out, lse if aux.lse else None, max_scores if aux.max_scores else None
+
+
+def check_captured_devices(
+    device: torch.device, captured: list[Tensor], names: list[str]
+) -> None:
+    """Check that captured tensors are where query is."""
+    for tensor, name in zip(captured, names, strict=True):
+        if tensor.device != device:
+            which = name or f"of shape {list(tensor.shape)}"
+            fail(
+                "ArgumentError",
+                f"captured tensor {which} is on {tensor.device}, query on {device}: move it with "
+                f".to({str(device)!r}).",
+            )
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex():
+            which = name or f"of shape {list(tensor.shape)}"
+            kind = "nested" if tensor.is_nested else "complex" if tensor.is_complex() else "sparse"
+            fail("ArgumentTypeError", f"captured tensor {which} is {kind}; mods read dense, real tensors.")

@@ -1,0 +1,109 @@
+"""Gradients of an eager call: one ``autograd.Function`` around a planned launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.contract.call import Call, GradInputs, Saved
+from anyflex.errors import BackendRefused
+from anyflex.runtime.launch import call_of, launch_backward, launch_forward
+from anyflex.runtime.plan import Inputs, Plan
+
+__all__ = ["FlexAttention", "not_twice"]
+
+
+class FlexAttention(torch.autograd.Function):
+    """out, and lse and max_scores where they are asked for."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        plan: Plan,
+        inputs: Inputs,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *captured: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
+        outputs = launch_forward(plan, call_of(inputs), save=True)
+        out, lse = outputs.out, outputs.lse
+        assert lse is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, out, lse, *captured, *outputs.saved)
+        ctx.plan = plan
+        # No tensor of the call may stay reachable but through save_for_backward: that would miss
+        # changes in place, and keep memory that hooks were to move away.
+        ctx.rest = (
+            inputs.mask_views,
+            len(captured),
+            inputs.ints,
+            inputs.floats,
+            inputs.scale,
+            inputs.score_function,
+            inputs.mask_function,
+            inputs.lse,
+        )
+        if not inputs.lse and not inputs.max_scores:
+            return out
+        results = [out]
+        if inputs.lse:
+            results.append(lse)
+        if inputs.max_scores:
+            assert outputs.max_scores is not None
+            ctx.mark_non_differentiable(outputs.max_scores)
+            results.append(outputs.max_scores)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:  # type: ignore[override]
+        query, key, value, out, lse, *others = ctx.saved_tensors
+        views, count, ints, floats, scale, score_function, mask_function, with_lse = ctx.rest
+        captured = tuple(others[:count])
+        call = Call(
+            query,
+            key,
+            value,
+            views,
+            captured,
+            ints,
+            floats,
+            scale,
+            score_function,
+            mask_function,
+        )
+        dlse = aux[0] if with_lse else None
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dq, dk, dv, dcaptured = launch_backward(
+            ctx.plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
+        )
+        gradients = [dq, dk, dv, *dcaptured]
+        if torch.is_grad_enabled():
+            gradients = not_twice(gradients, [query, key, value, dout])
+        return (None, None, *gradients)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Passes gradients on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+        raise BackendRefused(
+            "flex_attention is not differentiable twice: its gradients were asked for with "
+            "create_graph=True and then differentiated",
+            {"reference": "second derivatives are not implemented"},
+        )
+
+
+def not_twice(gradients: list[Tensor | None], sources: list[Tensor]) -> list[Tensor | None]:
+    """Make a second differentiation through `gradients` a BackendRefused."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    passed = iter(_NotTwice.apply(len(given), *given, *sources))
+    return [None if gradient is None else next(passed) for gradient in gradients]

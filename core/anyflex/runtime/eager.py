@@ -1,0 +1,149 @@
+"""The eager way of a call: cached trace, plan, and the kernel without an op in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.aux_outputs import AuxRequest
+from anyflex.errors import AnyflexError, BackendRefused, ModTraceError, PerformanceWarning
+from anyflex.mod_graph.mod_key import traced
+from anyflex.mod_graph.trace import TracedMod
+from anyflex.registry.selection import names_in_force
+from anyflex.runtime.autograd import FlexAttention
+from anyflex.runtime.launch import call_of, launch_forward
+from anyflex.runtime.plan import Inputs, plan_for
+
+__all__ = ["gather", "run"]
+
+_NO_MOD = TracedMod("", [], [], [], [])
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
+    inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    plan = plan_for(inputs)
+    if True in inputs.gradients:
+        results = FlexAttention.apply(plan, inputs, query, key, value, *inputs.captured)
+        if isinstance(results, Tensor):
+            return results, None, None
+        out, *others = results
+        lse = others[0] if aux.lse else None
+        return out, lse, others[-1] if aux.max_scores else None
+    outputs = launch_forward(plan, call_of(inputs))
+    return outputs.out, outputs.lse, outputs.max_scores
+
+
+def gather(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+) -> Inputs:
+    """Trace the mods and put the call together."""
+    score, mask = _NO_MOD, _NO_MOD
+    score_function = mask_function = views = None
+    device = query.device
+    if score_mod is not None:
+        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        try:
+            score = traced(score_mod, "score", dtype, device)
+        except ModTraceError as error:
+            if not error.pure:
+                raise
+            score = _opaque(score_mod, error, backend)
+            score_function = score_mod
+        except AnyflexError:
+            raise
+        except Exception as error:
+            if hasattr(error, "add_note"):
+                error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
+            raise
+    if block_mask is not None:
+        views = block_mask.views(device)
+        if block_mask.traced is not None:
+            mask = block_mask.traced
+        else:
+            mask_function = block_mask.opaque
+    captured = (*score.captured, *mask.captured)
+    for tensor, name in zip(captured, (*score.names, *mask.names), strict=True):
+        if tensor.device != device or tensor.layout is not torch.strided:
+            from anyflex.attention import check_captured_devices
+
+            check_captured_devices(device, [tensor], [name])
+    if torch.is_grad_enabled():
+        gradients = (
+            query.requires_grad,
+            key.requires_grad,
+            value.requires_grad,
+            *[tensor.requires_grad for tensor in score.captured],
+            *[False for _ in mask.captured],
+        )
+    else:
+        gradients = (False,) * (3 + len(captured))
+    return Inputs(
+        query,
+        key,
+        value,
+        score.text,
+        mask.text,
+        captured,
+        (*score.ints, *mask.ints),
+        (*score.floats, *mask.floats),
+        (len(score.captured), len(score.ints), len(score.floats)),
+        views,
+        scale,
+        aux.lse,
+        aux.max_scores,
+        aux.lse or True in gradients,
+        gradients,
+        backend,
+        options,
+        score_function,
+        mask_function,
+    )
+
+
+_warned: set[str] = set()
+
+
+def _opaque(
+    score_mod: Callable[..., Tensor], error: ModTraceError, backend: str | None
+) -> TracedMod:
+    """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
+    names = names_in_force(backend)
+    if names and "reference" not in names:
+        raise BackendRefused(
+            f"backend {names[0]!r} is forced, and score_mod can't be traced: {error}",
+            {names[0]: f"operation {error.operation} can't be traced"},
+        ) from error
+    if error.operation not in _warned:
+        _warned.add(error.operation)
+        warnings.warn(
+            f"score_mod runs on the reference backend, through vmap: {error}",
+            PerformanceWarning,
+            stacklevel=5,
+        )
+    from anyflex.reference.opaque import read_tensors
+
+    captured = read_tensors(score_mod)
+    return TracedMod("", captured, [], [], [""] * len(captured))

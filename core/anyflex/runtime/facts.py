@@ -1,0 +1,79 @@
+"""Run-time facts of tensors, reduced to the classes that a spec knows."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from anyflex.contract.spec import Alignment
+
+__all__ = ["alignment", "architecture", "determinism", "empty_dense", "fits_int32", "q_class"]
+
+
+def alignment(tensor: Tensor) -> Alignment:
+    """Class of the tensor's memory; see `anyflex.contract.spec.Alignment`."""
+    size = tensor.element_size()
+    if tensor.is_contiguous():
+        step = tensor.shape[3] * size
+        return "strided" if (tensor.data_ptr() | step) & 15 else "aligned"
+    *outer, last = tensor.stride()
+    if last != 1 and tensor.shape[3] > 1:
+        return "scattered"
+    for stride in outer:
+        if stride * size & 15:
+            return "strided"
+    return "strided" if tensor.data_ptr() & 15 else "aligned"
+
+
+def fits_int32(tensor: Tensor) -> bool:
+    """Whether the offset of every element fits a signed 32-bit integer."""
+    if tensor.is_contiguous():
+        return tensor.numel() < 2**31
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += max(0, size - 1) * stride
+    return last < 2**31
+
+
+def q_class(length: int) -> str:
+    return "long" if length > 64 else "one" if length == 1 else "short"
+
+
+def determinism() -> str:
+    """torch's mode at this moment."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+@functools.lru_cache(maxsize=64)
+def architecture(device: torch.device) -> str:
+    """The device's architecture, or "" where torch has no name for it."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        if torch.version.hip is not None:
+            return str(properties.gcnArchName)
+        return f"sm_{properties.major}{properties.minor}"
+    return ""
+
+
+def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
+    """Allocate like `tensor` (its last dimension resized to `last`): dense, in its dimension
+    order, last stride 1. A stride 0 is never copied: it would alias what are distinct elements."""
+    sizes = list(tensor.shape)
+    if last is not None:
+        sizes[-1] = last
+    if tensor.is_contiguous():
+        return tensor.new_empty(sizes)
+    strides = tensor.stride()
+    rank = len(sizes)
+    # The outermost dimension has the largest stride; expanded ones keep their own order inside.
+    order = sorted(range(rank - 1), key=lambda d: (-strides[d], d))
+    dense = [1] * rank
+    step = sizes[-1]
+    for d in reversed(order):
+        dense[d] = step
+        step *= sizes[d]
+    return torch.empty_strided(sizes, dense, dtype=tensor.dtype, device=tensor.device)

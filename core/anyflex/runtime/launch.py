@@ -1,0 +1,147 @@
+"""Launch: allocate the outputs of a planned call and run its kernel, forward or backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.errors import AnyflexError
+from anyflex.runtime.facts import empty_dense
+from anyflex.runtime.kernels import kernel_failed, launched, listeners
+from anyflex.runtime.plan import Inputs, Plan
+
+__all__ = ["call_of", "launch_backward", "launch_forward"]
+
+
+def call_of(inputs: Inputs) -> Call:
+    """Return what a kernel is told of this call."""
+    return Call(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        inputs.mask_views,
+        inputs.captured,
+        inputs.ints,
+        inputs.floats,
+        inputs.scale,
+        inputs.score_function,
+        inputs.mask_function,
+    )
+
+
+def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
+    """Run forward and return its outputs.
+
+    Args:
+        plan: the call's plan.
+        call: its tensors and numbers.
+        save: allocate what the kernel wants kept for its backward.
+
+    Raises:
+        PluginError: the kernel raised; what it raised is the cause.
+    """
+    spec = plan.spec
+    query = call.query
+    out = empty_dense(query, spec.value_head_dim)
+    rows = query.shape[:3]
+    lse = query.new_empty(rows, dtype=plan.accumulate) if spec.needs_lse else None
+    max_scores = (
+        query.new_empty(rows, dtype=plan.accumulate) if "max_scores" in spec.aux else None
+    )
+    saved: tuple[Tensor, ...] = ()
+    workspace: tuple[Tensor, ...] = ()
+    if save and plan.saves:
+        saved = _allocate(plan, call, plan.kernel.saved_outputs(call))
+    if plan.works:
+        workspace = _allocate(plan, call, plan.kernel.workspace(call, "forward"))
+    outputs = Outputs(out, lse, max_scores, saved, workspace)
+    try:
+        if plan.guard is None:
+            plan.kernel.forward(call, outputs)
+        else:
+            with plan.guard():
+                plan.kernel.forward(call, outputs)
+    except AnyflexError:
+        raise
+    except Exception as error:
+        raise kernel_failed(plan.compiled, error) from error
+    if listeners():
+        launched(spec, plan.compiled.backend, plan.kernel.describe(call))
+    return outputs
+
+
+def launch_backward(
+    plan: Plan, call: Call, saved: Saved, grad: GradInputs
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Run backward and return the gradients of query, key, value and each captured tensor, None
+    where the spec asks for none.
+
+    Raises:
+        PluginError: the kernel raised; what it raised is the cause.
+    """
+    spec = plan.spec
+    dq = empty_dense(call.query) if "q" in spec.gradients else None
+    dk = empty_dense(call.key) if "k" in spec.gradients else None
+    dv = empty_dense(call.value) if "v" in spec.gradients else None
+    accumulators = tuple(
+        _accumulator(plan, tensor) if facts.needs_grad else None
+        for tensor, facts in zip(call.captured, spec.captured, strict=True)
+    )
+    workspace: tuple[Tensor, ...] = ()
+    if plan.own_backward and plan.works:
+        workspace = _allocate(plan, call, plan.kernel.workspace(call, "backward"))
+    grads = Grads(dq, dk, dv, accumulators, workspace)
+    try:
+        with nullcontext() if plan.guard is None else plan.guard():
+            if plan.own_backward:
+                if plan.saves and not saved.extras:
+                    saved = Saved(saved.out, saved.lse, _extras(plan, call, saved))
+                plan.kernel.backward(call, saved, grad, grads)
+            else:
+                from anyflex.reference.backward import core_backward
+
+                core_backward(spec, call, saved, grad, grads)
+    except AnyflexError:
+        raise
+    except Exception as error:
+        raise kernel_failed(plan.compiled, error) from error
+    captured = [
+        None if accumulator is None else accumulator.to(tensor.dtype)
+        for tensor, accumulator in zip(call.captured, accumulators, strict=True)
+    ]
+    return dq, dk, dv, captured
+
+
+def _accumulator(plan: Plan, tensor: Tensor) -> Tensor:
+    wide = tensor.dtype is torch.float64 or plan.accumulate is torch.float64
+    # zeros, not zeros_like: an expanded tensor's gradient is dense.
+    return torch.zeros(
+        tensor.shape, dtype=torch.float64 if wide else torch.float32, device=tensor.device
+    )
+
+
+def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
+    """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
+    static op, whose outputs can't depend on the backend."""
+    extras = _allocate(plan, call, plan.kernel.saved_outputs(call))
+    workspace = _allocate(plan, call, plan.kernel.workspace(call, "forward"))
+    again = Outputs(
+        torch.empty_like(saved.out),
+        torch.empty_like(saved.lse),
+        torch.empty_like(saved.lse) if "max_scores" in plan.spec.aux else None,
+        extras,
+        workspace,
+    )
+    plan.kernel.forward(call, again)
+    return extras
+
+
+def _allocate(plan: Plan, call: Call, wanted: Iterable[TensorSpec]) -> tuple[Tensor, ...]:
+    make: dict[bool, Any] = {True: torch.zeros, False: torch.empty}
+    device = call.query.device
+    return tuple(make[w.zeroed](w.shape, dtype=w.dtype, device=device) for w in wanted)

@@ -1,0 +1,296 @@
+"""The two static ops: how a call lives under torch.compile, export and dispatch modes.
+
+An op a spec can't work (it couldn't be made while Dynamo traces, nor found by a program loaded in
+another process), so a canonical request string carries what is not a tensor or a number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.contract.call import GradInputs, Saved
+from anyflex.errors import ArgumentError, BackendRefused
+from anyflex.runtime.facts import empty_dense
+from anyflex.runtime.request import Request, read_request
+
+__all__ = ["flex_attention_backward_op", "flex_attention_op"]
+
+_library = torch.library.Library("anyflex", "DEF")
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_REST = "Tensor[] mask, Tensor[] captured, SymInt[] ints, Tensor[] floats, str request"
+_library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    "flex_attention_backward(Tensor dout, Tensor? dlse, Tensor? delta, "
+    f"{_TENSORS}, Tensor out, Tensor lse, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
+)
+# mask: offsets and runs of the block mask, or empty. captured, ints: the score mod's, then the
+# mask mod's. floats: 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
+# then the score mod's, then the mask mod's. Outputs that nobody asked for have no elements.
+
+
+def _accumulate(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from anyflex.runtime.launch import call_of, launch_forward
+    from anyflex.runtime.plan import plan_for
+
+    inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
+    outputs = launch_forward(plan_for(inputs), call_of(inputs))
+    nothing = query.new_empty(0, dtype=_accumulate(query))
+    return (
+        outputs.out,
+        nothing if outputs.lse is None else outputs.lse,
+        nothing.clone() if outputs.max_scores is None else outputs.max_scores,
+    )
+
+
+def _fake_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = read_request(request)
+    rows, dtype = query.shape[:3], _accumulate(query)
+    return (
+        empty_dense(query, value.shape[3]),
+        query.new_empty(rows if wanted.needs_lse else (0,), dtype=dtype),
+        query.new_empty(rows if wanted.max_scores else (0,), dtype=dtype),
+    )
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    from anyflex.runtime.launch import call_of, launch_backward
+    from anyflex.runtime.plan import plan_for
+
+    inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
+    dq, dk, dv, dcaptured = launch_backward(
+        plan_for(inputs), call_of(inputs), Saved(out, lse), GradInputs(dout, dlse, delta)
+    )
+    return (
+        query.new_empty(0) if dq is None else dq,
+        key.new_empty(0) if dk is None else dk,
+        value.new_empty(0) if dv is None else dv,
+        [
+            tensor.new_empty(0) if gradient is None else gradient.clone()
+            for tensor, gradient in zip(captured, dcaptured, strict=True)
+        ],
+    )
+
+
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    flags = read_request(request).gradients
+    dq, dk, dv = (
+        empty_dense(tensor) if flag else tensor.new_empty(0)
+        for tensor, flag in zip((query, key, value), flags[:3], strict=True)
+    )
+    return (
+        dq,
+        dk,
+        dv,
+        [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if flag
+            else tensor.new_empty(0)
+            for tensor, flag in zip(captured, flags[3:], strict=True)
+        ],
+    )
+
+
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: Request,
+) -> Any:
+    from anyflex.runtime.plan import Inputs
+
+    if query.device.type == "meta":
+        raise BackendRefused(
+            "query is a meta tensor, which holds no numbers: trace with torch.export, "
+            "torch.compile or FakeTensorMode instead",
+            {"reference": "no numbers on device meta"},
+        )
+    scale, *numbers = [number.item() for number in floats]
+    return Inputs(
+        query,
+        key,
+        value,
+        request.score,
+        request.mask,
+        tuple(captured),
+        tuple(ints),
+        tuple(numbers),
+        request.score_slots,
+        _views(mask, query, key, request.block_size) if mask else None,
+        scale,
+        request.lse,
+        request.max_scores,
+        request.needs_lse,
+        request.gradients,
+        request.backend,
+        request.options,
+    )
+
+
+# Derived views of masks that arrive as bare tensors. The entries hold the tensors, so an address
+# can't be given to another one while it is a key here; masks are kilobytes.
+_VIEWS = 64
+_views_by_address: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _views(
+    mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]
+) -> Any:
+    from anyflex.block_mask.views import MaskViews
+
+    offsets, runs = mask
+    facts = (
+        offsets.data_ptr(),
+        runs.data_ptr(),
+        offsets._version,
+        runs._version,
+        offsets.shape,
+        runs.shape,
+        query.shape[2],
+        key.shape[2],
+        block_size,
+        query.device,
+    )
+    with _lock:
+        views = _views_by_address.get(facts)
+        if views is None:
+            # A compiled program hands over tensors that it may write again: keep a copy.
+            made = MaskViews(
+                offsets.clone(), runs.clone(), query.shape[2], key.shape[2], block_size
+            )
+            views = (made.on(query.device), offsets, runs)
+            _views_by_address[facts] = views
+            if len(_views_by_address) > _VIEWS:
+                _views_by_address.popitem(last=False)
+        else:
+            _views_by_address.move_to_end(facts)
+    return views[0]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, mask, captured, ints, floats, request = inputs
+    out, lse, max_scores = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_scores)
+    ctx.save_for_backward(query, key, value, out, lse, *mask, *captured, *floats)
+    ctx.counts = (len(mask), len(captured), len(ints), len(floats))
+    ctx.ints, ctx.request = ints, request
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Any:
+    query, key, value, out, lse, *others = ctx.saved_tensors
+    masks, captureds, ints, floats = ctx.counts
+    request = read_request(ctx.request)
+    if not request.needs_lse:
+        raise ArgumentError(
+            "gradients are asked for of a program that was exported or traced without: export it "
+            "with inputs that require grad"
+        )
+    captured = others[masks : masks + captureds]
+    dq, dk, dv, dcaptured = torch.ops.anyflex.flex_attention_backward.default(
+        torch.zeros_like(out) if dout is None else dout,
+        dlse if request.lse else None,
+        None,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        others[:masks],
+        captured,
+        ctx.ints,
+        others[masks + captureds :],
+        ctx.request,
+    )
+    flags = request.gradients
+    wanted = [
+        gradient if flag else None
+        for gradient, flag in zip([dq, dk, dv, *dcaptured], flags, strict=True)
+    ]
+    return (
+        *wanted[:3],
+        [None] * masks,
+        wanted[3:],
+        [None] * ints,
+        [None] * floats,
+        None,
+    )
+
+
+def _refuse_twice(ctx: Any, *gradients: Tensor) -> Any:
+    raise BackendRefused(
+        "flex_attention is not differentiable twice",
+        {"reference": "second derivatives are not implemented"},
+    )
+
+
+_library.impl("flex_attention", _forward, "CompositeExplicitAutograd")
+_library.impl("flex_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("anyflex::flex_attention", _fake_forward, lib=_library)
+torch.library.register_fake("anyflex::flex_attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "anyflex::flex_attention", _gradients, setup_context=_setup, lib=_library
+)
+torch.library.register_autograd("anyflex::flex_attention_backward", _refuse_twice, lib=_library)
+
+flex_attention_op = torch.ops.anyflex.flex_attention.default
+flex_attention_backward_op = torch.ops.anyflex.flex_attention_backward.default

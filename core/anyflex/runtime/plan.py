@@ -1,0 +1,240 @@
+"""Plan: from a call's facts to a spec, and from the spec to a compiled kernel, once a spec."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.contract.backend import Kernel
+from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.mod_graph.simplify import simplify
+from anyflex.registry.selection import names_in_force
+from anyflex.registry.table import generation
+from anyflex.runtime.facts import alignment, architecture, determinism, fits_int32, q_class
+from anyflex.runtime.kernels import CompiledKernel, kernel_for
+from anyflex.runtime.numbers import Bound, forget_numbers, history_of
+
+__all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
+
+PLANS = 4096
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A call after the traced half, whichever way it came.
+
+    Args:
+        query, key, value: the call's tensors.
+        score, mask: graph texts, "" for none.
+        captured, ints, floats: the score mod's, then the mask mod's.
+        score_slots: how many of each are the score mod's.
+        mask_views: views of the block mask on query's device, or None.
+        scale: multiplied into the scores.
+        lse, max_scores: auxiliary outputs asked for.
+        needs_lse: lse is computed, for the caller or for backward.
+        gradients: a flag for query, key, value and then each captured tensor.
+        backend: the ``backend=`` argument.
+        options: ``kernel_options`` as pairs.
+        score_function, mask_function: mods that could not be traced.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    score: str
+    mask: str
+    captured: tuple[Tensor, ...]
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    score_slots: tuple[int, int, int]
+    mask_views: Any
+    scale: float
+    lse: bool
+    max_scores: bool
+    needs_lse: bool
+    gradients: tuple[bool, ...]
+    backend: str | None
+    options: tuple[tuple[str, object], ...]
+    score_function: Callable[..., Tensor] | None = None
+    mask_function: Callable[..., Tensor] | None = None
+
+
+class Plan:
+    """A compiled spec with what a launch needs to know of it, looked up once.
+
+    Attributes:
+        compiled: backend, kernel and the decision's trace.
+        spec: the compiled spec.
+        kernel: the kernel.
+        own_backward: the kernel's own backward is used, not core's.
+        saves, works: the kernel declares saved outputs, or workspace.
+        accumulate: dtype of lse and of captured gradients.
+        guard: makes a context manager that selects the device, or None where none is needed.
+    """
+
+    __slots__ = (
+        "accumulate",
+        "compiled",
+        "guard",
+        "kernel",
+        "own_backward",
+        "saves",
+        "spec",
+        "works",
+    )
+
+    def __init__(self, compiled: CompiledKernel, device: torch.device) -> None:
+        self.compiled = compiled
+        self.spec = compiled.spec
+        self.kernel = compiled.kernel
+        kind = type(compiled.kernel)
+        self.own_backward = compiled.decision.backward == "own"
+        self.saves = kind.saved_outputs is not Kernel.saved_outputs
+        self.works = kind.workspace is not Kernel.workspace
+        self.accumulate = torch.float64 if self.spec.dtype is torch.float64 else torch.float32
+        self.guard = _device_guard(device)
+
+
+def _device_guard(device: torch.device) -> Callable[[], Any] | None:
+    if device.type in ("cpu", "mps", "meta"):
+        return None
+    select = getattr(torch, device.type).device
+    return lambda: select(device)
+
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+_lock = threading.Lock()
+
+
+def plan_for(inputs: Inputs) -> Plan:
+    """Return the plan of this call, compiling its spec if it is new.
+
+    Raises:
+        BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
+    """
+    query, key, value = inputs.query, inputs.key, inputs.value
+    bound = history_of(inputs.score, inputs.mask).bind(inputs.ints, inputs.floats)
+    names = names_in_force(inputs.backend)
+    views = inputs.mask_views
+    _, heads, length, head_dim = query.shape
+    dtype = query.dtype
+    facts = (
+        inputs.score,
+        inputs.mask,
+        inputs.score_slots,
+        bound,
+        None if views is None else views.block_size,
+        query.device,
+        dtype,
+        head_dim,
+        value.shape[3],
+        heads // key.shape[1],
+        key.shape[0] != query.shape[0],
+        q_class(length),
+        alignment(query),
+        alignment(key),
+        alignment(value),
+        fits_int32(query) and fits_int32(key) and fits_int32(value),
+        tuple([(t.dtype, t.dim()) for t in inputs.captured]),
+        inputs.gradients,
+        inputs.lse,
+        inputs.max_scores,
+        inputs.needs_lse,
+        determinism(),
+        torch.get_float32_matmul_precision() if dtype is torch.float32 else "",
+        names,
+        inputs.backend,
+        inputs.options,
+        inputs.score_function is not None or inputs.mask_function is not None,
+        generation(),
+    )
+    plan = _plans.get(facts)
+    if plan is None:
+        spec = _spec(inputs, facts, bound)
+        compiled = kernel_for(spec, names, inputs.backend, inputs.options)
+        plan = Plan(compiled, query.device)
+        with _lock:
+            if len(_plans) >= PLANS:
+                del _plans[next(iter(_plans))]
+            _plans[facts] = plan
+    return plan
+
+
+def spec_for(inputs: Inputs) -> Spec:
+    """Return the spec of this call, without asking any backend."""
+    bound = history_of(inputs.score, inputs.mask).bind(inputs.ints, inputs.floats)
+    return _spec(inputs, None, bound)
+
+
+def _spec(inputs: Inputs, facts: object, bound: Bound) -> Spec:
+    query, key, value, views = inputs.query, inputs.key, inputs.value, inputs.mask_views
+    score_graph, mask_graph = _graphs(inputs, bound)
+    names = ("query", "key", "value")
+    tensor_gradients = inputs.gradients[:3]
+    captured = tuple(
+        CapturedFacts(tensor.dtype, tensor.dim(), needed)
+        for tensor, needed in zip(inputs.captured, inputs.gradients[3:], strict=True)
+    )
+    needs_backward = any(inputs.gradients)
+    narrow = all(fits_int32(tensor) for tensor in (query, key, value))
+    aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
+    return Spec(
+        device_type=query.device.type,
+        arch=architecture(query.device),
+        dtype=query.dtype,
+        head_dim=query.shape[3],
+        value_head_dim=value.shape[3],
+        gqa_ratio=query.shape[1] // key.shape[1],
+        kv_broadcast=key.shape[0] != query.shape[0],
+        score_graph=score_graph,
+        mask_graph=mask_graph,
+        mask_kind="none" if views is None else "runs",
+        block_size=(0, 0) if views is None else views.block_size,
+        captured=captured,
+        aux=tuple(name for name, wanted in aux if wanted),
+        needs_lse=inputs.needs_lse,
+        gradients=tuple(
+            name[0] for name, needed in zip(names, tensor_gradients, strict=True) if needed
+        ),
+        dlse=inputs.lse and needs_backward,
+        determinism=determinism(),  # type: ignore[arg-type]
+        fp32_precision=(
+            torch.get_float32_matmul_precision() if query.dtype is torch.float32 else ""
+        ),
+        q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
+        alignment=(alignment(query), alignment(key), alignment(value)),
+        index_width=32 if narrow else 64,
+        opaque=inputs.score_function is not None or inputs.mask_function is not None,
+    )
+
+
+def _graphs(inputs: Inputs, bound: Bound) -> tuple[ModGraph | None, ModGraph | None]:
+    """The two graphs with this call's constants in place, slots counted over the whole call."""
+    captured, ints, floats = inputs.score_slots
+    constants = {}
+    all_ints = len(inputs.ints)
+    for i, value in enumerate(bound):
+        if value is not None:
+            constants[f"i{i}" if i < all_ints else f"f{i - all_ints}"] = value
+    score = mask = None
+    if inputs.score:
+        score = simplify(parse_graph(inputs.score).bind(constants=constants))
+    if inputs.mask:
+        moved = parse_graph(inputs.mask).bind(
+            shift_captured=captured, shift_ints=ints, shift_floats=floats
+        )
+        mask = simplify(moved.bind(constants=constants))
+    return score, mask
+
+
+def clear_plans() -> None:
+    """Forget every plan and what was seen of numbers. Kernels stay in their own cache."""
+    with _lock:
+        _plans.clear()
+    forget_numbers()
