@@ -1,0 +1,151 @@
+"""``anyflex doctor``: what this machine offers, what is wrong, and the cure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from anyflex.cli.exit_codes import ExitCode
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``doctor``."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine offers, what is wrong, and the cure",
+        description=(
+            "Prints versions, devices, every installed backend with a self-test on its device (a "
+            "tiny forward and backward against a dense float64 formula), plugins that can't be "
+            "used and why, the environment variables in force and the cache folder. Fails (1) if "
+            "a self-test fails, a plugin is broken, or a variable has a value that isn't allowed."
+        ),
+    )
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the facts."""
+    from anyflex.cli.doctor_facts import collect
+
+    facts = collect()
+    print(json.dumps(facts, indent=2) if args.json else "\n".join(_text(facts)))
+    return ExitCode.CHECK_FAILED if facts["failures"] else ExitCode.OK
+
+
+def _text(facts: dict[str, Any]) -> list[str]:
+    lines = _versions(facts["versions"])
+    lines += ["", "Devices", *_indented(_devices(facts["devices"]))]
+    lines += ["", "Backends"]
+    for backend in facts["backends"]:
+        lines += _indented(_backend(backend))
+    for title, rows in (
+        ("Hooks", [f"{hook['name']} ({hook['distribution']})" for hook in facts["hooks"]]),
+        ("Broken plugins", _problems(facts["problems"])),
+        ("Stale copies", _stale_copies(facts["stale_copies"])),
+        ("Variables", _variables(facts["variables"], facts["unknown_variables"])),
+        ("Cache", _cache(facts["cache"])),
+    ):
+        if rows:
+            lines += ["", title, *_indented(rows)]
+    lines += [""]
+    lines += [f"FAIL: {failure}" for failure in facts["failures"]] or ["All checks passed."]
+    return lines
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return ["  " + line for line in lines]
+
+
+def _versions(versions: dict[str, Any]) -> list[str]:
+    oldest, newest = versions["torch_tested"]
+    note = "" if versions["torch_in_tested_range"] else ": outside of the tested range"
+    return [
+        f"anyflex {versions['anyflex']} (plugin contract {versions['contracts'][-1]})",
+        f"torch {versions['torch']} (tested: {oldest} to {newest}{note})",
+        f"Python {versions['python']} on {versions['platform']}",
+    ]
+
+
+def _devices(devices: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for device in devices:
+        names = ", ".join(device["backends"])
+        what = f"backends: {names}" if names else "no usable backend, the reference computes"
+        count = f"{device['count']} x " if device["count"] > 1 else ""
+        lines.append(f"{device['type']}  {count}{device['name']}; {what}")
+        if device["hint"] is not None:
+            lines.append(f"  {device['hint']}")
+    return lines
+
+
+def _backend(backend: dict[str, Any]) -> list[str]:
+    requires = f", requires {', '.join(backend['requires'])}" if backend["requires"] else ""
+    lines = [
+        f"{backend['name']}  {backend['state']}  ({backend['distribution']}, contract "
+        f"{backend['contract']}{requires})"
+    ]
+    if backend["reason"]:
+        lines.append(f"  {backend['reason']}")
+    if backend["traceback"]:
+        lines += ["  " + line for line in _abridged(backend["traceback"])]
+    lines += ["  " + test["text"] for test in backend["self_tests"]]
+    for option in backend["options"]:
+        choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""
+        lines.append(
+            f"  option {option['name']}: {option['type']} = {option['default']}{choices}. "
+            f"{option['doc']}"
+        )
+    return lines
+
+
+def _abridged(traceback: list[str]) -> list[str]:
+    """Return the last frame and the error: ``--json`` has all of it."""
+    frames = [index for index, line in enumerate(traceback) if line.startswith("  File ")]
+    return traceback[frames[-1] :] if frames else traceback
+
+
+def _problems(problems: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for problem in problems:
+        lines.append(problem["message"])
+        lines += ["  " + line for line in _abridged(problem["traceback"])]
+    return lines
+
+
+def _stale_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
+    lines = []
+    for copies in groups:
+        lines.append(
+            f"{copies[0]['distribution']} is installed {len(copies)} times; remove the copies "
+            "that are not used:"
+        )
+        for copy in copies:
+            use = "used" if copy["used"] else "not used"
+            points = ", ".join(copy["entry_points"]) or "no anyflex entry points"
+            lines.append(f"  {use}: {copy['path']} ({points})")
+    return lines
+
+
+def _variables(variables: list[dict[str, Any]], unknown: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for variable in variables:
+        if variable["value"] is not None:
+            lines.append(f"{variable['name']}={variable['value']}")
+        if variable["problem"] is not None:
+            lines.append(f"  {variable['problem']}")
+        if variable["read"] and variable["now"] != variable["value"]:
+            lines.append(f"  changed to {variable['now']} after it was read, which has no effect")
+    for variable in unknown:
+        near = f"; did you mean {variable['nearest']}?" if variable["nearest"] else ""
+        lines.append(f"{variable['name']} is set, and nobody reads it{near}")
+    return lines or ["none is set"]
+
+
+def _cache(cache: dict[str, Any]) -> list[str]:
+    lines = [f"{cache['folder']}: {cache['artifacts']} artifacts, {cache['bytes']:,} bytes"]
+    if cache["problem"] is not None:
+        lines.append(f"can't be used: {cache['problem']}")
+    return lines

@@ -1,0 +1,204 @@
+"""What ``anyflex doctor`` finds out: facts only, ready for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import traceback
+from typing import Any
+
+import torch
+
+import anyflex
+from anyflex.cli.device_argument import seen_device_types
+from anyflex.cli.self_test import self_test
+from anyflex.contract import CONTRACT, CONTRACT_MIN
+from anyflex.contract.option import Option
+from anyflex.registry import environment, install_hints, table
+from anyflex.registry.discovery import hidden_copies
+from anyflex.registry.entry import Entry
+from anyflex.runtime import disk_cache
+
+__all__ = ["TESTED_TORCH", "collect"]
+
+TESTED_TORCH = ("2.11", "2.13")
+"""The oldest and the newest release of torch that the tests are run with."""
+
+_FAILING_STATES = ("broken", "conflict")
+
+
+def collect() -> dict[str, Any]:
+    """Look at everything once. Loads every backend and runs a self-test on each usable one.
+
+    Raises:
+        PluginError: under ANYFLEX_STRICT=1, for a plugin that can't be registered.
+    """
+    registry = table.current()
+    device_types = seen_device_types()
+    backends = [_backend(entry, device_types) for entry in registry.every()]
+    facts: dict[str, Any] = {
+        "versions": _versions(),
+        "devices": [_device(device_type, backends) for device_type in device_types],
+        "backends": backends,
+        "hooks": [
+            {
+                "name": item.name,
+                "distribution": f"{item.distribution} {item.version}",
+                "contract": item.contract,
+            }
+            for item in registry.hooks_found()
+        ],
+        # A backend that is broken says so itself.
+        "problems": [
+            _problem(error)
+            for error in registry.problems
+            if error.plugin not in {backend["name"] for backend in backends}
+        ],
+        "stale_copies": [
+            [dataclasses.asdict(copy) for copy in copies] for copies in hidden_copies()
+        ],
+        "variables": [dataclasses.asdict(variable) for variable in environment.in_force()],
+        "unknown_variables": [
+            {"name": name, "nearest": nearest} for name, nearest in environment.unknown_variables()
+        ],
+        "cache": _cache(),
+    }
+    facts["failures"] = _failures(facts)
+    return facts
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "anyflex": anyflex.__version__,
+        "contracts": [CONTRACT_MIN, CONTRACT],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_tested": list(TESTED_TORCH),
+        "torch_in_tested_range": _in_tested_range(torch.__version__),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _in_tested_range(version: str) -> bool:
+    oldest, newest = (_release(text) for text in TESTED_TORCH)
+    return oldest <= _release(version) <= newest
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor of ``"2.13.0+cpu"``."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _device(device_type: str, backends: list[dict[str, Any]]) -> dict[str, Any]:
+    usable = [
+        backend["name"]
+        for backend in backends
+        if backend["device_type"] == device_type and backend["state"] == "usable"
+    ]
+    installed = any(backend["device_type"] == device_type for backend in backends)
+    return {
+        "type": device_type,
+        "count": 1 if device_type == "cpu" else torch.accelerator.device_count(),
+        "name": _device_name(device_type),
+        "backends": usable,
+        "hint": None if installed else install_hints.install_line(device_type),
+    }
+
+
+def _device_name(device_type: str) -> str:
+    if device_type == "cpu":
+        threads = torch.get_num_threads()
+        return f"{torch.backends.cpu.get_cpu_capability()}, {threads} threads"
+    module = getattr(torch, device_type, None)
+    name = getattr(module, "get_device_name", None)
+    return str(name()) if callable(name) else ""
+
+
+def _backend(entry: Entry, device_types: list[str]) -> dict[str, Any]:
+    state = entry.state()
+    facts: dict[str, Any] = {
+        "name": entry.name,
+        "device_type": entry.device_type,
+        "distribution": entry.distribution,
+        "entry_point": entry.value,
+        "contract": entry.contract,
+        "requires": _requirements(entry.package),
+        "state": state.kind,
+        "reason": state.reason,
+        "traceback": _traceback(state.error),
+        "options": [],
+        "self_tests": [],
+    }
+    if state.backend is not None:
+        facts["priority"] = state.backend.priority
+        facts["options"] = [_option(*item) for item in sorted(state.backend.options.items())]
+    if state.kind == "usable" and state.backend is not None:
+        own = device_types if entry.device_type == "*" else [entry.device_type]
+        tests = [
+            self_test(entry.name, entry.distribution, state.backend.capabilities, device_type)
+            for device_type in own
+            if device_type in device_types
+        ]
+        facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
+    return facts
+
+
+def _requirements(package: str) -> list[str]:
+    """Return which torch and triton the distribution asks for."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        lines = requires(package) or []
+    except PackageNotFoundError:
+        return []
+    return [
+        line
+        for line in lines
+        if line.startswith(("torch", "triton", "pytorch")) and "extra ==" not in line
+    ]
+
+
+def _option(name: str, option: Option) -> dict[str, Any]:
+    return dataclasses.asdict(option) | {"name": name, "type": option.type.__name__}
+
+
+def _problem(error: Exception) -> dict[str, Any]:
+    return {"message": str(error), "traceback": _traceback(error)}
+
+
+def _traceback(error: BaseException | None) -> list[str]:
+    """Return the lines of what a plugin raised, or nothing where it only broke a rule."""
+    cause = error.__cause__ if error is not None else None
+    if cause is None:
+        return []
+    return "".join(traceback.format_exception(cause)).splitlines()
+
+
+def _cache() -> dict[str, Any]:
+    store = disk_cache.store()
+    items = store.items()
+    return {
+        "folder": str(store.folder),
+        "artifacts": len(items),
+        "bytes": sum(item.size for item in items),
+        "problem": store.problem,
+    }
+
+
+def _failures(facts: dict[str, Any]) -> list[str]:
+    """Return one line for everything that makes ``doctor`` fail."""
+    failures = [problem["message"] for problem in facts["problems"]]
+    for backend in facts["backends"]:
+        if backend["state"] in _FAILING_STATES:
+            failures.append(f"backend {backend['name']} is {backend['state']}")
+        failures += [
+            f"backend {backend['name']}: {test['text']}"
+            for test in backend["self_tests"]
+            if not test["passed"]
+        ]
+    failures += [
+        f"{variable['name']}={variable['now']}: {variable['problem']}"
+        for variable in facts["variables"]
+        if variable["problem"] is not None
+    ]
+    return failures

@@ -1,0 +1,50 @@
+"""What the exit status of ``anyflex`` means, the same for every sub-command."""
+
+from __future__ import annotations
+
+import enum
+
+from anyflex.errors import AnyflexError, BackendRefused, GraphCaptureError, PluginError
+
+__all__ = ["ExitCode", "NotRun", "WrongUsage", "code_of", "exit_code_table"]
+
+
+class ExitCode(enum.IntEnum):
+    """Exit statuses; `meaning` is what ``--help`` says of them."""
+
+    meaning: str
+
+    OK = 0, "done, and every check passed"
+    CHECK_FAILED = 1, "a check failed (doctor: a self-test or a broken backend; demo: no progress)"
+    USAGE = 2, "wrong usage: an argument, a variable or a function that can't be understood"
+    NOT_RUN = 3, "not run: a backend refuses the call, or a device or package is missing"
+    BROKEN = 4, "a plugin is broken, or the user's own file raised an exception"
+    INTERRUPTED = 130, "interrupted, or the reader of the output went away"
+
+    def __new__(cls, value: int, meaning: str) -> ExitCode:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+
+class WrongUsage(AnyflexError):
+    """A command-line argument that parses and makes no sense. Exit status 2."""
+
+
+class NotRun(AnyflexError):
+    """Something that the command needs is not on this machine. Exit status 3."""
+
+
+def code_of(error: AnyflexError) -> ExitCode:
+    """Return the exit status for an error that ends a command."""
+    if isinstance(error, (NotRun, BackendRefused, GraphCaptureError)):
+        return ExitCode.NOT_RUN
+    if isinstance(error, PluginError):
+        return ExitCode.BROKEN
+    return ExitCode.USAGE
+
+
+def exit_code_table() -> str:
+    """Return one line a status, for ``--help``."""
+    return "\n".join(f"  {code.value:<4}{code.meaning}" for code in ExitCode)

@@ -1,0 +1,152 @@
+"""``anyflex explain``: which backend takes a call, which variant, and why not the others."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from typing import TYPE_CHECKING, Any
+
+from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.named_mods import MASKS, MODS, mask_named, mod_named
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["add_parser", "run"]
+
+_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``explain``."""
+    parser = subparsers.add_parser(
+        "explain",
+        help="which backend takes a call, and why",
+        description=(
+            "Shows what anyflex.flex_attention would do with a call, without computing it: every "
+            "backend that was asked and what it answered, the variant of the kernel, the options "
+            "that nobody uses, and the spec. Either the call is your own, given by a function in "
+            "a file, or it is made from shapes and names. Exit status 3 if no backend takes it."
+        ),
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="FILE.py::function",
+        help=(
+            "function() takes nothing and returns a dict of anyflex.flex_attention's arguments "
+            "by name: query, key, value, and any others"
+        ),
+    )
+    parser.add_argument(
+        "--q", type=_shape, metavar="BxHxLxE", help="shape of query: 1x16x4096x128"
+    )
+    parser.add_argument(
+        "--kv", type=_shape, metavar="BxHxSxE", help="shape of key and value (default: as --q)"
+    )
+    parser.add_argument("--dtype", choices=(*_DTYPES, *_DTYPES.values()))
+    parser.add_argument("--device", help="default: cpu")
+    parser.add_argument("--mask", metavar="NAME", help=f"{MASKS} (default: none)")
+    parser.add_argument("--mod", metavar="NAME", help=f"{MODS} (default: none)")
+    parser.add_argument(
+        "--backward", action="store_true", help="query, key and value need gradients"
+    )
+    parser.add_argument("--backend", help="force a backend, as with backend=")
+    parser.add_argument(
+        "--option",
+        action="append",
+        type=_option,
+        metavar="KEY=VALUE",
+        help="an entry of kernel_options, for example BLOCK_M=64; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if len(shape) != 4 or min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"must be four numbers like 1x16x4096x128, got {text!r}")
+    return shape
+
+
+def _option(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, got {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain one call."""
+    import anyflex
+
+    arguments = _arguments_from_file(args) if args.target is not None else _made_arguments(args)
+    explanation = anyflex.explain(**arguments)
+    facts = explanation.to_dict()
+    print(json.dumps(facts, indent=2) if args.json else explanation)
+    return ExitCode.OK if facts["backend"] is not None else ExitCode.NOT_RUN
+
+
+def _arguments_from_file(args: argparse.Namespace) -> dict[str, Any]:
+    from anyflex.cli.user_function import arguments_from
+
+    made = ("q", "kv", "dtype", "device", "mask", "mod", "backward")
+    given = [f"--{name}" for name in made if getattr(args, name)]
+    if given:
+        raise WrongUsage(f"{', '.join(given)}: the function in {args.target} says this already")
+    arguments = arguments_from(args.target)
+    if args.backend is not None:
+        arguments["backend"] = args.backend
+    if args.option:
+        arguments["kernel_options"] = {
+            **(arguments.get("kernel_options") or {}),
+            **dict(args.option),
+        }
+    return arguments
+
+
+def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    import anyflex
+    from anyflex.cli.device_argument import present_device
+
+    if args.q is None:
+        raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")
+    q_shape = args.q
+    kv_shape = q_shape if args.kv is None else args.kv
+    device = present_device(args.device or "cpu")
+    dtype: torch.dtype = getattr(torch, _DTYPES.get(args.dtype, args.dtype) or "float32")
+
+    # Never read: explaining computes nothing.
+    query, key, value = (
+        torch.empty(shape, dtype=dtype, device=device, requires_grad=args.backward)
+        for shape in (q_shape, kv_shape, kv_shape)
+    )
+    lengths = q_shape[2], kv_shape[2]
+    mask_mod = mask_named(args.mask or "none", max(lengths), device)
+    mask = None
+    if mask_mod is not None:
+        mask = anyflex.create_block_mask(mask_mod, None, None, *lengths, device=device)
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "score_mod": mod_named(args.mod or "none", q_shape[1], device),
+        "block_mask": mask,
+        "enable_gqa": q_shape[1] != kv_shape[1],
+        "kernel_options": dict(args.option) if args.option else None,
+        "backend": args.backend,
+    }

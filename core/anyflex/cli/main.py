@@ -1,0 +1,100 @@
+"""The command ``anyflex`` and its sub-commands.
+
+A sub-command's module adds its parser and has ``run(args)``; what is heavy is imported inside of
+``run``, so that ``anyflex --help`` loads nothing for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from anyflex.cli import cache, demo, doctor, explain
+from anyflex.cli.exit_codes import ExitCode, code_of, exit_code_table
+from anyflex.errors import AnyflexError
+from anyflex.registry import environment
+
+__all__ = ["main"]
+
+_COMMANDS = (doctor, explain, demo, cache)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        arguments: without the program's name; None for ``sys.argv``.
+
+    Returns:
+        An `ExitCode`. An `AnyflexError` becomes one line on stderr and its code; under
+        ANYFLEX_STRICT=1 its traceback comes first. Any other exception is a bug of anyflex and
+        passes, with its traceback.
+    """
+    parser = _parser()
+    try:
+        args = parser.parse_args(arguments)
+    except SystemExit as exit_:
+        # argparse has printed what there is to say: --help, --version or the error.
+        return int(exit_.code or 0)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return ExitCode.USAGE
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except AnyflexError as error:
+        return _report(error, args.command)
+    except KeyboardInterrupt:
+        print(f"anyflex {args.command}: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.INTERRUPTED
+    return code
+
+
+def _report(error: AnyflexError, command: str) -> ExitCode:
+    try:
+        strict = environment.strict()
+    except AnyflexError:
+        # A wrong ANYFLEX_STRICT: `error` says so, unless it is about something that came before.
+        strict = False
+    if strict:
+        traceback.print_exception(error)
+    print(f"anyflex {command}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return code_of(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="anyflex",
+        description="Attention with your own score and mask functions, on any device.",
+        epilog=f"exit status:\n{exit_code_table()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version)
+    parser.set_defaults(run=None)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for command in _COMMANDS:
+        before = set(subparsers.choices)
+        command.add_parser(subparsers)
+        for name in set(subparsers.choices) - before:
+            subparsers.choices[name].set_defaults(run=command.run)
+    return parser
+
+
+class _Version(argparse.Action):
+    """``--version``, which looks the version up only when it is asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import anyflex
+
+        print(f"anyflex {anyflex.__version__}")
+        parser.exit()

@@ -1,0 +1,142 @@
+"""A tiny forward and backward on one backend and device, against a dense float64 formula."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.contract.capabilities import Capabilities
+from anyflex.errors import AnyflexError, BackendRefused
+from anyflex.registry.isolation import first_line, plugin_code
+
+__all__ = ["SelfTest", "self_test"]
+
+# Long enough to be no decoding, with a tail behind the last whole block of any size.
+_LENGTH = 83
+_BLOCK = 64
+
+# Relative to the largest element. bf16 has 8 bits of mantissa, fp16 11, fp32 24.
+_LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10}
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Outcome.
+
+    Args:
+        device: torch's name of it.
+        dtype: ``"float32"``.
+        direction: ``"forward and backward"``, or ``"forward"`` where the backend says that it has
+            no backward.
+        passed: the numbers are right.
+        error, limit: largest difference relative to the largest right value, and what is allowed;
+            None if no numbers came.
+        problem: what was raised, or "".
+    """
+
+    device: str
+    dtype: str
+    direction: str
+    passed: bool
+    error: float | None
+    limit: float
+    problem: str
+
+    def __str__(self) -> str:
+        what = f"self-test on {self.device}, {self.dtype}, {self.direction}"
+        if self.error is None:
+            return f"{what}: FAIL, {self.problem}"
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{what}: {verdict} (error {self.error:.1e}, allowed {self.limit:.0e})"
+
+
+def self_test(
+    name: str, distribution: str, capabilities: Capabilities, device_type: str
+) -> SelfTest:
+    """Run the self-test on the backend `name`. Never raises for what the backend does wrong.
+
+    Args:
+        distribution: of the backend, for messages.
+        device_type: where the tensors are: the reference takes any.
+    """
+    dtype = _dtype(capabilities)
+    short = str(dtype).removeprefix("torch.")
+    limit = _LIMITS[dtype]
+    for direction in ("forward and backward", "forward"):
+        backward = direction != "forward"
+        try:
+            with plugin_code(name, distribution, "the self-test"):
+                error = _error(name, dtype, _head_dim(capabilities), device_type, backward)
+        except BackendRefused as refusal:
+            if backward:
+                continue
+            problem = first_line(refusal)
+        except AnyflexError as raised:
+            problem = first_line(raised)
+        else:
+            # NaN compares false.
+            return SelfTest(device_type, short, direction, error <= limit, error, limit, "")
+        break
+    return SelfTest(device_type, short, direction, False, None, limit, problem)
+
+
+def _dtype(capabilities: Capabilities) -> torch.dtype:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if dtype in capabilities.dtypes:
+            return dtype
+    return torch.float32
+
+
+def _head_dim(capabilities: Capabilities) -> int:
+    step = capabilities.head_dim_multiple
+    least = -(-max(capabilities.head_dim_min, 1) // step) * step
+    return max(least, min(64, capabilities.head_dim_max) // step * step)
+
+
+def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def _distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score - 0.125 * (h + 1) * (q_idx - kv_idx)
+
+
+def _error(
+    name: str, dtype: torch.dtype, head_dim: int, device_type: str, backward: bool
+) -> float:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2, _LENGTH, head_dim)
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
+    exact = _formula([x.double().requires_grad_(backward) for x in inputs[:3]], inputs[3])
+    on_device = [x.to(device_type).requires_grad_(backward) for x in inputs[:3]]
+    query, key, value = on_device
+    mask = anyflex.create_block_mask(
+        _causal, None, None, _LENGTH, _LENGTH, device=device_type, BLOCK_SIZE=_BLOCK
+    )
+    out = anyflex.flex_attention(query, key, value, _distance, mask, backend=name)
+    assert isinstance(out, Tensor)
+    results = [out]
+    if backward:
+        results += torch.autograd.grad(out, on_device, inputs[3].to(device_type))
+    errors = [
+        (found.cpu().double() - right).abs().max() / right.abs().max()
+        for found, right in zip(results, exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())
+
+
+def _formula(inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+    """Return out and, where the inputs need gradients, dq, dk, dv: softmax over a whole matrix."""
+    query, key, value = inputs
+    index = torch.arange(_LENGTH)
+    distance = index[:, None] - index
+    slopes = 0.125 * torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None]
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]) - slopes * distance
+    out = scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ value
+    if not query.requires_grad:
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]

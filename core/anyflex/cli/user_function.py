@@ -1,0 +1,101 @@
+"""``FILE.py::function``: the user's own call, as a dictionary of arguments."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from anyflex.cli.exit_codes import ExitCode, WrongUsage
+
+__all__ = ["UserFileFailed", "arguments_from"]
+
+
+class UserFileFailed(WrongUsage):
+    """The user's file, or the function in it, raised an exception. ``__cause__`` has it."""
+
+    exit_code = ExitCode.BROKEN
+
+
+def arguments_from(target: str) -> dict[str, Any]:
+    """Import FILE, call ``function()`` and return what it returns: the arguments of
+    `anyflex.flex_attention` by their names.
+
+    As for a script, the file's own folder stands first on ``sys.path`` while it runs.
+
+    Raises:
+        WrongUsage: no such file or function, or it returns something else.
+        UserFileFailed: it raised; the part of the traceback that is in the user's code is on
+            stderr.
+    """
+    file_name, separator, function_name = target.partition("::")
+    path = Path(file_name)
+    if not separator or not function_name:
+        raise WrongUsage(f"{target}: expected FILE.py::function")
+    if not path.is_file():
+        raise WrongUsage(f"{target}: there is no file {file_name}")
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        module = _run_file(path, target)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            functions = sorted(
+                name
+                for name, value in vars(module).items()
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__
+            )
+            raise WrongUsage(
+                f"{target}: {file_name} has no function {function_name!r}; it has: "
+                f"{', '.join(functions) or 'none'}"
+            )
+        try:
+            arguments = function()
+        except Exception as error:  # The user's code may raise anything: it is shown to them.
+            raise _failed(target, error) from error
+    finally:
+        sys.path.remove(folder)
+    if not isinstance(arguments, dict) or not {"query", "key", "value"} <= arguments.keys():
+        raise WrongUsage(
+            f"{target}: the function must return a dict of anyflex.flex_attention's arguments by "
+            f"name, with query, key and value at least; it returned {_described(arguments)}"
+        )
+    return arguments
+
+
+def _run_file(path: Path, target: str) -> ModuleType:
+    import importlib.util
+
+    # A name of its own: the file may be called like a module that is in use.
+    name = f"anyflex_explained_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WrongUsage(f"{target}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # As above.
+        del sys.modules[name]
+        raise _failed(target, error) from error
+    return module
+
+
+def _failed(target: str, error: Exception) -> UserFileFailed:
+    own = str(Path(__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if frame.filename != own and "importlib" not in frame[0]]
+    print("Traceback (most recent call last):", file=sys.stderr)
+    for line in traceback.format_list(theirs):
+        print(line, end="", file=sys.stderr)
+    for line in traceback.format_exception_only(error):
+        print(line, end="", file=sys.stderr)
+    return UserFileFailed(f"{target} raised {type(error).__name__}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {', '.join(map(repr, value)) or 'none'}"
+    return f"a {type(value).__name__}"
