@@ -1,0 +1,1 @@
+"""The same calls under torch.compile and torch.export."""

@@ -1,0 +1,91 @@
+"""Export, save, load in a fresh process, run at a new length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import anyflex
+
+__all__: list[str] = []
+
+
+class Attention(nn.Module):
+    """A captured parameter, a captured table and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.slope = nn.Parameter(torch.randn(2) * 0.1)
+        self.register_buffer("table", torch.randn(300))
+        self.weight = 0.25
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block_mask: Any = None) -> Tensor:
+        """query: [1, 2, L, 8]."""
+        slope, table, weight = self.slope, self.table, self.weight
+        return anyflex.flex_attention(
+            query,
+            key,
+            value,
+            lambda s, b, h, q, k: s + slope[h] * (k - q) + weight * table[k],
+            block_mask,
+        )
+
+
+def inputs(length: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn((1, 2, length, 8), generator=generator) for _ in "qkv"]
+
+
+def causal_mask(length: int) -> Any:
+    return anyflex.create_block_mask(
+        lambda b, h, q, k: q >= k, 1, 1, length, length, BLOCK_SIZE=32
+    )
+
+
+LOAD = """
+import sys
+import torch
+import anyflex
+from torch.export import load
+arguments, wanted = torch.load(sys.argv[2], weights_only=False)
+program = load(sys.argv[1])
+found = program.module()(*arguments)
+torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+print("equal")
+"""
+
+
+def in_a_fresh_process(folder: Path, program: Any, arguments: Any, wanted: Tensor) -> None:
+    torch.export.save(program, folder / "program.pt2")
+    torch.save((arguments, wanted), folder / "case.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(folder / "program.pt2"), str(folder / "case.pt")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["equal"], done.stderr
+
+
+def test_an_exported_model_runs_in_a_fresh_process_at_a_new_length(tmp_path: Path) -> None:
+    model = Attention()
+    length = torch.export.Dim("length", min=2, max=300)
+    program = torch.export.export(
+        model, tuple(inputs(90)), dynamic_shapes=({2: length}, {2: length}, {2: length})
+    )
+    arguments = inputs(131)
+    in_a_fresh_process(tmp_path, program, arguments, model(*arguments).detach())
+
+
+def test_an_exported_model_takes_a_block_mask(tmp_path: Path) -> None:
+    model = Attention()
+    arguments = (*inputs(96), causal_mask(96))
+    program = torch.export.export(model, arguments)
+    new = (*inputs(96), causal_mask(96))
+    in_a_fresh_process(tmp_path, program, new, model(*new).detach())

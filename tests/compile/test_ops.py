@@ -1,0 +1,97 @@
+"""The two operations: torch's own checks of them, and that they give what eager calls give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anyflex
+from tests.mods import MASK_MODS, SCORE_MODS, Sizes
+
+__all__: list[str] = []
+
+SIZES = Sizes(2, 4, 2, 21, 37)
+CASES = {
+    "plain": ("identity", None),
+    "learned": ("alibi_learned", "causal"),
+    "numbers": ("temperature", "window_both"),
+    "tables": ("bias_alias", "doc_sorted"),
+    "scalar": ("scalar_learned", "batch_head_mix"),
+    "without score": ("ignores_score", "random_spans"),
+}
+
+
+class Recording(TorchDispatchMode):
+    """An active dispatch mode sends calls through the operations; it keeps what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        if function.namespace == "anyflex":
+            self.calls[function] = (arguments, options or {})
+        return function(*arguments, **(options or {}))
+
+
+def call(name: str, mode: Any) -> list[Tensor]:
+    """Outputs and gradients of one case under `mode`."""
+    score_name, mask_name = CASES[name]
+    generator = torch.Generator().manual_seed(4)
+    score = SCORE_MODS[score_name].make(SIZES, generator)
+    mask = None
+    if mask_name is not None:
+        mask_mod = MASK_MODS[mask_name].make(SIZES, generator).function()
+        mask = anyflex.create_block_mask(mask_mod, 2, 4, 21, 37, BLOCK_SIZE=16)
+    shapes = [(2, 4, 21, 8), (2, 2, 37, 8), (2, 2, 37, 6)]
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    tensors += score.learned.values()
+    request = anyflex.AuxRequest(lse=True, max_scores=True)
+    with mode:
+        out, aux = anyflex.flex_attention(
+            *tensors[:3], score.function(), mask, enable_gqa=True, return_aux=request
+        )
+        loss = (out * 1.5).sum() + torch.where(aux.lse.isfinite(), aux.lse, 0.0).square().sum()
+        grads = torch.autograd.grad(loss, tensors)
+    return [out.detach(), aux.lse.detach(), aux.max_scores, *grads]
+
+
+class Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *details: object) -> None:
+        return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_and_operation_give_equal_results(name: str) -> None:
+    recording = Recording()
+    through_operations = call(name, recording)
+    assert {function._opname for function in recording.calls} == {
+        "flex_attention",
+        "flex_attention_backward",
+    }
+    for a, b in zip(through_operations, call(name, Nothing()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["plain", "learned", "numbers"])
+def test_the_operations_pass_torchs_checks(name: str) -> None:
+    recording = Recording()
+    call(name, recording)
+    for function, (arguments, options) in recording.calls.items():
+        leaves = torch.utils._pytree.tree_map(_leaf, (arguments, options))
+        torch.library.opcheck(function, *leaves)
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
