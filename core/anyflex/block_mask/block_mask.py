@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask import picture, pytree, slicing
+from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.index_lists import runs_of_lists
 from anyflex.block_mask.mask_function import (
     MaskMod,
     RebuiltMaskMod,
     captured_name,
     moved,
+    same_mod,
     sliced_mask_mod,
     trace_mask_mod,
 )
@@ -22,11 +25,11 @@ from anyflex.block_mask.run_checks import (
     checked_block_size,
     checked_device,
     checked_lengths,
-    listed_runs,
     row_name,
 )
-from anyflex.block_mask.runs import FULL, PARTIAL, block_count, pack, padded, unpack
+from anyflex.block_mask.runs import PARTIAL, block_count, pack, padded, unpack
 from anyflex.block_mask.views import MaskViews
+from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
 from anyflex.mod_graph.trace import TracedMod
 
@@ -100,6 +103,7 @@ class BlockMask:
         runs = padded(runs.contiguous(), capacity or 0)
         traced, opaque = (None, None) if mask_mod is None else trace_mask_mod(mask_mod)
         self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
+        self.views()
 
     def _fill(
         self,
@@ -125,7 +129,7 @@ class BlockMask:
         # Whether the structure was computed from the captured tensors' values.
         self._from_captured = from_captured
         self._structure: MaskViews | None = None
-        self._watched: tuple[tuple[str, Tensor, int | None, torch.Size], ...] = ()
+        self._watch: Watch | None = None
         self._moved: dict[torch.device, BlockMask] = {}
         self._lock = threading.RLock()
 
@@ -207,49 +211,17 @@ class BlockMask:
         Raises:
             BlockMaskError: naming the row and block that is wrong.
         """
-        sizes = checked_block_size(BLOCK_SIZE)
-        if (full_kv_num_blocks is None) != (full_kv_indices is None):
-            missing = "indices" if full_kv_indices is None else "num_blocks"
-            raise BlockMaskError(
-                f"full_kv_{missing} is missing: full_kv_num_blocks and full_kv_indices come "
-                "together"
-            )
-        if seq_lengths is None:
-            if not isinstance(kv_indices, Tensor) or kv_indices.dim() < 2:
-                raise BlockMaskError("kv_indices must be a Tensor [B', H', Qb, width]")
-            seq_lengths = (kv_indices.shape[-2] * sizes[0], kv_indices.shape[-1] * sizes[1])
-        lengths = checked_lengths(seq_lengths)
-        rows, columns = (block_count(*pair) for pair in zip(lengths, sizes, strict=True))
-        lists = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
-        if full_kv_num_blocks is not None and full_kv_indices is not None:
-            lists.append(("full_kv", full_kv_num_blocks, full_kv_indices, FULL))
-        listed, (batch, heads, listed_rows) = listed_runs(lists, columns)
-        if listed_rows != rows:
-            raise BlockMaskError(
-                f"kv_num_blocks has {listed_rows} rows of blocks, and Q_LEN {lengths[0]} has {rows} "
-                f"blocks of {sizes[0]}; a slice needs its own seq_lengths"
-            )
-        offsets, runs = pack(listed, batch, heads, rows, columns)
-        if mask_mod is None and bool((listed.kind == PARTIAL).any()):
-            from anyflex.block_mask.combine import noop_mask
-
-            mask_mod = noop_mask
-        traced, opaque, needs = None, None, False
-        if mask_mod is sliced_mask_mod:
-            needs = bool((listed.kind == PARTIAL).any())
-        elif mask_mod is not None:
-            traced, opaque = trace_mask_mod(mask_mod)
-        device = kv_indices.device
-        return cls._assembled(
-            offsets.to(device),
-            runs.to(device),
-            lengths,
-            sizes,
-            traced,
-            opaque,
-            mask_mod,
-            needs_mask_mod=needs,
+        offsets, runs, lengths, sizes = runs_of_lists(
+            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE, seq_lengths
         )
+        mask = cls._assembled(offsets, runs, lengths, sizes, None, None, None)
+        if mask_mod is sliced_mask_mod:
+            mask._mask_mod = mask_mod
+            mask.needs_mask_mod = mask.has_partial()
+        elif mask_mod is not None or mask.has_partial():
+            mask.mask_mod = noop_mask if mask_mod is None else mask_mod
+        mask.views()
+        return mask
 
     @classmethod
     def from_torch(cls, mask: Any) -> Self:
@@ -293,7 +265,7 @@ class BlockMask:
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False
             self._from_captured = False
-            self._watched = ()
+            self._watch = None
             self._moved.clear()
 
     @property
@@ -311,39 +283,34 @@ class BlockMask:
 
         Raises BlockMaskError if a tensor of the mask was changed in place or resized since.
         """
-        if not self._watched:
-            self._watch()
-        for name, tensor, version, shape in self._watched:
-            if tensor.shape != shape or (version is not None and tensor._version != version):
-                _raise_changed(name, tensor, shape)
         structure = self._structure
-        assert structure is not None
+        if structure is None or self._watch is None:
+            structure = self._start_watching()
+        else:
+            self._watch.check()
         if structure.offsets is not self.offsets or structure.runs is not self.runs:
             raise BlockMaskError(
                 "offsets or runs of this block mask were assigned; build a new one with from_runs"
             )
         return structure if device is None else structure.on(device)
 
-    def _watch(self) -> None:
+    def _start_watching(self) -> MaskViews:
         with self._lock:
             if self._structure is None:
                 self._structure = MaskViews(
                     self.offsets, self.runs, *self.seq_lengths, self.BLOCK_SIZE
                 )
-            watched = [("offsets", self.offsets, True), ("runs", self.runs, True)]
-            for i, tensor in enumerate(self.traced.captured if self.traced else ()):
-                assert self.traced is not None
-                watched.append((captured_name(self.traced, i), tensor, self._from_captured))
-            self._watched = tuple(
-                (
-                    name,
-                    tensor,
-                    # Tensors made under inference_mode count no changes.
-                    tensor._version if exact and not tensor.is_inference() else None,
-                    tensor.shape,
-                )
-                for name, tensor, exact in watched
-            )
+            if self._watch is None:
+                watch = Watch()
+                watch.add("offsets", self.offsets)
+                watch.add("runs", self.runs)
+                if self.traced is not None:
+                    for position, tensor in enumerate(self.traced.captured):
+                        # Values matter only to a structure that was computed from them.
+                        name = captured_name(self.traced, position)
+                        watch.add(name, tensor, values=self._from_captured)
+                self._watch = watch
+            return self._structure
 
     def on(self, device: torch.device) -> BlockMask:
         """Return this mask on `device`, moved at most once and kept."""
@@ -362,11 +329,14 @@ class BlockMask:
     def to(self, device: torch.device | str | int) -> BlockMask:
         """Return the mask, its captured tensors included, on `device`; itself if it is there."""
         target = checked_device(device)
+        if self.device.type == "meta" and target != self.device:
+            raise BlockMaskError(
+                f"this block mask is on meta, where it has no values, and can't move to {target}"
+            )
         structure = self.views().on(target)
         traced = self.traced
         captured = traced.captured if traced is not None else []
-        stays = all(_at(tensor, target) for tensor in (self.offsets, *captured))
-        if stays:
+        if all(tensor.device == target for tensor in (self.offsets, *captured)):
             return self
         copy = self._assembled(
             structure.offsets,
@@ -471,7 +441,7 @@ class BlockMask:
                     strict=True,
                 )
             )
-            and _same_mod(self.traced, other.traced)
+            and same_mod(self.traced, other.traced)
         )
 
     def __hash__(self) -> int:
@@ -510,33 +480,6 @@ class BlockMask:
             needs_mask_mod=state["needs_mask_mod"],
             from_captured=state["from_captured"],
         )
-
-
-def _raise_changed(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise BlockMaskError(
-            f"{name} of this block mask had shape {list(shape)} and has {list(tensor.shape)} now: "
-            "build the mask anew"
-        )
-    raise BlockMaskError(
-        f"{name} of this block mask was changed in place after the mask was built from it: build "
-        "the mask anew"
-    )
-
-
-def _at(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
-
-
-def _same_mod(a: TracedMod | None, b: TracedMod | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    if (a.text, a.ints, a.floats) != (b.text, b.ints, b.floats):
-        return False
-    return len(a.captured) == len(b.captured) and all(
-        x is y or (x.device == y.device and x.dtype == y.dtype and torch.equal(x, y))
-        for x, y in zip(a.captured, b.captured, strict=True)
-    )
 
 
 pytree.register(BlockMask)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
-from anyflex.errors import ArgumentTypeError
+from anyflex.failing import fail
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]
 
@@ -57,7 +57,8 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
 def _check_callable(function: str, mask_mods: tuple[Any, ...]) -> None:
     for position, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
-            raise ArgumentTypeError(
+            fail(
+                "ArgumentTypeError",
                 f"{function}: argument {position} must be a mask mod, got "
-                f"{type(mask_mod).__name__}"
+                f"{type(mask_mod).__name__}",
             )

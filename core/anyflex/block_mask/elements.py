@@ -101,8 +101,8 @@ class TracedElements:
                 inputs, self._captured, traced.ints, traced.floats
             )
             for dimension, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
-                shape = torch.broadcast_shapes(index.shape, reads.shape)
-                values = index.expand(shape)[reads.expand(shape)]
+                index, where = torch.broadcast_tensors(index, reads)  # type: ignore[no-untyped-call]
+                values = index[where]
                 low, high = int(values.min()), int(values.max())
                 if low < -size or high >= size:
                     raise ModIndexError(

@@ -1,6 +1,6 @@
-"""Checks of block masks that a user builds from runs or from torch's index lists.
+"""Checks of what a user builds a block mask from: sizes, devices, offsets and runs.
 
-All raise BlockMaskError and name row, run or position. They read the tensors on the host, once.
+All raise BlockMaskError and name argument, row, run or position.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count
+from anyflex.block_mask.runs import FULL, PARTIAL, block_count
 from anyflex.errors import BlockMaskError
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "checked_device",
     "checked_length",
     "checked_lengths",
-    "listed_runs",
     "row_name",
 ]
 
@@ -173,83 +172,3 @@ def row_name(offsets: Tensor, run: int) -> str:
             row = int(torch.searchsorted(row_offsets, run, right=True)) - 1
             return f"row [{grid // heads}, {grid % heads}, {row}]"
     return "no row"
-
-
-def listed_runs(
-    lists: list[tuple[str, Tensor, Tensor, int]], columns: int
-) -> tuple[RunList, tuple[int, int, int]]:
-    """Return the runs of torch's index lists, in any order, and (B', H', Qb).
-
-    Args:
-        lists: for each pair its name ("kv" or "full_kv"), ``num_blocks`` int32 [B', H', Qb],
-            ``indices`` int32 [B', H', Qb, width], and the kind of its blocks. At least one.
-        columns: columns of blocks there are.
-    """
-    parts = []
-    for name, counts, indices, kind in lists:
-        counts, indices = _checked_list(name, counts, indices)
-        width = indices.shape[-1]
-        place = (torch.arange(width) < counts[..., None]).reshape(-1, width).nonzero()
-        row, slot = place.unbind(1)
-        block = indices.reshape(-1, width)[row, slot]
-        wrong = ((block < 0) | (block >= columns)).nonzero()
-        if wrong.numel():
-            i = int(wrong[0])
-            raise BlockMaskError(
-                f"{name}_indices names block {int(block[i])} in {_grid_row(counts, int(row[i]))}; "
-                f"there are {columns} columns of blocks"
-            )
-        parts.append(RunList(row, block, block + 1, torch.full_like(row, kind)))
-    shapes = {tuple(counts.shape) for _, counts, _, _ in lists}
-    if len(shapes) > 1:
-        raise BlockMaskError(
-            f"kv_num_blocks and full_kv_num_blocks differ in shape: {sorted(shapes)}"
-        )
-    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
-    key, order = torch.sort(runs.row * max(columns, 1) + runs.first)
-    twice = (key[1:] == key[:-1]).nonzero()
-    counts = _four_dimensional(lists[0][1], 3)
-    if twice.numel():
-        i, j = int(order[int(twice[0])]), int(order[int(twice[0]) + 1])
-        both = int(runs.kind[i]) != int(runs.kind[j])
-        problem = "both full and partial" if both else "listed twice (a duplicate)"
-        raise BlockMaskError(
-            f"block {int(runs.first[i])} in {_grid_row(counts, int(runs.row[i]))} is {problem}"
-        )
-    return runs, (counts.shape[0], counts.shape[1], counts.shape[2])
-
-
-def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    for label, tensor in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
-        if not isinstance(tensor, Tensor):
-            raise BlockMaskError(f"{label} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise BlockMaskError(f"{label} must have dtype int32, got {tensor.dtype}")
-    if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
-        raise BlockMaskError(
-            f"{name}_indices must have shape [B', H', Qb, width] (B' and H' may be left out) and "
-            f"{name}_num_blocks its first dimensions; got {list(indices.shape)} and "
-            f"{list(counts.shape)}"
-        )
-    counts = _four_dimensional(counts, 3).cpu().to(torch.int64)
-    indices = _four_dimensional(indices, 4).cpu().to(torch.int64)
-    width = indices.shape[-1]
-    wrong = ((counts < 0) | (counts > width)).reshape(-1).nonzero()
-    if wrong.numel():
-        i = int(wrong[0])
-        raise BlockMaskError(
-            f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {_grid_row(counts, i)}; "
-            f"{name}_indices holds 0 to {width} (its width) a row"
-        )
-    return counts, indices
-
-
-def _four_dimensional(tensor: Tensor, rank: int) -> Tensor:
-    while tensor.dim() < rank:
-        tensor = tensor[None]
-    return tensor
-
-
-def _grid_row(counts: Tensor, row: int) -> str:
-    _, heads, rows = counts.shape
-    return f"row [{row // rows // heads}, {row // rows % heads}, {row % rows}]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from anyflex.block_mask.runs import (
 )
 
 __all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "listed"]
+
+Form = TypeVar("Form")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +59,7 @@ class MaskViews:
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
-    _derived: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     @property
@@ -79,18 +81,18 @@ class MaskViews:
         """Return the same views on `device`, copied at most once."""
         if device == self.offsets.device:
             return self
-        return self._once(device, lambda: self._copied(device))
+        return self._once(device, MaskViews, lambda: self._copied(device))
 
     def transposed(self) -> MaskViews:
         """Return the mask with rows and columns exchanged: for each kv block the q blocks.
 
         Its offsets are [B', H', Kb + 1], its ``q_length`` is this one's ``kv_length`` and so on.
         """
-        return self._once("transposed", self._transpose)
+        return self._once("transposed", MaskViews, self._transpose)
 
     def index_lists(self) -> IndexLists:
         """Return the structure in torch's layout; memory is O(Qb * Kb)."""
-        return self._once("index_lists", self._index_lists)
+        return self._once("index_lists", IndexLists, self._index_lists)
 
     def kind_rows(self, q_block_begin: int, q_block_end: int) -> Tensor:
         """Return int8 [B', H', rows, Kb]: 0 not visited, 1 FULL, 2 PARTIAL.
@@ -113,13 +115,14 @@ class MaskViews:
         grid = expand_rows(runs, 0, batch * heads * rows, self.kv_blocks)
         return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
 
-    def _once(self, name: object, make: Callable[[], Any]) -> Any:
+    def _once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
         found = self._derived.get(name)
         if found is None:
             with self._lock:
                 found = self._derived.get(name)
                 if found is None:
                     found = self._derived[name] = make()
+        assert isinstance(found, kind)
         return found
 
     def _copied(self, device: torch.device) -> MaskViews:

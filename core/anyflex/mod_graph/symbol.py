@@ -334,6 +334,10 @@ class PartialRead:
                 return PartialRead(self.tracer, self.tensor, entries)
         return self.tracer.load(self.tensor, ",".join(entries) or "-")  # type: ignore[arg-type]
 
+    def shape_left(self) -> list[int]:
+        """Sizes of the dimensions that have no index yet."""
+        return [self.tensor.shape[d] for d, entry in enumerate(self.entries) if entry is None]
+
     def entry(self, item: Any) -> str | None:
         if isinstance(item, slice):
             if item.start is None and item.stop is None and item.step is None:

@@ -164,7 +164,7 @@ def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
 
 def _mask_result(tracer: Tracer, result: Any) -> Symbol:
     if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
-        shape = list((result.tensor if isinstance(result, PartialRead) else result).shape)
+        shape = list(result.shape) if isinstance(result, Tensor) else result.shape_left()
         fail(
             "BlockMaskError",
             f"mask_mod returned something of shape {shape}; it must return one bool scalar. Index "

@@ -1,0 +1,129 @@
+"""torch's index lists as runs, checked entry by entry. They are read on the host, once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.run_checks import checked_block_size, checked_lengths
+from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, pack
+from anyflex.errors import BlockMaskError
+
+__all__ = ["runs_of_lists"]
+
+
+def runs_of_lists(
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    full_kv_num_blocks: Tensor | None,
+    full_kv_indices: Tensor | None,
+    block_size: int | tuple[int, int],
+    seq_lengths: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor, tuple[int, int], tuple[int, int]]:
+    """Return (offsets, runs, seq_lengths, block_size) on the lists' device.
+
+    Arguments as for `BlockMask.from_kv_blocks`. Raises BlockMaskError.
+    """
+    sizes = checked_block_size(block_size)
+    if (full_kv_num_blocks is None) != (full_kv_indices is None):
+        missing = "indices" if full_kv_indices is None else "num_blocks"
+        raise BlockMaskError(
+            f"full_kv_{missing} is missing: full_kv_num_blocks and full_kv_indices come together"
+        )
+    if seq_lengths is None:
+        if not isinstance(kv_indices, Tensor) or kv_indices.dim() < 2:
+            raise BlockMaskError("kv_indices must be a Tensor [B', H', Qb, width]")
+        seq_lengths = (kv_indices.shape[-2] * sizes[0], kv_indices.shape[-1] * sizes[1])
+    lengths = checked_lengths(seq_lengths)
+    rows, columns = (block_count(*pair) for pair in zip(lengths, sizes, strict=True))
+    lists = [("kv", kv_num_blocks, kv_indices, PARTIAL)]
+    if full_kv_num_blocks is not None and full_kv_indices is not None:
+        lists.append(("full_kv", full_kv_num_blocks, full_kv_indices, FULL))
+    listed, (batch, heads, listed_rows) = _listed_runs(lists, columns)
+    if listed_rows != rows:
+        raise BlockMaskError(
+            f"kv_num_blocks has {listed_rows} rows of blocks, and Q_LEN {lengths[0]} has {rows} "
+            f"of {sizes[0]}; a slice needs its own seq_lengths"
+        )
+    offsets, runs = pack(listed, batch, heads, rows, columns)
+    return offsets.to(kv_indices.device), runs.to(kv_indices.device), lengths, sizes
+
+
+def _listed_runs(
+    lists: list[tuple[str, Tensor, Tensor, int]], columns: int
+) -> tuple[RunList, tuple[int, int, int]]:
+    """Return the runs of torch's index lists, in any order, and (B', H', Qb).
+
+    Args:
+        lists: for each pair its name ("kv" or "full_kv"), ``num_blocks`` int32 [B', H', Qb],
+            ``indices`` int32 [B', H', Qb, width], and the kind of its blocks. At least one.
+        columns: columns of blocks there are.
+    """
+    parts = []
+    for name, counts, indices, kind in lists:
+        counts, indices = _checked_list(name, counts, indices)
+        width = indices.shape[-1]
+        place = (torch.arange(width) < counts[..., None]).reshape(-1, width).nonzero()
+        row, slot = place.unbind(1)
+        block = indices.reshape(-1, width)[row, slot]
+        wrong = ((block < 0) | (block >= columns)).nonzero()
+        if wrong.numel():
+            i = int(wrong[0])
+            raise BlockMaskError(
+                f"{name}_indices names block {int(block[i])} in {_grid_row(counts, int(row[i]))}; "
+                f"there are {columns} columns of blocks"
+            )
+        parts.append(RunList(row, block, block + 1, torch.full_like(row, kind)))
+    shapes = {tuple(counts.shape) for _, counts, _, _ in lists}
+    if len(shapes) > 1:
+        raise BlockMaskError(
+            f"kv_num_blocks and full_kv_num_blocks differ in shape: {sorted(shapes)}"
+        )
+    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    key, order = torch.sort(runs.row * max(columns, 1) + runs.first)
+    twice = (key[1:] == key[:-1]).nonzero()
+    counts = _four_dimensional(lists[0][1], 3)
+    if twice.numel():
+        i, j = int(order[int(twice[0])]), int(order[int(twice[0]) + 1])
+        both = int(runs.kind[i]) != int(runs.kind[j])
+        problem = "both full and partial" if both else "listed twice (a duplicate)"
+        raise BlockMaskError(
+            f"block {int(runs.first[i])} in {_grid_row(counts, int(runs.row[i]))} is {problem}"
+        )
+    return runs, (counts.shape[0], counts.shape[1], counts.shape[2])
+
+
+def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    for label, tensor in ((f"{name}_num_blocks", counts), (f"{name}_indices", indices)):
+        if not isinstance(tensor, Tensor):
+            raise BlockMaskError(f"{label} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise BlockMaskError(f"{label} must have dtype int32, got {tensor.dtype}")
+    if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
+        raise BlockMaskError(
+            f"{name}_indices must have shape [B', H', Qb, width] (B' and H' may be left out) and "
+            f"{name}_num_blocks its first dimensions; got {list(indices.shape)} and "
+            f"{list(counts.shape)}"
+        )
+    counts = _four_dimensional(counts, 3).cpu().to(torch.int64)
+    indices = _four_dimensional(indices, 4).cpu().to(torch.int64)
+    width = indices.shape[-1]
+    wrong = ((counts < 0) | (counts > width)).reshape(-1).nonzero()
+    if wrong.numel():
+        i = int(wrong[0])
+        raise BlockMaskError(
+            f"{name}_num_blocks is {int(counts.reshape(-1)[i])} in {_grid_row(counts, i)}; "
+            f"{name}_indices holds 0 to {width} (its width) a row"
+        )
+    return counts, indices
+
+
+def _four_dimensional(tensor: Tensor, rank: int) -> Tensor:
+    while tensor.dim() < rank:
+        tensor = tensor[None]
+    return tensor
+
+
+def _grid_row(counts: Tensor, row: int) -> str:
+    _, heads, rows = counts.shape
+    return f"row [{row // rows // heads}, {row // rows % heads}, {row % rows}]"

@@ -1,0 +1,276 @@
+"""create_block_mask and create_mask against the dense mask."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from anyflex.block_mask import build
+from anyflex.block_mask.block_mask import BlockMask
+from anyflex.block_mask.build import create_block_mask, create_mask
+from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
+from anyflex.errors import ArgumentTypeError, BlockMaskError, ModIndexError, ModTraceError
+from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
+from tests.mods.mask_mods import MASK_MODS
+from tests.mods.mod import Sizes
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_blocks_of_every_mask_of_the_list_are_those_of_the_dense_mask(name: str) -> None:
+    rng = random.Random(name)
+    for seed in range(3):
+        q, kv, block = random_case(rng)
+        sizes = Sizes(rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), 1, q, kv)
+        entry = MASK_MODS[name]
+        mod = entry.make(sizes, torch.Generator().manual_seed(seed)).function()
+        mask = create_block_mask(mod, sizes.batch, sizes.heads, q, kv, BLOCK_SIZE=block)
+        live = dense_mask(mod, sizes.batch, sizes.heads, q, kv)
+        check_kinds(mask, block_kinds(live, block))
+        assert mask.shape[0] == (sizes.batch if entry.batched else 1)
+        assert mask.shape[1] == (sizes.heads if entry.headed else 1)
+        assert mask.seq_lengths == (q, kv) and mask.BLOCK_SIZE == block
+        if seed == 0:
+            ours = create_mask(mod, sizes.batch, sizes.heads, q, kv)
+            assert torch.equal(ours, live)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 100, 5000])
+@pytest.mark.parametrize("block", [(16, 16), (16, 300), (300, 8), (1, 400), (512, 1024)])
+def test_chunks_of_any_size_give_the_same_blocks(
+    monkeypatch: pytest.MonkeyPatch, budget: int, block: tuple[int, int]
+) -> None:
+    q, kv = 37, 53
+    monkeypatch.setattr(build, "_ELEMENTS", budget)
+    boxes = list(build._boxes(2, 3, (q, kv), block))
+    seen = torch.zeros(2, 3, q, kv, dtype=torch.int32)
+    for b0, b1, h0, h1, q0, q1, k0, k1 in boxes:
+        seen[b0:b1, h0:h1, q0:q1, k0:k1] += 1
+        assert (b1 - b0) * (h1 - h0) * (q1 - q0) * (k1 - k0) <= max(budget, 1)
+    assert bool((seen == 1).all())
+    if budget < 100:
+        return  # one element at a time is shown to cover; evaluating them takes long
+    mod = lambda b, h, q, k: (q * 3 + k * (h + 1) + b) % 17 < 12  # noqa: E731
+    mask = create_block_mask(mod, 2, 3, q, kv, BLOCK_SIZE=block)
+    check_kinds(mask, block_kinds(dense_mask(mod, 2, 3, q, kv), block))
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 9, 9), (1, 0, 9, 9), (2, 2, 0, 9), (2, 2, 9, 0)])
+def test_empty_masks_are_legal(sizes: tuple[int, int, int, int]) -> None:
+    mod = lambda b, h, q, k: q + b + h >= k  # noqa: E731
+    mask = create_block_mask(mod, *sizes, BLOCK_SIZE=4)
+    assert mask.shape == sizes
+    assert mask.numel() == 0 and mask.sparsity() == (0.0 if 0 in sizes else 100.0)
+    check_kinds(mask, block_kinds(torch.zeros(sizes, dtype=torch.bool), (4, 4)))
+    assert create_mask(mod, *sizes).shape == sizes
+    assert "BlockMask" in repr(mask) and "BlockMask" in str(mask)
+    assert mask.to_dense().shape == (*sizes[:2], -(-sizes[2] // 4), -(-sizes[3] // 4))
+
+
+def test_a_constant_mask_is_legal() -> None:
+    assert create_block_mask(lambda b, h, q, k: True, 2, 2, 9, 9).runs[0].tolist() == [0, 1, 1]
+    nothing = create_block_mask(lambda b, h, q, k: False, 2, 2, 9, 9)
+    assert nothing.shape == (1, 1, 9, 9) and int(nothing.offsets[-1, -1, -1]) == 0
+    assert create_mask(lambda b, h, q, k: False, 2, 2, 9, 9).shape == (2, 2, 9, 9)
+
+
+def test_batch_and_heads_are_one_where_the_mod_does_not_read_them() -> None:
+    assert create_block_mask(causal, 8, 16, 64, 64).shape == (1, 1, 64, 64)
+    assert create_block_mask(lambda b, h, q, k: q >= k + h, 8, 16, 64, 64).shape[:2] == (1, 16)
+    assert create_block_mask(lambda b, h, q, k: q >= k + b, 8, None, 64, 64).shape[:2] == (8, 1)
+
+
+def test_full_blocks_may_be_listed_as_partial() -> None:
+    mask = create_block_mask(causal, 1, 1, 64, 64, BLOCK_SIZE=16, separate_full_blocks=False)
+    grid = mask.views().kind_rows(0, 4)
+    assert torch.equal(grid[0, 0] == 2, torch.ones(4, 4).tril() > 0)
+
+
+def test_options_of_torch_that_mean_nothing_here_change_nothing() -> None:
+    plain = create_block_mask(causal, 1, 1, 64, 64, None, (16, 32))
+    assert plain == create_block_mask(
+        causal,
+        1,
+        1,
+        64,
+        64,
+        device="cpu",
+        BLOCK_SIZE=(16, 32),
+        _compile=True,
+        compute_dq_write_order=True,
+        dq_kv_order=False,
+    )
+
+
+def test_a_score_mod_gives_a_dense_mask_by_its_infinities() -> None:
+    window = lambda s, b, h, q, k: torch.where(q - k < 5, s * 2, -float("inf"))  # noqa: E731
+    live = create_mask(window, 2, 3, 20, 30)
+    q, k = torch.arange(20)[:, None], torch.arange(30)
+    assert torch.equal(live, (q - k < 5).expand(2, 3, 20, 30))
+
+
+def test_a_pure_mod_that_cannot_be_traced_is_run_through_vmap() -> None:
+    table = torch.rand(40) < 0.5
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (torch.special.bessel_j0((q - k).float()) > 0) & table[k]
+
+    mask = create_block_mask(mod, 2, 2, 40, 40, BLOCK_SIZE=16)
+    assert mask.traced is None and mask.opaque is mod and mask.mask_mod is mod
+    distance = (torch.arange(40)[:, None] - torch.arange(40)).float()
+    live = (torch.special.bessel_j0(distance) > 0) & table
+    check_kinds(mask, block_kinds(live.expand(2, 2, 40, 40), (16, 16)))
+    assert torch.equal(create_mask(mod, 2, 2, 40, 40), live.expand(2, 2, 40, 40))
+
+
+def test_building_never_holds_all_elements() -> None:
+    evaluated = []
+    bounds = build._block_bounds
+
+    def watched(live: torch.Tensor, block: tuple[int, int]) -> Any:
+        evaluated.append(live.numel())
+        return bounds(live, block)
+
+    tracemalloc.start()
+    try:
+        build._block_bounds = watched  # type: ignore[assignment]
+        create_block_mask(causal, 1, 1, 2048, 4096)
+    finally:
+        build._block_bounds = bounds
+        tracemalloc.stop()
+    assert max(evaluated) <= 1 << 20 and sum(evaluated) == 2048 * 4096
+
+
+def test_a_live_read_outside_of_a_captured_tensor_is_named() -> None:
+    short = torch.zeros(50, dtype=torch.int64)
+    with pytest.raises(ModIndexError, match=r"shape \[50\].*size 50.*from 50 to 63") as caught:
+        create_block_mask(lambda b, h, q, k: short[q] == short[k], 1, 1, 64, 64)
+    assert isinstance(caught.value, IndexError)
+    with pytest.raises(ModIndexError, match="-64 to -51"):
+        create_block_mask(lambda b, h, q, k: short[k - 64] == 0, 1, 1, 64, 14)
+    empty = torch.zeros(0)
+    with pytest.raises(ModIndexError, match=r"\[0\]"):
+        create_mask(lambda s, b, h, q, k: s + empty[q], 1, 1, 4, 4)
+
+
+def test_a_dead_read_outside_of_a_captured_tensor_is_legal() -> None:
+    short = torch.ones(50, dtype=torch.bool)
+    mask = create_block_mask(lambda b, h, q, k: (k < 50) & short[k], 1, 1, 64, 64, BLOCK_SIZE=16)
+    assert mask.sparsity() == 0.0
+    last = torch.zeros(50, dtype=torch.bool)
+    with pytest.raises(ModIndexError):  # dead only because of the value that was read
+        create_block_mask(lambda b, h, q, k: last[k], 1, 1, 64, 64)
+
+
+def test_a_negative_index_counts_from_the_end() -> None:
+    table = torch.arange(64) < 10
+    mod = lambda b, h, q, k: table[k - 64]  # noqa: E731
+    mask = create_block_mask(mod, 1, 1, 64, 64, BLOCK_SIZE=16)
+    check_kinds(mask, block_kinds(table.expand(1, 1, 64, 64), (16, 16)))
+
+
+@pytest.mark.parametrize("arguments", [3, 5])
+def test_a_mod_with_a_wrong_number_of_arguments_is_refused(arguments: int) -> None:
+    mods = {3: lambda b, q, k: q >= k, 5: lambda s, b, h, q, k: s}
+    with pytest.raises(BlockMaskError, match=rf"takes {arguments} positional.*with 4"):
+        create_block_mask(mods[arguments], 1, 1, 16, 16)
+    if arguments == 3:
+        with pytest.raises(ModTraceError, match="takes 3"):
+            create_mask(mods[3], 1, 1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("mod", "message"),
+    [
+        (lambda b, h, q, k: q - k, "int64.*!= 0"),
+        (lambda b, h, q, k: q * 0.5, "float32"),
+        (lambda b, h, q, k: torch.ones(16, 3, dtype=torch.bool)[q], r"\[3\]"),
+        (lambda b, h, q, k: None, "NoneType"),
+    ],
+)
+def test_a_wrong_result_is_refused(mod: Any, message: str) -> None:
+    with pytest.raises(BlockMaskError, match=message):
+        create_block_mask(mod, 1, 1, 16, 16)
+
+
+def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
+    weight = torch.randn(16, requires_grad=True)
+    with pytest.raises(BlockMaskError, match=r"shape \[16\].*requires grad.*\.detach\(\)"):
+        create_block_mask(lambda b, h, q, k: weight[k] > 0, 1, 1, 16, 16)
+    create_block_mask(lambda b, h, q, k: weight.detach()[k] > 0, 1, 1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"Q_LEN": -1}, "Q_LEN.*-1"),
+        ({"KV_LEN": 16.0}, "KV_LEN.*float"),
+        ({"Q_LEN": True}, "Q_LEN.*bool"),
+        ({"B": 1.5}, r"B must.*1\.5.*float"),
+        ({"H": "2"}, "H must.*str"),
+        ({"H": 2**31}, "H must.*2147483648"),
+        ({"BLOCK_SIZE": 0}, "BLOCK_SIZE.*0"),
+        ({"BLOCK_SIZE": -4}, "BLOCK_SIZE.*-4"),
+        ({"BLOCK_SIZE": 16.0}, "BLOCK_SIZE.*int or a pair.*float"),
+        ({"BLOCK_SIZE": (16, 16, 16)}, "BLOCK_SIZE.*pair"),
+        ({"device": "warp"}, "device 'warp'"),
+        ({"dq_kv_order": torch.zeros(3)}, "dq_kv_order.*bool.*Tensor"),
+    ],
+)
+def test_a_wrong_argument_is_named(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"B": 1, "H": 1, "Q_LEN": 16, "KV_LEN": 16, **changes}
+    with pytest.raises(BlockMaskError, match=message):
+        create_block_mask(causal, **arguments)
+
+
+def test_something_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="mask_mod"):
+        create_block_mask(torch.ones(4, 4), 1, 1, 4, 4)  # type: ignore[arg-type]
+
+
+def test_a_mod_that_branches_is_refused_with_the_cure() -> None:
+    with pytest.raises(ModTraceError, match="torch.where"):
+        create_block_mask(lambda b, h, q, k: True if q > k else False, 1, 1, 8, 8)  # noqa: SIM210
+
+
+def test_the_captured_tensors_are_moved_with_the_mask() -> None:
+    table = torch.ones(16, dtype=torch.bool)
+    mask = create_block_mask(lambda b, h, q, k: table[q] & (q >= k), 1, 1, 16, 16)
+    assert mask.traced is not None and mask.traced.captured[0] is table
+    meta = mask.to("meta")
+    assert meta.device.type == "meta" and meta.traced is not None
+    assert meta.traced.captured[0].device.type == "meta"
+
+
+def test_combined_masks_are_live_where_all_or_any_are() -> None:
+    window = lambda b, h, q, k: q - k < 5  # noqa: E731
+    q, k = torch.arange(30)[:, None], torch.arange(30)
+    both = create_mask(and_masks(causal, window), None, None, 30, 30)[0, 0]
+    assert torch.equal(both, (q >= k) & (q - k < 5))
+    either = create_mask(or_masks(causal, window), None, None, 30, 30)[0, 0]
+    assert torch.equal(either, (q >= k) | (q - k < 5))
+    assert bool(create_mask(and_masks(), 1, 1, 2, 2).all())
+    assert not bool(create_mask(or_masks(), 1, 1, 2, 2).any())
+    assert bool(create_mask(noop_mask, 1, 1, 2, 2).all())
+    assert create_block_mask(and_masks(noop_mask, causal), 1, 1, 64, 64) is not None
+
+
+@pytest.mark.parametrize("combine", [and_masks, or_masks])
+def test_a_combined_mask_names_the_argument_that_is_no_function(combine: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"{combine.__name__}: argument 1 .*int"):
+        combine(causal, 3)
+
+
+def test_the_result_is_a_block_mask_whose_runs_say_causal() -> None:
+    mask = create_block_mask(causal, None, None, 256, 256)
+    assert isinstance(mask, BlockMask)
+    assert mask.runs.tolist() == [[0, 1, 2], [0, 1, 1], [1, 2, 2]]
+    assert mask.offsets.tolist() == [[[0, 1, 3]]]
+    assert mask.runs.dtype == mask.offsets.dtype == torch.int32
