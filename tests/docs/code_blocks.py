@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["CodeBlock", "code_blocks"]
 
 FENCE = re.compile(
-    r"(?:^<!-- raises (?P<error>\w+): (?P<message>.*) -->\n)?"
+    r"(?:^<!-- raises (?P<error>\w+): (?P<message>[^\n]*) -->\n)?"
     r"^```python\n(?P<code>.*?)^```$",
     flags=re.MULTILINE | re.DOTALL,
 )
