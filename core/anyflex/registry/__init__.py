@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from anyflex.registry.hot_path import generation
 from anyflex.registry.selection import names_in_force, use_backend
-from anyflex.registry.table import generation, isolated, register, register_hooks, reset
+
+if TYPE_CHECKING:
+    from anyflex.registry.table import isolated, register, register_hooks, reset
 
 __all__ = [
     "generation",
@@ -14,3 +19,12 @@ __all__ = [
     "reset",
     "use_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The table is loaded at its first use: `import anyflex` must stay cheap.
+    if name in ("isolated", "register", "register_hooks", "reset"):
+        from anyflex.registry import table
+
+        return getattr(table, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

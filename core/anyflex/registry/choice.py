@@ -11,7 +11,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
 from anyflex.registry import install_hints, options
 from anyflex.registry.entry import Entry, State
-from anyflex.registry.options import KernelOptions
+from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.selection import check_names, source_of
 from anyflex.registry.table import REFERENCE, Table, current
 

@@ -14,26 +14,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from anyflex.contract.backend import Backend
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.registry.freeze_options import KernelOptions
 
 __all__ = [
     "TORCH_KEYS",
-    "KernelOptions",
     "ResolvedOptions",
     "TorchKey",
     "check_top_level",
-    "freeze_options",
     "option_rows",
     "resolve",
     "unknown_key",
 ]
-
-KernelOptions = tuple[tuple[str, object], ...]
-"""``kernel_options`` as hashable pairs; a backend's own options are again pairs."""
 
 Number = int | float | bool | str
 
@@ -118,48 +114,6 @@ TORCH_KEYS: dict[str, TorchKey] = {
 _SAME_KEY = {f"fwd_BLOCK_{side}": f"BLOCK_{side}" for side in ("M", "N")} | {
     f"bwd_BLOCK_{side}": f"BLOCK_{side}" for side in ("M1", "N1", "M2", "N2")
 }
-
-
-def freeze_options(kernel_options: object) -> KernelOptions:
-    """Return ``kernel_options`` as sorted, hashable pairs; () for None.
-
-    Plain Python on local data: part of the traced half of the front end.
-
-    Raises:
-        ArgumentTypeError: it is not a dict, a key is not a str, or a value is not a number, str or
-            dict of them.
-    """
-    if kernel_options is None:
-        return ()
-    if not isinstance(kernel_options, dict):
-        raise ArgumentTypeError(
-            f"kernel_options must be a dict or None, got {type(kernel_options).__name__}"
-        )
-    pairs: list[tuple[str, object]] = []
-    for key in _sorted_keys(kernel_options, "kernel_options"):
-        value = kernel_options[key]
-        if isinstance(value, dict):
-            where = f"kernel_options[{key!r}]"
-            own = [(name, _atom(value[name], where, name)) for name in _sorted_keys(value, where)]
-            pairs.append((key, tuple(own)))
-        else:
-            pairs.append((key, _atom(value, "kernel_options", key)))
-    return tuple(pairs)
-
-
-def _sorted_keys(options: dict[Any, object], where: str) -> list[str]:
-    for key in options:
-        if not isinstance(key, str):
-            raise ArgumentTypeError(f"{where}: each key must be a str, got {key!r}")
-    return sorted(options)
-
-
-def _atom(value: object, where: str, key: str) -> object:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise ArgumentTypeError(
-        f"{where}[{key!r}] must be an int, float, bool or str, got {type(value).__name__}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,8 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.registry import environment, install_hints, table
 
-__all__ = ["check_names", "names_in_force", "source_of", "use_backend"]
+__all__ = ["check_names", "forget_environment", "names_in_force", "source_of", "use_backend"]
 
 _context: ContextVar[tuple[str, ...] | None] = ContextVar("anyflex_backend", default=None)
 
@@ -88,7 +87,27 @@ def names_in_force(backend: str | None = None) -> tuple[str, ...]:
             )
         return (backend,)
     names = _context.get()
-    return environment.backend_names() if names is None else names
+    if names is not None:
+        return names
+    return _from_environment() if _environment_names is None else _environment_names
+
+
+_environment_names: tuple[str, ...] | None = None
+
+
+def _from_environment() -> tuple[str, ...]:
+    """Read ANYFLEX_BACKEND, at the first call."""
+    global _environment_names
+    from anyflex.registry import environment
+
+    _environment_names = environment.backend_names()
+    return _environment_names
+
+
+def forget_environment() -> None:
+    """Read ANYFLEX_BACKEND again at the next call: for tests."""
+    global _environment_names
+    _environment_names = None
 
 
 def source_of(names: tuple[str, ...], explicit: str | None) -> str:
@@ -102,6 +121,10 @@ def source_of(names: tuple[str, ...], explicit: str | None) -> str:
 
 def check_names(names: tuple[str, ...], source: str) -> None:
     """Raise ArgumentError for a name that neither is registered nor belongs to the project."""
+    if not names:
+        return
+    from anyflex.registry import install_hints, table
+
     registered = table.current().names()
     for name in names:
         if name in registered or name in install_hints.known_names():

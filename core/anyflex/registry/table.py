@@ -3,7 +3,6 @@ process, and which of it may be used."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from anyflex.contract import CONTRACT
 from anyflex.contract.backend import Backend
 from anyflex.errors import ArgumentTypeError, PluginError
-from anyflex.registry import discovery, environment, isolation
+from anyflex.registry import discovery, environment, hot_path, isolation, selection
 from anyflex.registry.blocking import (
     REFERENCE,
     blocked_state,
@@ -28,7 +27,6 @@ __all__ = [
     "REFERENCE",
     "Table",
     "current",
-    "generation",
     "isolated",
     "register",
     "register_hooks",
@@ -214,24 +212,13 @@ def _own_version() -> str:
     return str(getattr(sys.modules.get("anyflex"), "__version__", f"contract {CONTRACT}"))
 
 
-_generations = itertools.count(1)
-_generation = next(_generations)
 _table = Table()
+hot_path.use_hooks(_table.hooks)
 
 
 def current() -> Table:
     """Return the table in force."""
     return _table
-
-
-def generation() -> int:
-    """Return a number that changes whenever what was decided may be decided otherwise."""
-    return _generation
-
-
-def _changed() -> None:
-    global _generation
-    _generation = next(_generations)
 
 
 def register(name: str, backend_class: type[Backend]) -> None:
@@ -249,7 +236,7 @@ def register(name: str, backend_class: type[Backend]) -> None:
             call that asks for the name.
     """
     _table.register(name, backend_class)
-    _changed()
+    hot_path.changed()
 
 
 def register_hooks(plugin: object, name: str) -> None:
@@ -265,7 +252,7 @@ def register_hooks(plugin: object, name: str) -> None:
     if not isinstance(name, str) or not name:
         raise ArgumentTypeError(f"name must be a non-empty str, got {name!r}")
     _table.hooks.add(plugin, name, f"{name} in process")
-    _changed()
+    hot_path.changed()
 
 
 def reset() -> None:
@@ -296,15 +283,20 @@ def isolated(
 def _replace(table: Table) -> None:
     global _table
     environment.reset()
+    selection.forget_environment()
     isolation.forget_reports()
     kernels = sys.modules.get("anyflex.runtime.kernels")
     if kernels is not None:
         kernels.forget()
+    fallback = sys.modules.get("anyflex.registry.fallback")
+    if fallback is not None:
+        fallback.forget_warnings()
     disk_cache = sys.modules.get("anyflex.runtime.disk_cache")
     if disk_cache is not None:
         disk_cache.forget()
     _table = table
-    _changed()
+    hot_path.use_hooks(table.hooks)
+    hot_path.changed()
 
 
 def _after_fork() -> None:

@@ -6,32 +6,23 @@ Nothing of this is on the hot path: a call whose plan is known doesn't come here
 from __future__ import annotations
 
 import os
-import threading
-import time
+import sys
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.decision import Accepted
 from anyflex.contract.spec import Spec
-from anyflex.errors import BackendRefused, GraphCaptureError, PluginError
-from anyflex.registry import isolation, table
-from anyflex.registry.choice import Choice, Selection, TraceLine, explain_selection
-from anyflex.registry.entry import Entry
-from anyflex.registry.fallback import (
-    forget_warnings,
-    warn_about_fallback,
-    warn_about_unused_options,
-)
-from anyflex.registry.options import KernelOptions
-from anyflex.runtime import disk_cache
+from anyflex.errors import PluginError
+from anyflex.registry.hot_path import generation, hooks_in_force
 from anyflex.runtime.recent import Recent
+
+if TYPE_CHECKING:
+    from anyflex.registry.choice import Selection, TraceLine
+    from anyflex.registry.freeze_options import KernelOptions
 
 __all__ = [
     "CompiledKernel",
-    "Selection",
-    "TraceLine",
     "explain_selection",
     "forget",
     "kernel_failed",
@@ -39,9 +30,6 @@ __all__ = [
     "launched",
     "listeners",
 ]
-
-KERNELS = 512
-"""How many live kernels are kept; the one used longest ago goes first."""
 
 DECISIONS = 4096
 """How many decisions (spec, forced names, options) are kept."""
@@ -68,27 +56,7 @@ class CompiledKernel:
     trace: tuple[TraceLine, ...]
 
 
-class _Compiling:
-    """A compile under way: one thread works, the others wait for it."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.thread = threading.get_ident()
-        self.kernel: Kernel | None = None
-        self.error: Exception | None = None
-
-
-class _State:
-    """What `forget` throws away."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.under_way: dict[tuple[Entry, Spec], _Compiling] = {}
-        self.kernels: Recent[tuple[Entry, Spec], Kernel] = Recent(KERNELS)
-        self.decisions: Recent[object, CompiledKernel] = Recent(DECISIONS)
-
-
-_state = _State()
+_decisions: Recent[object, CompiledKernel] = Recent(DECISIONS)
 
 
 def kernel_for(
@@ -100,7 +68,7 @@ def kernel_for(
         spec: without options.
         names: from `anyflex.registry.names_in_force`.
         explicit: the argument ``backend=``, or None.
-        kernel_options: from `anyflex.registry.options.freeze_options`.
+        kernel_options: from `anyflex.registry.freeze_options.freeze_options`.
 
     Raises:
         ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
@@ -108,142 +76,25 @@ def kernel_for(
         PluginError: the forced backend is broken.
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
-    key = (table.generation(), spec, names, explicit, kernel_options)
-    compiled = _state.decisions.get(key)
+    key = (generation(), spec, names, explicit, kernel_options)
+    compiled = _decisions.get(key)
     if compiled is None:
-        compiled = _decide(spec, names, explicit, kernel_options)
-        _state.decisions.put(key, compiled)
+        # Loaded here: `import anyflex` must stay cheap.
+        from anyflex.runtime.compiling import decide
+
+        compiled = decide(spec, names, explicit, kernel_options)
+        _decisions.put(key, compiled)
     return compiled
 
 
-def _decide(
+def explain_selection(
     spec: Spec, names: tuple[str, ...], explicit: str | None, kernel_options: KernelOptions
-) -> CompiledKernel:
-    choice = Choice(spec, names, explicit, kernel_options)
-    trace = list(choice.trace)
-    for entry in choice.candidates:
-        answer = choice.ask(entry)
-        error, line = answer.error, answer.line
-        if answer.decision is not None and answer.state.backend is not None:
-            try:
-                kernel = _compiled_once(entry, answer.state.backend, answer.spec)
-            except BackendRefused as refusal:
-                line = TraceLine(entry.name, entry.distribution, "refuses", str(refusal))
-            except PluginError as failure:
-                error = failure
-                line = TraceLine(entry.name, entry.distribution, "broken", str(failure))
-            else:
-                warn_about_fallback(choice, trace, entry.name)
-                warn_about_unused_options(answer)
-                chosen = TraceLine(entry.name, entry.distribution, "chosen", "")
-                return CompiledKernel(
-                    answer.state.backend,
-                    kernel,
-                    answer.spec,
-                    answer.decision,
-                    entry.distribution,
-                    (*trace, chosen),
-                )
-        trace.append(line)
-        if error is not None:
-            if choice.forced_by:
-                raise isolation.again(error)
-            if line.outcome in ("broken", "conflict"):
-                isolation.report(error, "it is skipped")
-    raise choice.refused(trace)
+) -> Selection:
+    """Return what `kernel_for` would choose and why, without compiling. See
+    `anyflex.registry.choice.explain_selection`."""
+    from anyflex.registry.choice import explain_selection
 
-
-def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
-    """Return the live kernel, or compile it; threads that come meanwhile wait for the result, and
-    for the same error."""
-    state = _state
-    key = (entry, spec)
-    while True:
-        kernel = state.kernels.get(key)
-        if kernel is not None:
-            return kernel
-        with state.lock:
-            compiling = state.under_way.get(key)
-            mine = compiling is None
-            if compiling is None:
-                # Looked up again: it may have been finished between the two looks.
-                kernel = state.kernels.get(key)
-                if kernel is not None:
-                    return kernel
-                compiling = state.under_way[key] = _Compiling()
-        if mine:
-            try:
-                compiling.kernel = _compile(entry, backend, spec)
-                state.kernels.put(key, compiling.kernel)
-                return compiling.kernel
-            except Exception as error:  # Handed to those who wait, and raised here.
-                compiling.error = error
-                raise
-            finally:
-                with state.lock:
-                    state.under_way.pop(key, None)
-                compiling.done.set()
-        if compiling.thread == threading.get_ident():
-            raise entry.error("is broken: compile() calls anyflex for the spec that it compiles")
-        compiling.done.wait()
-        if compiling.kernel is not None:
-            return compiling.kernel
-        if isinstance(compiling.error, PluginError):
-            raise isolation.again(compiling.error)
-        if compiling.error is not None:
-            raise compiling.error
-        # The thread that worked was interrupted: try it here.
-
-
-def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
-    if (
-        spec.device_type == "cuda"
-        and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        and torch.cuda.is_current_stream_capturing()
-    ):
-        raise GraphCaptureError(
-            f"backend {entry.name} would have to compile a kernel while a CUDA graph is being "
-            "captured; call anyflex.flex_attention once with the same kind of arguments (and "
-            "gradients) before the capture"
-        )
-    with isolation.plugin_code(entry.name, entry.distribution, "fingerprint()"):
-        fingerprint = backend.fingerprint()
-    if not isinstance(fingerprint, str):
-        raise entry.error(f"is broken: fingerprint() must return a str, got {fingerprint!r}")
-    artifacts = disk_cache.artifacts_for(
-        plugin=entry.name,
-        package=entry.package,
-        version=entry.version,
-        fingerprint=fingerprint,
-        spec_digest=spec.digest(),
-        on_disk=not entry.in_process,
-    )
-    start = time.perf_counter()
-    with isolation.plugin_code(
-        entry.name, entry.distribution, f"compile(spec {spec.digest()[:12]}: {_short(spec)})"
-    ):
-        kernel = backend.compile(spec, artifacts)
-    if not isinstance(kernel, Kernel):
-        raise entry.error(
-            f"is broken: compile() must return an anyflex.plugin.Kernel, got {kernel!r} "
-            f"({type(kernel).__name__})"
-        )
-    table.current().hooks.compiled(spec, entry.name, time.perf_counter() - start)
-    return kernel
-
-
-def _short(spec: Spec) -> str:
-    dtype = str(spec.dtype).removeprefix("torch.")
-    mods = "".join(
-        f", {name} mod"
-        for name, graph in (("score", spec.score_graph), ("mask", spec.mask_graph))
-        if graph is not None
-    )
-    gradients = f", gradients of {'/'.join(spec.gradients)}" if spec.gradients else ""
-    return (
-        f"{spec.device_type} {dtype} E={spec.head_dim} Ev={spec.value_head_dim} q {spec.q_class}"
-        f"{mods}{gradients}"
-    )
+    return explain_selection(spec, names, explicit, kernel_options)
 
 
 def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError:
@@ -251,11 +102,14 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError
 
     anyflex's own errors and ``torch.OutOfMemoryError`` should not be brought here.
     """
+    from anyflex.registry.isolation import first_line
+    from anyflex.runtime.compiling import summary
+
     name = compiled.backend.name
-    others = "backend='reference'" if name != table.REFERENCE else "another backend"
+    others = "backend='reference'" if name != "reference" else "another backend"
     failure = PluginError(
         f"plugin {name!r} of {compiled.distribution} is broken: its kernel for "
-        f"{_short(compiled.spec)} raised {isolation.first_line(error)}. Upgrade "
+        f"{summary(compiled.spec)} raised {first_line(error)}. Upgrade "
         f"{compiled.distribution.split(' ')[0]}, set ANYFLEX_DISABLE={name}, or force {others}",
         plugin=name,
         distribution=compiled.distribution,
@@ -266,28 +120,31 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError
 
 def listeners() -> bool:
     """Whether some hook plugin implements ``anyflex_launched``. On the hot path."""
-    return table.current().hooks.listening
+    hooks = hooks_in_force()
+    return hooks is not None and hooks.listening
 
 
-def launched(spec: Spec, backend: str, variant: str) -> None:
+def launched(spec: Spec, backend: Backend, variant: str) -> None:
     """Tell the hook plugins of a launch. To be called only where `listeners` says so."""
-    table.current().hooks.launched(spec, backend, variant)
+    hooks = hooks_in_force()
+    if hooks is not None:
+        hooks.launched(spec, backend.name, variant)
 
 
 def forget() -> None:
-    """Drop live kernels, decisions, and what was warned about. Kernels in use stay valid."""
-    global _state
-    _state = _State()
-    forget_warnings()
+    """Drop kernels and decisions; those in use stay valid."""
+    global _decisions
+    _decisions = Recent(DECISIONS)
+    compiling = sys.modules.get("anyflex.runtime.compiling")
+    if compiling is not None:
+        compiling.forget()
 
 
 def _after_fork() -> None:
-    # A compile that was under way belongs to a thread that doesn't exist in the child; locks may
-    # be held by one. What is compiled stays.
-    global _state
-    old, _state = _state, _State()
-    _state.kernels.copy_from(old.kernels)
-    _state.decisions.copy_from(old.decisions)
+    # A thread that doesn't exist in the child may hold the lock.
+    global _decisions
+    old, _decisions = _decisions, Recent(DECISIONS)
+    _decisions.copy_from(old)
 
 
 if hasattr(os, "register_at_fork"):
