@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from anyflex.attention import flex_attention
 from anyflex.aux_outputs import AuxOutput, AuxRequest
-from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask, create_mask
-from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
 from anyflex.errors import (
     AnyflexError,
     ArgumentError,
@@ -27,11 +24,14 @@ from anyflex.errors import (
     PerformanceWarning,
     PluginError,
 )
-from anyflex.registry.selection import use_backend
 
 if TYPE_CHECKING:
+    from anyflex.block_mask.block_mask import BlockMask
+    from anyflex.block_mask.build import create_block_mask, create_mask
+    from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
     from anyflex.explanation import explain
     from anyflex.gradients import flex_attention_backward
+    from anyflex.registry.selection import use_backend
 
 __version__ = "0.1.0"
 
@@ -62,8 +62,15 @@ __all__ = [
 ]
 
 _LATER = {
+    "BlockMask": "anyflex.block_mask.block_mask",
+    "and_masks": "anyflex.block_mask.combine",
+    "create_block_mask": "anyflex.block_mask.build",
+    "create_mask": "anyflex.block_mask.build",
     "explain": "anyflex.explanation",
     "flex_attention_backward": "anyflex.gradients",
+    "noop_mask": "anyflex.block_mask.combine",
+    "or_masks": "anyflex.block_mask.combine",
+    "use_backend": "anyflex.registry.selection",
 }
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""
 
@@ -72,5 +79,11 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         import importlib
 
-        return getattr(importlib.import_module(_LATER[name]), name)
+        value = getattr(importlib.import_module(_LATER[name]), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'anyflex' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from anyflex.contract.spec import Alignment
+if TYPE_CHECKING:
+    from anyflex.contract.spec import Alignment
 
-__all__ = ["alignment", "architecture", "determinism", "empty_dense", "fits_int32", "q_class"]
+__all__ = ["architecture", "determinism", "empty_dense", "memory", "q_class"]
 
 
-def alignment(tensor: Tensor) -> Alignment:
-    """Class of the tensor's memory; see `anyflex.contract.spec.Alignment`."""
+def memory(tensor: Tensor) -> tuple[Alignment, bool]:
+    """Return the class of the tensor's memory (`anyflex.contract.spec.Alignment`), and whether the
+    offset of every element fits a signed 32-bit integer."""
     size = tensor.element_size()
     if tensor.is_contiguous():
-        step = tensor.shape[3] * size
-        return "strided" if (tensor.data_ptr() | step) & 15 else "aligned"
-    *outer, last = tensor.stride()
-    if last != 1 and tensor.shape[3] > 1:
-        return "scattered"
+        odd = (tensor.data_ptr() | tensor.shape[3] * size) & 15
+        return "strided" if odd else "aligned", tensor.numel() < 2**31
+    *outer, last_stride = strides = tensor.stride()
+    last = sum(max(0, n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+    narrow = last < 2**31
+    if last_stride != 1 and tensor.shape[3] > 1:
+        return "scattered", narrow
+    odd = tensor.data_ptr() & 15
     for stride in outer:
-        if stride * size & 15:
-            return "strided"
-    return "strided" if tensor.data_ptr() & 15 else "aligned"
-
-
-def fits_int32(tensor: Tensor) -> bool:
-    """Whether the offset of every element fits a signed 32-bit integer."""
-    if tensor.is_contiguous():
-        return tensor.numel() < 2**31
-    last = 0
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += max(0, size - 1) * stride
-    return last < 2**31
+        odd |= stride * size & 15
+    return "strided" if odd else "aligned", narrow
 
 
 def q_class(length: int) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.runtime.facts import empty_dense
-from anyflex.runtime.request import Request, read_request
+from anyflex.runtime.request import read_request
+
+if TYPE_CHECKING:
+    from anyflex.runtime.request import Request
 
 __all__ = ["flex_attention_backward_op", "flex_attention_op"]
 
@@ -94,6 +96,7 @@ def _backward(
     floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    from anyflex.contract.call import GradInputs, Saved
     from anyflex.runtime.launch import call_of, launch_backward
     from anyflex.runtime.plan import plan_for
 
@@ -270,7 +273,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | N
         *wanted[:3],
         [None] * masks,
         wanted[3:],
-        [None] * ints,
+        None if ints else [],  # an empty list counts as one of tensors
         [None] * floats,
         None,
     )

@@ -14,9 +14,9 @@ from anyflex.contract.backend import Kernel
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
+from anyflex.registry.hot_path import generation
 from anyflex.registry.selection import names_in_force
-from anyflex.registry.table import generation
-from anyflex.runtime.facts import alignment, architecture, determinism, fits_int32, q_class
+from anyflex.runtime.facts import architecture, determinism, memory, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, forget_numbers, history_of
 
@@ -137,10 +137,9 @@ def plan_for(inputs: Inputs) -> Plan:
         heads // key.shape[1],
         key.shape[0] != query.shape[0],
         q_class(length),
-        alignment(query),
-        alignment(key),
-        alignment(value),
-        fits_int32(query) and fits_int32(key) and fits_int32(value),
+        memory(query),
+        memory(key),
+        memory(value),
         tuple([(t.dtype, t.dim()) for t in inputs.captured]),
         inputs.gradients,
         inputs.lse,
@@ -156,7 +155,7 @@ def plan_for(inputs: Inputs) -> Plan:
     )
     plan = _plans.get(facts)
     if plan is None:
-        spec = _spec(inputs, facts, bound)
+        spec = _spec(inputs, bound)
         compiled = kernel_for(spec, names, inputs.backend, inputs.options)
         plan = Plan(compiled, query.device)
         with _lock:
@@ -169,10 +168,10 @@ def plan_for(inputs: Inputs) -> Plan:
 def spec_for(inputs: Inputs) -> Spec:
     """Return the spec of this call, without asking any backend."""
     bound = history_of(inputs.score, inputs.mask).bind(inputs.ints, inputs.floats)
-    return _spec(inputs, None, bound)
+    return _spec(inputs, bound)
 
 
-def _spec(inputs: Inputs, facts: object, bound: Bound) -> Spec:
+def _spec(inputs: Inputs, bound: Bound) -> Spec:
     query, key, value, views = inputs.query, inputs.key, inputs.value, inputs.mask_views
     score_graph, mask_graph = _graphs(inputs, bound)
     names = ("query", "key", "value")
@@ -182,7 +181,7 @@ def _spec(inputs: Inputs, facts: object, bound: Bound) -> Spec:
         for tensor, needed in zip(inputs.captured, inputs.gradients[3:], strict=True)
     )
     needs_backward = any(inputs.gradients)
-    narrow = all(fits_int32(tensor) for tensor in (query, key, value))
+    memories = (memory(query), memory(key), memory(value))
     aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
     return Spec(
         device_type=query.device.type,
@@ -208,8 +207,8 @@ def _spec(inputs: Inputs, facts: object, bound: Bound) -> Spec:
             torch.get_float32_matmul_precision() if query.dtype is torch.float32 else ""
         ),
         q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
-        alignment=(alignment(query), alignment(key), alignment(value)),
-        index_width=32 if narrow else 64,
+        alignment=(memories[0][0], memories[1][0], memories[2][0]),
+        index_width=32 if all(narrow for _, narrow in memories) else 64,
         opaque=inputs.score_function is not None or inputs.mask_function is not None,
     )
 
