@@ -1,0 +1,1 @@
+"""The reference: plain torch on any device, forward and backward. It defines correctness."""
