@@ -86,7 +86,9 @@ def measure(calls: int) -> dict[str, float]:
         return anyflex.flex_attention(query, key, value, closure(slopes, 3.0), mask)
 
     def retrace() -> torch.Tensor:
-        return anyflex.flex_attention(query, key, value, closure(slopes, float(next(numbers))), mask)
+        return anyflex.flex_attention(
+            query, key, value, closure(slopes, float(next(numbers))), mask
+        )
 
     def recorded() -> torch.Tensor:
         return anyflex.flex_attention(*leaves[:3], closure(leaves[3], 3.0), mask)
@@ -128,7 +130,8 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
             lambda: traced(closure(slopes, 3.0), "score", torch.float32, cpu), calls
         ),
         "part: inputs (with the trace)": median_us(
-            lambda: gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None), calls
+            lambda: gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None),
+            calls,
         ),
         "part: facts and plan lookup": median_us(lambda: plan_for(inputs), calls),
         "part: allocation and null launch": median_us(lambda: launch_forward(plan, call), calls),

@@ -188,7 +188,7 @@ def check_scale(scale: Any) -> Any:
         fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
     # NaN and inf are the numbers whose difference from themselves isn't 0; Dynamo follows this
     # for a float that changes between calls, and not math.isfinite.
-    if not (scale - scale == 0):
+    if scale - scale != 0:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
     return scale
 

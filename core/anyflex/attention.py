@@ -25,7 +25,7 @@ from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.request import write_request
 
-__all__ = ["ScoreMod", "flex_attention"]
+__all__ = ["ScoreMod", "check", "check_captured_devices", "flex_attention"]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -89,6 +89,47 @@ def flex_attention(
         >>> anyflex.flex_attention(q, k, v, alibi, causal).shape
         torch.Size([1, 4, 128, 32])
     """
+    query, key, value, block_mask, scale, aux, options = check(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux,
+        backend,
+    )
+    if torch.compiler.is_compiling() or not _is_plain(query, key, value):
+        out, lse, max_scores = _through_op(
+            query, key, value, score_mod, block_mask, scale, aux, options, backend
+        )
+    else:
+        out, lse, max_scores = _late("anyflex.runtime.eager").run(
+            query, key, value, score_mod, block_mask, scale, aux, options, backend
+        )
+    if return_aux is not None:
+        return out, AuxOutput(lse, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def check(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: Any,
+    return_lse: Any,
+    kernel_options: Any,
+    return_aux: Any,
+    backend: Any,
+) -> tuple[Tensor, Tensor, Tensor, Any, float, AuxRequest, tuple[tuple[str, object], ...]]:
+    """Check `flex_attention`'s arguments, and return them in their one form: tensors after
+    autocast, a BlockMask of ours, a scale, a request, options as pairs."""
     check_flags(enable_gqa, return_lse, backend)
     aux = check_aux(return_lse, return_aux)
     check_tensor_types(query, key, value)
@@ -107,18 +148,7 @@ def flex_attention(
         from anyflex.registry.freeze_options import freeze_options
 
         options = freeze_options(kernel_options)
-
-    if torch.compiler.is_compiling() or not _is_plain(query, key, value):
-        out, lse, max_scores = _through_op(
-            query, key, value, score_mod, block_mask, scale, aux, options, backend
-        )
-    else:
-        out, lse, max_scores = _late("anyflex.runtime.eager").run(
-            query, key, value, score_mod, block_mask, scale, aux, options, backend
-        )
-    if return_aux is not None:
-        return out, AuxOutput(lse, max_scores)
-    return (out, lse) if return_lse else out
+    return query, key, value, block_mask, scale, aux, options
 
 
 def _late(module: str) -> Any:
@@ -148,8 +178,10 @@ def _own_mask(block_mask: Any) -> Any:
         from anyflex.block_mask.torch_format import converted
 
         return converted(block_mask)
-    got = f"a tensor of shape {list(block_mask.shape)}" if isinstance(block_mask, Tensor) else (
-        "a function" if callable(block_mask) else type(block_mask).__name__
+    got = (
+        f"a tensor of shape {list(block_mask.shape)}"
+        if isinstance(block_mask, Tensor)
+        else ("a function" if callable(block_mask) else type(block_mask).__name__)
     )
     fail(
         "ArgumentTypeError",
@@ -234,9 +266,7 @@ def _through_op(
     return out, lse if aux.lse else None, max_scores if aux.max_scores else None
 
 
-def check_captured_devices(
-    device: torch.device, captured: list[Tensor], names: list[str]
-) -> None:
+def check_captured_devices(device: torch.device, captured: list[Tensor], names: list[str]) -> None:
     """Check that captured tensors are where query is."""
     for tensor, name in zip(captured, names, strict=True):
         if tensor.device != device:
@@ -249,4 +279,7 @@ def check_captured_devices(
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex():
             which = name or f"of shape {list(tensor.shape)}"
             kind = "nested" if tensor.is_nested else "complex" if tensor.is_complex() else "sparse"
-            fail("ArgumentTypeError", f"captured tensor {which} is {kind}; mods read dense, real tensors.")
+            fail(
+                "ArgumentTypeError",
+                f"captured tensor {which} is {kind}; mods read dense, real tensors.",
+            )

@@ -1,17 +1,17 @@
 """Every exception and warning that anyflex raises.
 
-    AnyflexError
-    ├── ArgumentError (ValueError)            a value, shape, device or combination of arguments
-    │   └── BlockMaskError                    building, converting or using a block mask
-    ├── ArgumentTypeError (TypeError)         a wrong Python type or dtype
-    ├── ModTraceError (TypeError)             a mod that can't be traced
-    │   └── ModIndexError (IndexError)        a captured read that leaves its tensor
-    ├── BackendRefused (NotImplementedError)  nobody, or not the forced backend, takes the call
-    ├── PluginError (RuntimeError)            a plugin that is broken
-    │   └── BackendConflict                   two distributions under one backend name
-    └── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
+AnyflexError
+├── ArgumentError (ValueError)            a value, shape, device or combination of arguments
+│   └── BlockMaskError                    building, converting or using a block mask
+├── ArgumentTypeError (TypeError)         a wrong Python type or dtype
+├── ModTraceError (TypeError)             a mod that can't be traced
+│   └── ModIndexError (IndexError)        a captured read that leaves its tensor
+├── BackendRefused (NotImplementedError)  nobody, or not the forced backend, takes the call
+├── PluginError (RuntimeError)            a plugin that is broken
+│   └── BackendConflict                   two distributions under one backend name
+└── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
 
-    PerformanceWarning (UserWarning)          the call works, slower than it could
+PerformanceWarning (UserWarning)          the call works, slower than it could
 """
 
 from __future__ import annotations

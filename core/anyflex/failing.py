@@ -1,8 +1,8 @@
 """Raising typed errors from code that Dynamo may be inlining.
 
-A plain ``raise`` inside a compiled function reaches the user as Dynamo's "observed exception". The
-error raised here is ours and Dynamo's ``Unsupported`` at once: with ``fullgraph=True`` it comes out
-as it is, without it the graph breaks and the eager call raises the plain error.
+A plain ``raise`` inside a compiled function reaches the user as Dynamo's "observed exception".
+The error raised here is ours and Dynamo's ``Unsupported`` at once: with ``fullgraph=True`` it
+comes out as it is, without it the graph breaks and the eager call raises the plain error.
 """
 
 from __future__ import annotations

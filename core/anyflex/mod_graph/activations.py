@@ -17,21 +17,21 @@ from anyflex.mod_graph.symbol import CATEGORY, FLOAT, Symbol, Tracer
 __all__ = ["SPELLED"]
 
 
-def _float(t: Tracer, x: Any) -> Any:
-    """Return `x` as a floating symbol. Untyped: operators are installed by `spellings`."""
+def _float(t: Tracer, x: Any) -> Symbol:
+    """Return `x` as a floating symbol."""
     x = t.symbol(x)
     return x if CATEGORY[x.kind] == FLOAT else t.as_kind(x, t.default_float)
 
 
-def _const(t: Tracer, x: Symbol, value: float) -> Any:
+def _const(t: Tracer, x: Symbol, value: float) -> Symbol:
     return t.constant(value, x.kind)
 
 
-def _below(t: Tracer, x: Any, bound: float, value: Any, otherwise: Any) -> Any:
+def _below(t: Tracer, x: Symbol, bound: float, value: Any, otherwise: Any) -> Symbol:
     return t.where(x <= _const(t, x, bound), value, otherwise)
 
 
-def _above(t: Tracer, x: Any, bound: float, value: Any, otherwise: Any) -> Any:
+def _above(t: Tracer, x: Symbol, bound: float, value: Any, otherwise: Any) -> Symbol:
     return t.where(x >= _const(t, x, bound), value, otherwise)
 
 
@@ -42,7 +42,7 @@ def relu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
 
 
 def hardtanh(
-    t: Tracer, x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+    t: Tracer, x: Any, min_val: Any = -1.0, max_val: Any = 1.0, inplace: bool = False
 ) -> Symbol:
     x = _float(t, x)
     low, high = t.as_kind(t.operand(min_val), x.kind), t.as_kind(t.operand(max_val), x.kind)
@@ -60,7 +60,7 @@ def leaky_relu(t: Tracer, x: Any, negative_slope: float = 0.01, inplace: bool = 
     return t.where(x > _const(t, x, 0.0), x, x * negative_slope)
 
 
-def _expm1_below_zero(t: Tracer, x: Any) -> Any:
+def _expm1_below_zero(t: Tracer, x: Symbol) -> Symbol:
     zero = _const(t, x, 0.0)
     return t.floating("expm1", t.where(x > zero, zero, x))
 
@@ -158,7 +158,7 @@ def softshrink(t: Tracer, x: Any, lambd: float = 0.5) -> Symbol:
     return t.where(x > lambd, x - lambd, inside)
 
 
-def _as(t: Tracer, x: Symbol, value: Any) -> Any:
+def _as(t: Tracer, x: Symbol, value: Any) -> Symbol:
     return t.as_kind(t.operand(value), x.kind)
 
 
@@ -280,8 +280,8 @@ def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), _float(t, y)
     kind = t.common_kind(x, y)
     x, y = t.unary("abs", t.as_kind(x, kind)), t.unary("abs", t.as_kind(y, kind))
-    high: Any = t.where(x >= y, x, y)
-    low: Any = t.where(x >= y, y, x)
+    high = t.where(x >= y, x, y)
+    low = t.where(x >= y, y, x)
     zero, one = _const(t, high, 0.0), _const(t, high, 1.0)
     ratio = low / t.where(high == zero, one, high)
     return high * t.floating("sqrt", one + ratio * ratio)

@@ -16,6 +16,10 @@ from anyflex.mod_graph.lowering import Lowering, Rule
 __all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
 
 
+Read = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Reads a captured tensor at one index a dimension."""
+
+
 @dataclass(slots=True)
 class _Context:
     """What the rules read beside their operands."""
@@ -27,6 +31,7 @@ class _Context:
     floats: Sequence[float]
     device: torch.device
     out_of_range: list[tuple[int, Tensor]] | None
+    read: Read | None = None
 
     def number(self, node: Node) -> int | float | None:
         """Return the Python value of a const or number node, None for any other."""
@@ -127,6 +132,8 @@ def _load(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
     table = context.captured[position]
     if not operands:
         return table
+    if context.read is not None:
+        return context.read(table, operands)
     if table.numel() == 0:
         shape = functools.reduce(torch.add, operands).shape
         if context.out_of_range is not None:
@@ -254,13 +261,14 @@ class Evaluator:
         ints: Sequence[int],
         floats: Sequence[float],
         out_of_range: list[tuple[int, Tensor]] | None = None,
+        read: Read | None = None,
     ) -> list[Tensor]:
         """Return the wanted values; see `evaluate`."""
         device = torch.device("cpu")
         for tensor in (*inputs.values(), *captured):
             device = tensor.device
             break
-        context = _Context(self.nodes, inputs, captured, ints, floats, device, out_of_range)
+        context = _Context(self.nodes, inputs, captured, ints, floats, device, out_of_range, read)
         values: dict[int, Tensor] = {}
         for position, node, rule, dropped in self._steps:
             values[position] = rule(context, node, [values[a] for a in node.arguments])
@@ -278,6 +286,7 @@ def evaluate(
     ints: Sequence[int],
     floats: Sequence[float],
     out_of_range: list[tuple[int, Tensor]] | None = None,
+    read: Read | None = None,
 ) -> list[Tensor]:
     """Return the values of the nodes at `wanted`.
 
@@ -294,5 +303,6 @@ def evaluate(
         out_of_range: if given, (captured position, bool tensor that is True where an index was
             outside of [-N, N)) is appended for each load of which that was so; on devices other
             than the CPU for every load, because looking would synchronise.
+        read: how captured tensors are read, instead of that.
     """
-    return Evaluator(nodes, wanted)(inputs, captured, ints, floats, out_of_range)
+    return Evaluator(nodes, wanted)(inputs, captured, ints, floats, out_of_range, read)

@@ -131,7 +131,14 @@ def _refused() -> dict[Any, tuple[str, str, str]]:
                     table[function] = (f"{problem}: {prefix}{name}", prefix + name, hint)
     for name in dir(Tensor):
         in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")
-        assigns = name in ("__setitem__", "set_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+        assigns = name in (
+            "__setitem__",
+            "set_",
+            "__iadd__",
+            "__isub__",
+            "__imul__",
+            "__itruediv__",
+        )
         if (in_place and name != "requires_grad_") or assigns:
             cure = f"`.{name[:-1]}`" if in_place else "a new value"
             table[getattr(Tensor, name)] = (

@@ -372,9 +372,7 @@ def to(t: Tracer, x: Any, *args: Any, **kwargs: Any) -> Symbol:
         elif isinstance(target, (Symbol, Tensor)):
             x = t.as_kind(x, kind_named(target.dtype))
         elif isinstance(target, (str, torch.device)) and torch.device(target) != t.device:
-            refuse(
-                f"moving a symbol to {target}", "to", "Move captured tensors before the call."
-            )
+            refuse(f"moving a symbol to {target}", "to", "Move captured tensors before the call.")
     return x
 
 
@@ -404,7 +402,9 @@ def like(value: float | None) -> Callable[..., Symbol]:
 
 
 def new(value: float | None) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any, size: Any = (), fill_value: Any = None, **options: Any) -> Symbol:
+    def spelled(
+        t: Tracer, x: Any, size: Any = (), fill_value: Any = None, **options: Any
+    ) -> Symbol:
         if isinstance(size, int) or len(size) != 0:
             refuse("a new tensor that is not a scalar", "new_full", "A mod computes a scalar.")
         return like(value)(t, x, fill_value, dtype=options.get("dtype"))
@@ -458,7 +458,9 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
 """Functions that make a scalar constant; they answer NotImplemented for anything else."""
 
 
-def dropout(t: Tracer, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def dropout(
+    t: Tracer, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Any:
     if training:
         refuse(
             "a random number in a mod: torch.nn.functional.dropout",

@@ -15,8 +15,6 @@ from anyflex.mod_graph import spellings
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
 from anyflex.mod_graph.symbol import (
-    CATEGORY,
-    FLOAT,
     SPELLINGS,
     PartialRead,
     Symbol,
@@ -219,9 +217,7 @@ def positional_count(function: Any, argument: str) -> int | None:
     import inspect
 
     if not callable(function):
-        raise ArgumentTypeError(
-            f"{argument} must be a function, got {type(function).__name__}"
-        )
+        raise ArgumentTypeError(f"{argument} must be a function, got {type(function).__name__}")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise ArgumentTypeError(f"{argument} must be a plain function, got {function!r}")
     try:

@@ -19,7 +19,7 @@ class FlexAttention(torch.autograd.Function):
     """out, and lse and max_scores where they are asked for."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         plan: Plan,
         inputs: Inputs,
@@ -58,7 +58,7 @@ class FlexAttention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         query, key, value, out, lse, *others = ctx.saved_tensors
         views, count, ints, floats, scale, score_function, mask_function, with_lse = ctx.rest
         captured = tuple(others[:count])
@@ -90,11 +90,11 @@ class _NotTwice(torch.autograd.Function):
     """Passes gradients on, and refuses to be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise BackendRefused(
             "flex_attention is not differentiable twice: its gradients were asked for with "
             "create_graph=True and then differentiated",
@@ -105,5 +105,5 @@ class _NotTwice(torch.autograd.Function):
 def not_twice(gradients: list[Tensor | None], sources: list[Tensor]) -> list[Tensor | None]:
     """Make a second differentiation through `gradients` a BackendRefused."""
     given = [gradient for gradient in gradients if gradient is not None]
-    passed = iter(_NotTwice.apply(len(given), *given, *sources))
+    passed = iter(_NotTwice.apply(len(given), *given, *sources))  # type: ignore[no-untyped-call]
     return [None if gradient is None else next(passed) for gradient in gradients]

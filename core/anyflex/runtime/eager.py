@@ -38,7 +38,9 @@ def run(
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
     plan = plan_for(inputs)
     if True in inputs.gradients:
-        results = FlexAttention.apply(plan, inputs, query, key, value, *inputs.captured)
+        results = FlexAttention.apply(  # type: ignore[no-untyped-call]
+            plan, inputs, query, key, value, *inputs.captured
+        )
         if isinstance(results, Tensor):
             return results, None, None
         out, *others = results

@@ -50,9 +50,7 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     out = empty_dense(query, spec.value_head_dim)
     rows = query.shape[:3]
     lse = query.new_empty(rows, dtype=plan.accumulate) if spec.needs_lse else None
-    max_scores = (
-        query.new_empty(rows, dtype=plan.accumulate) if "max_scores" in spec.aux else None
-    )
+    max_scores = query.new_empty(rows, dtype=plan.accumulate) if "max_scores" in spec.aux else None
     saved: tuple[Tensor, ...] = ()
     workspace: tuple[Tensor, ...] = ()
     if save and plan.saves:

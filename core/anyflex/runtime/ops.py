@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["flex_attention_backward_op", "flex_attention_op"]
 
-_library = torch.library.Library("anyflex", "DEF")
+# torch.library is not annotated.
+_library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value"
 _REST = "Tensor[] mask, Tensor[] captured, SymInt[] ints, Tensor[] floats, str request"
 _library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor)")
@@ -195,9 +196,7 @@ _views_by_address: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _views(
-    mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]
-) -> Any:
+def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
     from anyflex.block_mask.views import MaskViews
 
     offsets, runs = mask

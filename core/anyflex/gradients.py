@@ -1,0 +1,132 @@
+"""flex_attention_backward: gradients from an lse and a delta that come from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflex.attention import ScoreMod, check
+from anyflex.contract.call import GradInputs, Saved
+from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.runtime.eager import gather
+from anyflex.runtime.launch import call_of, launch_backward
+from anyflex.runtime.plan import plan_for
+
+__all__ = ["AttentionGradients", "flex_attention_backward"]
+
+
+class AttentionGradients(NamedTuple):
+    """What `flex_attention_backward` returns.
+
+    Args:
+        query, key, value: gradients, shaped and typed like the tensors.
+        captured: (captured tensor, its gradient) for each tensor that score_mod reads and that
+            requires grad.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    captured: tuple[tuple[Tensor, Tensor], ...]
+
+
+def flex_attention_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    backend: str | None = None,
+) -> AttentionGradients:
+    """Compute the gradients of one `flex_attention` whose softmax was completed elsewhere.
+
+    In ring attention and other schemes that split the keys, each part's probabilities are
+    ``exp(score - lse)`` with the lse of the whole row, so lse and delta come from outside.
+
+    Args:
+        dout: [B, Hq, L, Ev], gradient of the whole row's out.
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, backend: as
+            for `flex_attention`, of this part.
+        out: [B, Hq, L, Ev], the whole row's out; read only where `delta` is not given.
+        lse: [B, Hq, L], the whole row's lse, float32 (float64 for float64 inputs).
+        dlse: [B, Hq, L], gradient of the whole row's lse, or None.
+        delta: [B, Hq, L], sum of dout * out over Ev, or None to compute it from `out`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: as `flex_attention`, and for tensors of a wrong shape,
+            dtype or device.
+        BackendRefused: no backend takes the call.
+
+    Example:
+        >>> import torch, anyflex
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+        >>> out, aux = anyflex.flex_attention(
+        ...     q, k, v, return_aux=anyflex.AuxRequest(lse=True))
+        >>> anyflex.flex_attention_backward(torch.ones_like(out), q, k, v, out, aux.lse).key.shape
+        torch.Size([1, 2, 16, 8])
+    """
+    query, key, value, block_mask, scale, aux, options = check(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        dlse is not None,
+        kernel_options,
+        None,
+        backend,
+    )
+    _check_given(query, value, dout=dout, out=out)
+    _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
+    with torch.enable_grad():
+        inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    inputs.gradients = (True, True, True, *inputs.gradients[3:])
+    inputs.needs_lse = True
+    with torch.no_grad():
+        dq, dk, dv, captured = launch_backward(
+            plan_for(inputs), call_of(inputs), Saved(out, lse), GradInputs(dout, dlse, delta)
+        )
+    assert dq is not None and dk is not None and dv is not None
+    return AttentionGradients(
+        dq,
+        dk,
+        dv,
+        tuple(
+            (tensor, gradient)
+            for tensor, gradient in zip(inputs.captured, captured, strict=True)
+            if gradient is not None
+        ),
+    )
+
+
+def _check_given(query: Tensor, value: Tensor, **tensors: Tensor | None) -> None:
+    rows = query.shape[:3]
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    for name, tensor in tensors.items():
+        if tensor is None and name in ("dlse", "delta"):
+            continue
+        per_row = name not in ("dout", "out")
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(f"{name} must be a Tensor, got {type(tensor).__name__}.")
+        shape = rows if per_row else (*rows, value.shape[3])
+        if tensor.shape != torch.Size(shape):
+            raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}.")
+        dtype = wide if per_row else query.dtype
+        if tensor.dtype is not dtype:
+            raise ArgumentTypeError(f"{name} must have dtype {dtype}, got {tensor.dtype}.")
+        if tensor.device != query.device:
+            raise ArgumentError(f"{name} is on {tensor.device}, query on {query.device}.")
