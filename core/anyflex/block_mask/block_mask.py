@@ -42,6 +42,11 @@ FORMAT = 1
 """Version of the form that a pickle carries."""
 
 
+# One lock for all masks: it is held only while a mask is looked at for the first time, and an
+# object with a lock of its own could not be made under torch.compile.
+_LOCK = threading.RLock()
+
+
 class BlockMask:
     """For each row of blocks a short list of runs of kv blocks, FULL or PARTIAL.
 
@@ -131,7 +136,6 @@ class BlockMask:
         self._structure: MaskViews | None = None
         self._watch: Watch | None = None
         self._moved: dict[torch.device, BlockMask] = {}
-        self._lock = threading.RLock()
 
     @classmethod
     def _assembled(cls, *parts: Any, **flags: Any) -> Self:
@@ -261,7 +265,7 @@ class BlockMask:
             traced, opaque = None, None
         else:
             traced, opaque = trace_mask_mod(function)
-        with self._lock:
+        with _LOCK:
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False
             self._from_captured = False
@@ -295,7 +299,7 @@ class BlockMask:
         return structure if device is None else structure.on(device)
 
     def _start_watching(self) -> MaskViews:
-        with self._lock:
+        with _LOCK:
             if self._structure is None:
                 self._structure = MaskViews(
                     self.offsets, self.runs, *self.seq_lengths, self.BLOCK_SIZE
@@ -317,7 +321,7 @@ class BlockMask:
         self.views()
         found = self._moved.get(device)
         if found is None:
-            with self._lock:
+            with _LOCK:
                 found = self._moved.get(device)
                 if found is None:
                     moved_mask = self.to(device)

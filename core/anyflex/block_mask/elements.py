@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from anyflex.block_mask.mask_function import MaskMod, captured_name
 from anyflex.errors import BlockMaskError, ModIndexError
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.trace import TracedMod
+from anyflex.reference.opaque import apply_mask, apply_score
 
 __all__ = ["Elements", "OpaqueElements", "TracedElements", "elements_of"]
 
@@ -126,56 +126,17 @@ class OpaqueElements:
 
     def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return bool [b, h, q, k]. Raises BlockMaskError for results of a wrong kind."""
-        function = self._function
+        indices = (b, h, q, k)
         if self.kind == "score":
-            score = torch.zeros((), device=self.device)
-
-            def mod(*indices: Tensor) -> Any:
-                return function(score, *indices)
-        else:
-            mod = function
-        over = mod
-        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):
-            over = torch.vmap(over, in_dims=dims)
-        over = torch.vmap(over, in_dims=(0, None, None, None))
-        with _IndexMode():
-            result: Tensor = over(b, h, q, k)
-        if self.kind == "score":
-            return ~torch.isneginf(result)
+            score = torch.zeros([index.numel() for index in indices], device=self.device)
+            return ~torch.isneginf(apply_score(self._function, score, indices))
+        result = apply_mask(self._function, indices)
         if result.dtype is not torch.bool or result.dim() != 4:
             raise BlockMaskError(
                 f"mask_mod returned dtype {result.dtype} and shape {list(result.shape[4:])}; it "
                 "must return one bool scalar"
             )
         return result
-
-
-class _IndexMode(TorchFunctionMode):
-    """Makes ``captured[q_idx]`` a gather under vmap: plain indexing would read the index."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is Tensor.__getitem__:
-            tensor, index = args
-            indices = index if isinstance(index, tuple) else (index,)
-            scalars = all(isinstance(i, int) or _is_scalar_index(i) for i in indices)
-            if scalars and any(isinstance(i, Tensor) for i in indices):
-                device = tensor.device
-                lists = [
-                    i if isinstance(i, Tensor) else torch.tensor(i, device=device) for i in indices
-                ]
-                return torch.ops.aten.index.Tensor(tensor, lists)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_scalar_index(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.dim() == 0
-        and not value.dtype.is_floating_point
-        and value.dtype is not torch.bool
-    )
 
 
 def elements_of(

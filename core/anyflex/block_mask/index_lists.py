@@ -9,7 +9,7 @@ from anyflex.block_mask.run_checks import checked_block_size, checked_lengths
 from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, pack
 from anyflex.errors import BlockMaskError
 
-__all__ = ["runs_of_lists"]
+__all__ = ["runs_of_lists", "runs_while_compiling"]
 
 
 def runs_of_lists(
@@ -49,6 +49,51 @@ def runs_of_lists(
     return offsets.to(kv_indices.device), runs.to(kv_indices.device), lengths, sizes
 
 
+def runs_while_compiling(
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    full_kv_num_blocks: Tensor | None,
+    full_kv_indices: Tensor | None,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """Return (offsets, runs) of index lists by operations whose shapes don't depend on data.
+
+    For torch.compile: nothing is checked, nothing is read on the host, and `runs` has room for a
+    run a block. An index past the last column is dropped.
+    """
+    grid = _kind_grid(kv_num_blocks, kv_indices, columns, PARTIAL)
+    if full_kv_num_blocks is not None and full_kv_indices is not None:
+        grid = torch.maximum(grid, _kind_grid(full_kv_num_blocks, full_kv_indices, columns, FULL))
+    batch, heads, rows, _ = grid.shape
+    edge = torch.nn.functional.pad(grid, (1, 1))
+    changes = edge[..., 1:] != edge[..., :-1]
+    starts = changes[..., :-1] & (grid != 0)
+    place = torch.arange(columns + 1, device=grid.device)
+    # The column of the next change, looking back from the right edge; every row ends with one
+    # where its last block is visited.
+    following = torch.where(changes, place, columns)[..., 1:].flip(-1).cummin(-1).values.flip(-1)
+    fields = torch.stack([place[:-1].expand_as(grid), following, grid], -1).view(-1, 3)
+    flat = starts.view(-1)
+    position = torch.where(flat, flat.cumsum(0) - 1, flat.numel())
+    runs = torch.zeros(flat.numel() + 2, 3, dtype=torch.int32, device=grid.device)
+    runs = runs.index_copy(0, position, fields.to(torch.int32))
+    counts = starts.sum(-1).view(-1).cumsum(0)
+    before = torch.nn.functional.pad(counts, (1, 0))
+    offsets = torch.cat(
+        [before[:-1].view(batch, heads, rows), counts.view(batch, heads, rows)[..., -1:]], -1
+    )
+    return offsets.to(torch.int32), runs
+
+
+def _kind_grid(counts: Tensor, indices: Tensor, columns: int, kind: int) -> Tensor:
+    """int64 [B', H', Qb, columns]: `kind` in the listed blocks, 0 elsewhere."""
+    counts, indices = _four_dimensional(counts, 3), _four_dimensional(indices, 4)
+    used = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    block = torch.where(used, indices, columns).clamp(0, columns).to(torch.int64)
+    grid = torch.zeros(*indices.shape[:3], columns + 1, dtype=torch.int64, device=indices.device)
+    return grid.scatter(-1, block, kind)[..., :columns]
+
+
 def _listed_runs(
     lists: list[tuple[str, Tensor, Tensor, int]], columns: int
 ) -> tuple[RunList, tuple[int, int, int]]:
@@ -63,9 +108,9 @@ def _listed_runs(
     for name, counts, indices, kind in lists:
         counts, indices = _checked_list(name, counts, indices)
         width = indices.shape[-1]
-        place = (torch.arange(width) < counts[..., None]).reshape(-1, width).nonzero()
+        place = (torch.arange(width) < counts[..., None]).flatten(0, 2).nonzero()
         row, slot = place.unbind(1)
-        block = indices.reshape(-1, width)[row, slot]
+        block = indices.flatten(0, 2)[row, slot]
         wrong = ((block < 0) | (block >= columns)).nonzero()
         if wrong.numel():
             i = int(wrong[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -45,10 +45,17 @@ class RebuiltMaskMod:
             captured=self.traced.captured,
             ints=self.traced.ints,
             floats=self.traced.floats,
+            read=_read,
         )[0]
 
     def __repr__(self) -> str:
         return f"RebuiltMaskMod({self.traced.text!r})"
+
+
+def _read(table: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    # Plain indexing, which vmap and the tracer follow; the bounds keep dead elements from raising.
+    bounded = (i.clamp(-size, size - 1) for i, size in zip(indices, table.shape, strict=True))
+    return table[tuple(bounded)]
 
 
 def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoReturn:
@@ -66,6 +73,8 @@ def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
         BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
         ModTraceError: the function is not a mod: it branches, reads values, is not pure.
     """
+    if isinstance(function, RebuiltMaskMod):
+        return function.traced, None
     count = positional_count(function, "mask_mod")
     if count not in (None, 4):
         what = " (a score mod; create_mask takes one)" if count == 5 else ""

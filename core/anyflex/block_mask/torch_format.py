@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from anyflex.block_mask.index_lists import runs_while_compiling
 from anyflex.block_mask.mask_function import sliced_mask_mod
-from anyflex.block_mask.runs import FULL, PARTIAL
+from anyflex.block_mask.runs import FULL, PARTIAL, block_count
 from anyflex.block_mask.views import IndexLists, MaskViews, listed
 from anyflex.errors import ArgumentTypeError, BlockMaskError
+from anyflex.mod_graph.trace import trace_mod
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask
 
-__all__ = ["is_torch_mask", "torch_fields", "torch_mask"]
+__all__ = ["converted", "is_torch_mask", "torch_fields", "torch_mask"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _NEEDED = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices")
@@ -87,6 +90,53 @@ def _field_names(mask: Any) -> list[str]:
         for name in getattr(type(mask), attribute, ())
     ]
     return declared or [name for name in vars(mask) if not name.startswith("_")]
+
+
+def converted(mask: Any) -> BlockMask:
+    """Return anyflex's form of torch's mask for a call, converted once and kept with the mask.
+
+    Under torch.compile the conversion becomes part of the graph, and nothing is checked.
+    """
+    from anyflex.block_mask.block_mask import BlockMask
+
+    if torch.compiler.is_compiling():
+        return _converted_while_compiling(mask)
+    found = _CONVERTED.get(mask)
+    facts = _facts(mask)
+    if found is None or found[0] != facts:
+        found = _CONVERTED[mask] = (facts, BlockMask.from_torch(mask))
+    return found[1]
+
+
+_CONVERTED: weakref.WeakKeyDictionary[Any, tuple[object, BlockMask]] = weakref.WeakKeyDictionary()
+
+
+def _facts(mask: Any) -> object:
+    """What tells that a mask is still what it was when it was converted."""
+    facts: list[object] = [getattr(mask, "mask_mod", None), getattr(mask, "seq_lengths", None)]
+    for name in (*_NEEDED[-2:], *_OPTIONAL):
+        tensor = getattr(mask, name, None)
+        if isinstance(tensor, Tensor):
+            facts += [id(tensor), 0 if tensor.is_inference() else tensor._version]
+    return facts
+
+
+def _converted_while_compiling(mask: Any) -> BlockMask:
+    from anyflex.block_mask.block_mask import BlockMask
+
+    q_length, kv_length = mask.seq_lengths
+    q_block, kv_block = mask.BLOCK_SIZE
+    offsets, runs = runs_while_compiling(
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.full_kv_num_blocks,
+        mask.full_kv_indices,
+        block_count(kv_length, kv_block),
+    )
+    traced = trace_mod(mask.mask_mod, "mask")
+    return BlockMask._assembled(
+        offsets, runs, (q_length, kv_length), (q_block, kv_block), traced, None, mask.mask_mod
+    )
 
 
 def torch_mask(mask: BlockMask) -> Any:
