@@ -85,20 +85,25 @@ def score_gradients(
 
 
 class _Reads(TorchFunctionMode):
-    """Notes every tensor that needs a gradient and is given to a torch function."""
+    """Notes every tensor that needs a gradient, is given to a torch function and wasn't made by
+    one. What was made is held, so that no other object gets its id."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, Tensor] = {}
+        self.made: dict[int, Any] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         for value in _flat((*args, *kwargs.values())):
-            if isinstance(value, Tensor) and value.requires_grad:
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in self.made:
                 self.found.setdefault(id(value), value)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for value in _flat((result,)):
+            self.made[id(value)] = value
+        return result
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:
@@ -122,8 +127,6 @@ def read_tensors(
     reads = _Reads()
     score = torch.zeros((), dtype=dtype, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    # Without grad what the function computes on the way needs none, so only what it was given
-    # does.
     with torch.no_grad(), reads:
         _run(function, score, zero, zero, zero, zero)
     return list(reads.found.values())
