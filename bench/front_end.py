@@ -111,14 +111,14 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
     from anyflex.aux_outputs import AuxRequest
     from anyflex.mod_graph.mod_key import traced
     from anyflex.runtime.eager import gather
-    from anyflex.runtime.launch import call_of, launch_forward
+    from anyflex.runtime.launch import launch_forward
     from anyflex.runtime.plan import plan_for
 
     aux = AuxRequest()
     cpu = torch.device("cpu")
     inputs = gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
     plan = plan_for(inputs)
-    call = call_of(inputs)
+    call = inputs.call
 
     def checks() -> None:
         check_tensor_types(query, key, value)

@@ -14,7 +14,6 @@ from anyflex.errors import AnyflexError
 from anyflex.registry.choice import Selection, explain_selection
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.eager import gather
-from anyflex.runtime.launch import call_of
 from anyflex.runtime.plan import plan_for, spec_for
 
 __all__ = ["Explanation", "explain"]
@@ -138,7 +137,7 @@ def explain(
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
     selection = explain_selection(spec_for(inputs), names_in_force(backend), backend, options)
     try:
-        variant = plan_for(inputs).kernel.describe(call_of(inputs))
+        variant = plan_for(inputs).kernel.describe(inputs.call)
     except AnyflexError as error:
         return Explanation(selection, "", str(error))
     return Explanation(selection, variant, "")

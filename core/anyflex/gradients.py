@@ -12,7 +12,7 @@ from anyflex.attention import ScoreMod, check
 from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.runtime.eager import gather
-from anyflex.runtime.launch import call_of, launch_backward
+from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.plan import plan_for
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
@@ -98,7 +98,7 @@ def flex_attention_backward(
     inputs.needs_lse = True
     with torch.no_grad():
         dq, dk, dv, captured = launch_backward(
-            plan_for(inputs), call_of(inputs), Saved(out, lse), GradInputs(dout, dlse, delta)
+            plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
         )
     assert dq is not None and dk is not None and dv is not None
     return AttentionGradients(
@@ -107,7 +107,7 @@ def flex_attention_backward(
         dv,
         tuple(
             (tensor, gradient)
-            for tensor, gradient in zip(inputs.captured, captured, strict=True)
+            for tensor, gradient in zip(inputs.call.captured, captured, strict=True)
             if gradient is not None
         ),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import BackendRefused
-from anyflex.runtime.launch import call_of, launch_backward, launch_forward
+from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 
 __all__ = ["FlexAttention", "not_twice"]
@@ -28,7 +28,8 @@ class FlexAttention(torch.autograd.Function):
         value: Tensor,
         *captured: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
-        outputs = launch_forward(plan, call_of(inputs), save=True)
+        call = inputs.call
+        outputs = launch_forward(plan, call, save=True)
         out, lse = outputs.out, outputs.lse
         assert lse is not None
         ctx.set_materialize_grads(False)
@@ -37,13 +38,13 @@ class FlexAttention(torch.autograd.Function):
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
         ctx.rest = (
-            inputs.mask_views,
+            call.mask,
             len(captured),
-            inputs.ints,
-            inputs.floats,
-            inputs.scale,
-            inputs.score_function,
-            inputs.mask_function,
+            call.ints,
+            call.floats,
+            call.scale,
+            call.score_function,
+            call.mask_function,
             inputs.lse,
         )
         if not inputs.lse and not inputs.max_scores:

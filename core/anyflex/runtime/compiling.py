@@ -65,7 +65,7 @@ def decide(
                 line = TraceLine(entry.name, entry.distribution, "refuses", str(refusal))
             except PluginError as failure:
                 error = failure
-                line = TraceLine(entry.name, entry.distribution, "broken", str(failure))
+                line = TraceLine(entry.name, entry.distribution, "broken", _short(failure))
             else:
                 warn_about_fallback(choice, trace, entry.name)
                 warn_about_unused_options(answer)
@@ -85,6 +85,12 @@ def decide(
             if line.outcome in ("broken", "conflict"):
                 isolation.report(error, "it is skipped")
     raise choice.refused(trace)
+
+
+def _short(failure: PluginError) -> str:
+    # Without the spec: the warning about it comes once a reason, not once a spec.
+    cause = failure.__cause__
+    return str(failure) if cause is None else f"compile() raised {isolation.first_line(cause)}"
 
 
 def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from anyflex.aux_outputs import AuxRequest
+from anyflex.contract.call import Call
 from anyflex.errors import AnyflexError, BackendRefused, ModTraceError, PerformanceWarning
 from anyflex.mod_graph.mod_key import traced
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.autograd import FlexAttention
-from anyflex.runtime.launch import call_of, launch_forward
+from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 
 __all__ = ["gather", "run"]
@@ -39,14 +40,14 @@ def run(
     plan = plan_for(inputs)
     if True in inputs.gradients:
         results = FlexAttention.apply(  # type: ignore[no-untyped-call]
-            plan, inputs, query, key, value, *inputs.captured
+            plan, inputs, query, key, value, *inputs.call.captured
         )
         if isinstance(results, Tensor):
             return results, None, None
         out, *others = results
         lse = others[0] if aux.lse else None
         return out, lse, others[-1] if aux.max_scores else None
-    outputs = launch_forward(plan, call_of(inputs))
+    outputs = launch_forward(plan, inputs.call)
     return outputs.out, outputs.lse, outputs.max_scores
 
 
@@ -102,26 +103,29 @@ def gather(
         )
     else:
         gradients = (False,) * (3 + len(captured))
-    return Inputs(
+    call = Call(
         query,
         key,
         value,
-        score.text,
-        mask.text,
+        views,
         captured,
         (*score.ints, *mask.ints),
         (*score.floats, *mask.floats),
-        (len(score.captured), len(score.ints), len(score.floats)),
-        views,
         scale,
+        score_function,
+        mask_function,
+    )
+    return Inputs(
+        call,
+        score.text,
+        mask.text,
+        (len(score.captured), len(score.ints), len(score.floats)),
         aux.lse,
         aux.max_scores,
         aux.lse or True in gradients,
         gradients,
         backend,
         options,
-        score_function,
-        mask_function,
     )
 
 

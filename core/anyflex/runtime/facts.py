@@ -57,10 +57,13 @@ def architecture(device: torch.device) -> str:
 def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
     """Allocate like `tensor` (its last dimension resized to `last`): dense, in its dimension
     order, last stride 1. A stride 0 is never copied: it would alias what are distinct elements."""
+    contiguous = tensor.is_contiguous()
+    if contiguous and last is None:
+        return torch.empty_like(tensor)
     sizes = list(tensor.shape)
     if last is not None:
         sizes[-1] = last
-    if tensor.is_contiguous():
+    if contiguous:
         return tensor.new_empty(sizes)
     strides = tensor.stride()
     rank = len(sizes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,25 +12,9 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.errors import AnyflexError
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
-from anyflex.runtime.plan import Inputs, Plan
+from anyflex.runtime.plan import Plan
 
-__all__ = ["call_of", "launch_backward", "launch_forward"]
-
-
-def call_of(inputs: Inputs) -> Call:
-    """Return what a kernel is told of this call."""
-    return Call(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        inputs.mask_views,
-        inputs.captured,
-        inputs.ints,
-        inputs.floats,
-        inputs.scale,
-        inputs.score_function,
-        inputs.mask_function,
-    )
+__all__ = ["launch_backward", "launch_forward"]
 
 
 def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
@@ -87,23 +70,21 @@ def launch_backward(
     dk = empty_dense(call.key) if "k" in spec.gradients else None
     dv = empty_dense(call.value) if "v" in spec.gradients else None
     accumulators = tuple(
-        _accumulator(plan, tensor) if facts.needs_grad else None
-        for tensor, facts in zip(call.captured, spec.captured, strict=True)
+        [
+            _accumulator(plan, tensor) if facts.needs_grad else None
+            for tensor, facts in zip(call.captured, spec.captured, strict=True)
+        ]
     )
     workspace: tuple[Tensor, ...] = ()
     if plan.own_backward and plan.works:
         workspace = _allocate(plan, call, plan.kernel.workspace(call, "backward"))
     grads = Grads(dq, dk, dv, accumulators, workspace)
     try:
-        with nullcontext() if plan.guard is None else plan.guard():
-            if plan.own_backward:
-                if plan.saves and not saved.extras:
-                    saved = Saved(saved.out, saved.lse, _extras(plan, call, saved))
-                plan.kernel.backward(call, saved, grad, grads)
-            else:
-                from anyflex.reference.backward import core_backward
-
-                core_backward(spec, call, saved, grad, grads)
+        if plan.guard is None:
+            _backward(plan, call, saved, grad, grads)
+        else:
+            with plan.guard():
+                _backward(plan, call, saved, grad, grads)
     except AnyflexError:
         raise
     except Exception as error:
@@ -115,12 +96,21 @@ def launch_backward(
     return dq, dk, dv, captured
 
 
+def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+    if plan.own_backward:
+        if plan.saves and not saved.extras:
+            saved = Saved(saved.out, saved.lse, _extras(plan, call, saved))
+        plan.kernel.backward(call, saved, grad, grads)
+    else:
+        from anyflex.reference.backward import core_backward
+
+        core_backward(plan.spec, call, saved, grad, grads)
+
+
 def _accumulator(plan: Plan, tensor: Tensor) -> Tensor:
     wide = tensor.dtype is torch.float64 or plan.accumulate is torch.float64
-    # zeros, not zeros_like: an expanded tensor's gradient is dense.
-    return torch.zeros(
-        tensor.shape, dtype=torch.float64 if wide else torch.float32, device=tensor.device
-    )
+    # new_zeros, not zeros_like: an expanded tensor's gradient is dense.
+    return tensor.new_zeros(tensor.shape, dtype=torch.float64 if wide else torch.float32)
 
 
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:

@@ -50,11 +50,11 @@ def _forward(
     floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from anyflex.runtime.launch import call_of, launch_forward
+    from anyflex.runtime.launch import launch_forward
     from anyflex.runtime.plan import plan_for
 
     inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
-    outputs = launch_forward(plan_for(inputs), call_of(inputs))
+    outputs = launch_forward(plan_for(inputs), inputs.call)
     nothing = query.new_empty(0, dtype=_accumulate(query))
     return (
         outputs.out,
@@ -98,12 +98,12 @@ def _backward(
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     from anyflex.contract.call import GradInputs, Saved
-    from anyflex.runtime.launch import call_of, launch_backward
+    from anyflex.runtime.launch import launch_backward
     from anyflex.runtime.plan import plan_for
 
     inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
     dq, dk, dv, dcaptured = launch_backward(
-        plan_for(inputs), call_of(inputs), Saved(out, lse), GradInputs(dout, dlse, delta)
+        plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
     )
     return (
         query.new_empty(0) if dq is None else dq,
@@ -159,6 +159,7 @@ def _inputs(
     floats: list[Tensor],
     request: Request,
 ) -> Any:
+    from anyflex.contract.call import Call
     from anyflex.runtime.plan import Inputs
 
     if query.device.type == "meta":
@@ -168,18 +169,21 @@ def _inputs(
             {"reference": "no numbers on device meta"},
         )
     scale, *numbers = [number.item() for number in floats]
-    return Inputs(
+    call = Call(
         query,
         key,
         value,
-        request.score,
-        request.mask,
+        _views(mask, query, key, request.block_size) if mask else None,
         tuple(captured),
         tuple(ints),
         tuple(numbers),
-        request.score_slots,
-        _views(mask, query, key, request.block_size) if mask else None,
         scale,
+    )
+    return Inputs(
+        call,
+        request.score,
+        request.mask,
+        request.score_slots,
         request.lse,
         request.max_scores,
         request.needs_lse,

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from anyflex.contract.backend import Kernel
+from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
@@ -30,39 +30,27 @@ class Inputs:
     """A call after the traced half, whichever way it came.
 
     Args:
-        query, key, value: the call's tensors.
+        call: tensors and numbers, as the kernel sees them.
         score, mask: graph texts, "" for none.
-        captured, ints, floats: the score mod's, then the mask mod's.
-        score_slots: how many of each are the score mod's.
-        mask_views: views of the block mask on query's device, or None.
-        scale: multiplied into the scores.
+        score_slots: how many captured tensors, ints and floats are the score mod's; the mask
+            mod's follow.
         lse, max_scores: auxiliary outputs asked for.
         needs_lse: lse is computed, for the caller or for backward.
         gradients: a flag for query, key, value and then each captured tensor.
         backend: the ``backend=`` argument.
         options: ``kernel_options`` as pairs.
-        score_function, mask_function: mods that could not be traced.
     """
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    call: Call
     score: str
     mask: str
-    captured: tuple[Tensor, ...]
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
     score_slots: tuple[int, int, int]
-    mask_views: Any
-    scale: float
     lse: bool
     max_scores: bool
     needs_lse: bool
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
-    score_function: Callable[..., Tensor] | None = None
-    mask_function: Callable[..., Tensor] | None = None
 
 
 class Plan:
@@ -75,6 +63,8 @@ class Plan:
         own_backward: the kernel's own backward is used, not core's.
         saves, works: the kernel declares saved outputs, or workspace.
         accumulate: dtype of lse and of captured gradients.
+        same_dims: Ev is E.
+        max_scores: they are asked for.
         guard: makes a context manager that selects the device, or None where none is needed.
     """
 
@@ -83,7 +73,9 @@ class Plan:
         "compiled",
         "guard",
         "kernel",
+        "max_scores",
         "own_backward",
+        "same_dims",
         "saves",
         "spec",
         "works",
@@ -98,6 +90,8 @@ class Plan:
         self.saves = kind.saved_outputs is not Kernel.saved_outputs
         self.works = kind.workspace is not Kernel.workspace
         self.accumulate = torch.float64 if self.spec.dtype is torch.float64 else torch.float32
+        self.same_dims = self.spec.head_dim == self.spec.value_head_dim
+        self.max_scores = "max_scores" in self.spec.aux
         self.guard = _device_guard(device)
 
 
@@ -118,10 +112,11 @@ def plan_for(inputs: Inputs) -> Plan:
     Raises:
         BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
     """
-    query, key, value = inputs.query, inputs.key, inputs.value
-    bound = history_of(inputs.score, inputs.mask).bind(inputs.ints, inputs.floats)
+    call = inputs.call
+    query, key, value = call.query, call.key, call.value
+    bound = history_of(inputs.score, inputs.mask).bind(call.ints, call.floats)
     names = names_in_force(inputs.backend)
-    views = inputs.mask_views
+    views = call.mask
     _, heads, length, head_dim = query.shape
     dtype = query.dtype
     facts = (
@@ -140,7 +135,7 @@ def plan_for(inputs: Inputs) -> Plan:
         memory(query),
         memory(key),
         memory(value),
-        tuple([(t.dtype, t.dim()) for t in inputs.captured]),
+        tuple([(t.dtype, t.dim()) for t in call.captured]),
         inputs.gradients,
         inputs.lse,
         inputs.max_scores,
@@ -150,7 +145,7 @@ def plan_for(inputs: Inputs) -> Plan:
         names,
         inputs.backend,
         inputs.options,
-        inputs.score_function is not None or inputs.mask_function is not None,
+        call.score_function is not None or call.mask_function is not None,
         generation(),
     )
     plan = _plans.get(facts)
@@ -167,18 +162,19 @@ def plan_for(inputs: Inputs) -> Plan:
 
 def spec_for(inputs: Inputs) -> Spec:
     """Return the spec of this call, without asking any backend."""
-    bound = history_of(inputs.score, inputs.mask).bind(inputs.ints, inputs.floats)
+    bound = history_of(inputs.score, inputs.mask).bind(inputs.call.ints, inputs.call.floats)
     return _spec(inputs, bound)
 
 
 def _spec(inputs: Inputs, bound: Bound) -> Spec:
-    query, key, value, views = inputs.query, inputs.key, inputs.value, inputs.mask_views
+    call = inputs.call
+    query, key, value, views = call.query, call.key, call.value, call.mask
     score_graph, mask_graph = _graphs(inputs, bound)
     names = ("query", "key", "value")
     tensor_gradients = inputs.gradients[:3]
     captured = tuple(
         CapturedFacts(tensor.dtype, tensor.dim(), needed)
-        for tensor, needed in zip(inputs.captured, inputs.gradients[3:], strict=True)
+        for tensor, needed in zip(call.captured, inputs.gradients[3:], strict=True)
     )
     needs_backward = any(inputs.gradients)
     memories = (memory(query), memory(key), memory(value))
@@ -209,7 +205,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
         alignment=(memories[0][0], memories[1][0], memories[2][0]),
         index_width=32 if all(narrow for _, narrow in memories) else 64,
-        opaque=inputs.score_function is not None or inputs.mask_function is not None,
+        opaque=call.score_function is not None or call.mask_function is not None,
     )
 
 
@@ -217,7 +213,7 @@ def _graphs(inputs: Inputs, bound: Bound) -> tuple[ModGraph | None, ModGraph | N
     """The two graphs with this call's constants in place, slots counted over the whole call."""
     captured, ints, floats = inputs.score_slots
     constants = {}
-    all_ints = len(inputs.ints)
+    all_ints = len(inputs.call.ints)
     for i, value in enumerate(bound):
         if value is not None:
             constants[f"i{i}" if i < all_ints else f"f{i - all_ints}"] = value
