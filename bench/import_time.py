@@ -3,8 +3,9 @@
     python bench/import_time.py [--limit 25] [--processes 9]
 
 Each figure comes from a fresh process that imports torch first, then times `import anyflex`;
-one warm-up process fills the bytecode cache. The median is judged. Another load on the machine can
-only add to a figure, so a round above the limit is repeated, twice at most.
+one warm-up process fills the bytecode cache. The median of the CPU time is judged, because on a
+busy machine the wall time, printed beside it, measures the neighbours. The import waits for
+nothing, so on an idle machine the two agree.
 
 Exits 1 above the limit, or where the import looks at installed distributions or loads a forbidden
 module.
@@ -48,10 +49,11 @@ def spy(*arguments, **named):
     return search(*arguments, **named)
 metadata.MetadataPathFinder.find_distributions = spy
 before = set(sys.modules)
-began = time.perf_counter()
+began = time.process_time(), time.perf_counter()
 import anyflex
-seconds = time.perf_counter() - began
-print(json.dumps([seconds * 1e3, len(scans), sorted(set(sys.modules) - before)]))
+ended = time.process_time(), time.perf_counter()
+milliseconds = [(end - begin) * 1e3 for begin, end in zip(began, ended)]
+print(json.dumps([*milliseconds, len(scans), sorted(set(sys.modules) - before)]))
 """
 
 
@@ -60,12 +62,13 @@ class ImportFacts:
     """What one fresh process saw of `import anyflex` after `import torch`.
 
     Args:
-        milliseconds: that the import took.
+        cpu_milliseconds, wall_milliseconds: that the import took.
         scans: how often it looked for installed distributions.
         modules: names of the modules that it added.
     """
 
-    milliseconds: float
+    cpu_milliseconds: float
+    wall_milliseconds: float
     scans: int
     modules: tuple[str, ...]
 
@@ -89,8 +92,8 @@ def import_in_a_fresh_process() -> ImportFacts:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, env=environment
     )
-    milliseconds, scans, modules = json.loads(done.stdout)
-    return ImportFacts(milliseconds, scans, tuple(modules))
+    cpu, wall, scans, modules = json.loads(done.stdout)
+    return ImportFacts(cpu, wall, scans, tuple(modules))
 
 
 def main() -> int:
@@ -103,18 +106,17 @@ def main() -> int:
     if facts.scans or facts.forbidden():
         print(f"error: {facts.scans} scans; forbidden: {facts.forbidden()}", file=sys.stderr)
         return 1
-    for _ in range(3):
-        runs = [import_in_a_fresh_process() for _ in range(arguments.processes)]
-        times = sorted(run.milliseconds for run in runs)
-        median = statistics.median(times)
-        print(
-            f"import anyflex over import torch: median {median:.1f} ms ({times[0]:.1f} to "
-            f"{times[-1]:.1f}, {len(times)} processes), {len(facts.modules)} modules, 0 scans"
-        )
-        if median <= arguments.limit:
-            return 0
-    print(f"error: above the limit of {arguments.limit:g} ms", file=sys.stderr)
-    return 1
+    runs = [import_in_a_fresh_process() for _ in range(arguments.processes)]
+    cpu = statistics.median(run.cpu_milliseconds for run in runs)
+    wall = statistics.median(run.wall_milliseconds for run in runs)
+    print(
+        f"import anyflex over import torch: {cpu:.1f} ms of CPU, {wall:.1f} ms of wall time (median "
+        f"of {len(runs)} processes), {len(facts.modules)} modules, 0 scans"
+    )
+    if cpu > arguments.limit:
+        print(f"error: above the limit of {arguments.limit:g} ms", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
