@@ -110,8 +110,8 @@ def main() -> int:
     cpu = statistics.median(run.cpu_milliseconds for run in runs)
     wall = statistics.median(run.wall_milliseconds for run in runs)
     print(
-        f"import anyflex over import torch: {cpu:.1f} ms of CPU, {wall:.1f} ms of wall time (median "
-        f"of {len(runs)} processes), {len(facts.modules)} modules, 0 scans"
+        f"import anyflex over import torch: {cpu:.1f} ms of CPU, {wall:.1f} ms of wall time "
+        f"(median of {len(runs)} processes), {len(facts.modules)} modules, 0 scans"
     )
     if cpu > arguments.limit:
         print(f"error: above the limit of {arguments.limit:g} ms", file=sys.stderr)
