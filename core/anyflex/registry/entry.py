@@ -17,6 +17,7 @@ from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
+from anyflex.registry import hot_path
 from anyflex.registry.isolation import plugin_code
 
 __all__ = ["Entry", "State", "contract_mismatch", "name_problem"]
@@ -82,6 +83,7 @@ class Entry:
         self.blocked: State | None = None
         self._target = target
         self._state: State | None = None
+        self._asked_while_loading = False
         self._publish = threading.Lock()
         self._loading = threading.local()
 
@@ -111,6 +113,7 @@ class Entry:
         # No lock is held while plugin code runs: a module that calls anyflex at its import, in
         # another thread, would deadlock with the interpreter's import lock. The first result wins.
         if getattr(self._loading, "here", False):
+            self._asked_while_loading = True
             return State("rejected", "it is being imported by this very call")
         self._loading.here = True
         try:
@@ -120,7 +123,11 @@ class Entry:
         with self._publish:
             if self._state is None:
                 self._state = state
-            return self._state
+        if self._asked_while_loading:
+            # What was decided meanwhile was decided without this backend.
+            self._asked_while_loading = False
+            hot_path.changed()
+        return self._state
 
     def _load(self) -> State:
         try:

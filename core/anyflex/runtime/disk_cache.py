@@ -26,7 +26,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from anyflex.contract.artifacts import Artifacts
-from anyflex.errors import PluginError
+from anyflex.errors import ArgumentError, PluginError
 from anyflex.registry import environment
 from anyflex.registry.isolation import user_stacklevel
 
@@ -48,6 +48,8 @@ FOLDER = "artifacts-1"
 _MAGIC = b"anyflex artifact 1\n"
 _HEADER = len(_MAGIC) + 64 + 1
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_CLEARED = ".cleared-"
+_ATTEMPTS = 10
 _MEMORY_BYTES = 64 * 2**20
 _log = logging.getLogger("anyflex")
 
@@ -153,23 +155,14 @@ class Store:
                 self._memory_size -= len(self._memory.popitem(last=False)[1])
 
     def _write(self, folder: pathlib.Path, name: str, file: bytes) -> None:
-        for attempt in (1, 2):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for attempt in range(_ATTEMPTS):
             try:
-                handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=folder)
-                break
+                _write_beside(folder, name, file)
+                return
             except FileNotFoundError:
-                # Another process has cleared the cache between the two lines.
-                if attempt == 2:
+                # Somebody has cleared the cache under our hands.
+                if attempt == _ATTEMPTS - 1:
                     raise
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(file)
-            os.replace(temporary, folder / name)
-        except OSError:
-            with contextlib.suppress(OSError):  # The first error is the one to tell.
-                os.unlink(temporary)
-            raise
 
     def usable(self, *, create: bool) -> bool:
         """Whether the folder can be used; checks owner and mode once, and warns once if not."""
@@ -217,16 +210,42 @@ class Store:
         return found
 
     def clear(self) -> int:
-        """Delete every artifact and what interrupted writers left; return how many artifacts."""
+        """Delete every artifact and what interrupted writers left; return how many artifacts.
+
+        Raises:
+            ArgumentError: the folder can't be written.
+        """
         with self._lock:
             self._memory.clear()
             self._memory_size = 0
         count = len(self.items())
-        if self.folder.is_dir():
+        # Moved away first: a writer sees the cache whole or gone, and makes it anew.
+        try:
+            away = tempfile.mkdtemp(prefix=_CLEARED, dir=self.folder.parent)
+            self.folder.rename(pathlib.Path(away) / "old")
+        except FileNotFoundError:
+            _log.debug("there is no cache %s to clear", self.folder)
+        except OSError as error:
+            raise ArgumentError(f"the cache {self.folder} can't be cleared: {error}") from error
+        if self.folder.parent.is_dir():
             import shutil
 
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for path in self.folder.parent.glob(f"{_CLEARED}*"):
+                shutil.rmtree(path, ignore_errors=True)
         return count
+
+
+def _write_beside(folder: pathlib.Path, name: str, file: bytes) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=folder)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(file)
+        os.replace(temporary, folder / name)
+    except OSError:
+        with contextlib.suppress(OSError):  # The first error is the one to tell.
+            os.unlink(temporary)
+        raise
 
 
 def _unsafe(folder: pathlib.Path) -> str | None:

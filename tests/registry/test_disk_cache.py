@@ -1,0 +1,370 @@
+"""The disk cache: atomic, checked, per user, and never the reason for a failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import pathlib
+import sys
+import threading
+import warnings
+import zipfile
+from typing import Any
+
+import pytest
+
+from anyflex.cli import cache
+from anyflex.contract.artifacts import Artifacts
+from anyflex.errors import ArgumentError, PluginError
+from anyflex.registry import register
+from anyflex.runtime import cache_archive, disk_cache
+from anyflex.runtime.kernels import kernel_for
+from tests.registry.stubs import make_spec, make_stub
+
+__all__: list[str] = []
+
+
+def artifacts(**changes: Any) -> Artifacts:
+    facts: dict[str, Any] = {
+        "plugin": "cpu",
+        "package": "anyflex-cpu",
+        "version": "0.1",
+        "fingerprint": "avx2",
+        "spec_digest": "d" * 64,
+    }
+    return disk_cache.artifacts_for(**{**facts, **changes})
+
+
+def files() -> list[pathlib.Path]:
+    return [path for path in disk_cache.cache_folder().rglob("*") if path.is_file()]
+
+
+def again() -> None:
+    """As in a new process."""
+    disk_cache.forget()
+
+
+def test_what_is_put_is_got_back_in_a_new_process() -> None:
+    artifacts().put("kernel.cubin", b"\x00machine code\n")
+    again()
+    assert artifacts().get("kernel.cubin") == b"\x00machine code\n"
+    assert artifacts().get("other.cubin") is None
+    artifacts().put("kernel.cubin", b"")
+    assert artifacts().get("kernel.cubin") == b""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plugin": "cpu.other"},
+        {"package": "other"},
+        {"version": "0.2"},
+        {"fingerprint": "avx512"},
+        {"spec_digest": "e" * 64},
+    ],
+)
+def test_every_part_of_the_key_separates(change: dict[str, str]) -> None:
+    artifacts().put("a", b"1")
+    assert artifacts(**change).get("a") is None
+
+
+def test_parts_of_the_key_cannot_run_into_each_other() -> None:
+    artifacts(package="ab", version="c").put("a", b"1")
+    assert artifacts(package="a", version="bc").get("a") is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+def test_the_folder_is_closed_to_others() -> None:
+    previous = os.umask(0)
+    try:
+        artifacts().put("a", b"1")
+    finally:
+        os.umask(previous)
+    folder = disk_cache.cache_folder()
+    for path in (folder, folder / disk_cache.FOLDER):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert files()[0].stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+def test_a_folder_that_others_can_write_is_not_trusted() -> None:
+    artifacts().put("a", b"1")
+    (disk_cache.cache_folder() / disk_cache.FOLDER).chmod(0o777)
+    again()
+    with pytest.warns(RuntimeWarning, match="mode 777 lets others write; chmod 700"):
+        assert artifacts().get("a") is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+def test_a_folder_of_somebody_else_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts().put("a", b"1")
+    again()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.warns(RuntimeWarning, match="belongs to user"):
+        assert artifacts().get("a") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: content[:-3] + b"\xff" + content[-2:],
+        lambda content: b"\x7fELF" + content[4:],
+        lambda content: content.replace(b"artifact 1", b"artifact 2"),
+    ],
+)
+def test_a_damaged_file_is_compiled_anew_with_one_line_that_names_it(
+    damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    artifacts().put("kernel", b"some machine code")
+    (path,) = files()
+    path.write_bytes(damage(path.read_bytes()))
+    with caplog.at_level(logging.WARNING, "anyflex"):
+        assert artifacts().get("kernel") is None
+        assert artifacts().get("kernel") is None
+    assert [r.getMessage() for r in caplog.records] == [
+        f"cache file {path} is damaged or foreign; compiled anew"
+    ]
+    artifacts().put("kernel", b"some machine code")
+    assert artifacts().get("kernel") == b"some machine code"
+
+
+def test_a_file_under_another_name_is_foreign() -> None:
+    artifacts().put("a", b"1")
+    (path,) = files()
+    path.rename(path.with_name("b"))
+    assert artifacts().get("b") is None
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning_and_no_failure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ANYFLEX_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    from anyflex.registry import environment
+
+    environment.reset()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        artifacts().put("a", b"1")
+        artifacts().put("b", b"2")
+        assert (artifacts().get("a"), artifacts().get("b")) == (b"1", b"2")
+    (warning,) = caught
+    assert "in memory only. Set ANYFLEX_CACHE_DIR" in str(warning.message)
+    assert str(tmp_path / "file" / "cache") in str(warning.message)
+
+
+def test_a_full_disk_costs_one_warning_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        artifacts().put("a", b"1")
+    assert artifacts().get("a") == b"1"
+    assert files() == []
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_cache, "_MEMORY_BYTES", 10)
+    kept = artifacts(on_disk=False)
+    kept.put("a", b"123456")
+    kept.put("a", b"1234567")
+    kept.put("b", b"123456")
+    assert (kept.get("a"), kept.get("b")) == (None, b"123456")
+
+
+def test_the_cache_may_be_cleared_while_somebody_writes() -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            artifacts().put(f"a{number % 20}", b"x" * 100)
+            number += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        thread = threading.Thread(target=write)
+        thread.start()
+        for _ in range(50):
+            disk_cache.store().clear()
+        stop.set()
+        thread.join(20)
+    assert disk_cache.store().problem is None
+
+
+def write_often(me: int) -> None:
+    disk_cache.forget()
+    for _ in range(40):
+        for name in range(4):
+            kept = artifacts(spec_digest=str(name))
+            data = kept.get("code")
+            whole = data is None or (len(data) == 50000 and len(set(data)) == 1)
+            assert whole, "a torn artifact"
+            kept.put("code", bytes([me]) * 50000)
+    assert disk_cache.store().problem is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_eight_processes_write_the_same_entries_at_once() -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(me,)) for me in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(120)
+    assert [writer.exitcode for writer in writers] == [0] * 8
+    assert len(files()) == 4
+    for name in range(4):
+        data = artifacts(spec_digest=str(name)).get("code")
+        assert data is not None and len(data) == 50000 and len(set(data)) == 1
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-x", "a\\b", "x" * 201, 3])
+def test_a_name_is_a_file_name(name: Any) -> None:
+    with pytest.raises(PluginError, match="a name must be 1 to 200 letters"):
+        artifacts().put(name, b"")
+
+
+def test_data_must_be_bytes() -> None:
+    with pytest.raises(PluginError, match="data must be bytes, got str"):
+        artifacts().put("a", "text")  # type: ignore[arg-type]
+
+
+def test_a_version_cannot_lead_out_of_the_folder() -> None:
+    artifacts(package="../../evil", version="../x").put("a", b"1")
+    assert disk_cache.cache_folder() / disk_cache.FOLDER in files()[0].parents
+    assert ".." not in str(files()[0].relative_to(disk_cache.cache_folder()).parts[1])[:2]
+
+
+def test_a_backend_registered_in_the_process_leaves_nothing_on_disk() -> None:
+    stub = make_stub()
+    plain = stub.compile
+
+    def keep(self: Any, spec: Any, kept: Artifacts) -> Any:
+        kept.put("code", b"1")
+        assert kept.get("code") == b"1"
+        return plain(self, spec, kept)
+
+    stub.compile = keep  # type: ignore[method-assign]
+    register("cpu", stub)
+    kernel_for(make_spec(), (), None, ())
+    assert stub.compiled and files() == []
+
+
+def command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    cache.add_parser(parser.add_subparsers(dest="command"))
+    return cache.run(parser.parse_args(["cache", *arguments]))
+
+
+def test_the_command_shows_saves_clears_and_loads(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifacts().put("code", b"1" * 2000)
+    artifacts().put("table", b"2")
+    artifacts(version="0.2").put("code", b"3")
+    assert command("info", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["artifacts"] == 3 and facts["problem"] is None
+    assert facts["builds"]["anyflex-cpu-0.1"]["kernels"] == 1
+    assert facts["builds"]["anyflex-cpu-0.1"]["artifacts"] == 2
+    assert command("info") == 0
+    assert "anyflex-cpu-0.1: 1 kernels, 2 artifacts, 2.1 KiB" in capsys.readouterr().out
+
+    archive = tmp_path / "kernels.zip"
+    assert command("save", str(archive), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["saved"] == 3
+    assert command("clear") == 0
+    assert "deleted 3 artifacts" in capsys.readouterr().out
+    assert files() == []
+    assert command("load", str(archive)) == 0
+    assert "loaded 3 artifacts" in capsys.readouterr().out
+    again()
+    assert artifacts().get("code") == b"1" * 2000
+    assert artifacts(version="0.2").get("code") == b"3"
+
+
+def test_equal_caches_give_equal_archives(tmp_path: pathlib.Path) -> None:
+    artifacts().put("code", b"1")
+    for name in ("a.zip", "b.zip"):
+        cache_archive.save(disk_cache.store(), tmp_path / name)
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+
+
+def test_damaged_entries_are_not_saved(tmp_path: pathlib.Path) -> None:
+    artifacts().put("good", b"1")
+    artifacts().put("bad", b"2")
+    next(path for path in files() if path.name == "bad").write_bytes(b"junk")
+    assert cache_archive.save(disk_cache.store(), tmp_path / "a.zip") == 1
+
+
+KEY = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "message"),
+    [
+        ("../../evil/" + KEY + "/code", b"1", "is no artifact"),
+        ("/etc/" + KEY + "/code", b"1", "is no artifact"),
+        ("build/" + KEY + "/../code", b"1", "is no artifact"),
+        ("a..b/" + KEY + "/code", b"1", "is no artifact"),
+        ("build/short/code", b"1", "is no artifact"),
+        ("build/" + KEY + "/.hidden", b"1", "is no artifact"),
+        ("build\\" + KEY + "\\code", b"1", "is no artifact"),
+        ("build/" + KEY + "/code", None, "is damaged"),
+    ],
+)
+def test_an_archive_that_is_not_whole_and_harmless_loads_nothing(
+    member: str, content: bytes | None, message: str, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.comment = b"anyflex cache artifacts-1"
+        archive.writestr(f"build/{KEY}/fine", disk_cache.seal("fine", b"1"))
+        name = member.replace("\\", "/").rsplit("/", 1)[1]
+        sealed = b"junk" if content is None else disk_cache.seal(name, content)
+        archive.writestr(member, sealed)
+    with pytest.raises(ArgumentError, match=message):
+        cache_archive.load(disk_cache.store(), path)
+    assert files() == []
+
+
+def test_an_archive_member_that_is_too_large_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts().put("code", b"1" * 1000)
+    cache_archive.save(disk_cache.store(), tmp_path / "a.zip")
+    monkeypatch.setattr(cache_archive, "LARGEST_MEMBER", 100)
+    with pytest.raises(ArgumentError, match="more than the largest artifact"):
+        cache_archive.load(disk_cache.store(), tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize("make", ["missing", "text", "other zip"])
+def test_what_is_no_archive_is_said_with_exit_code_1(
+    make: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.zip"
+    if make == "text":
+        path.write_text("hello")
+    if make == "other zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x", "y")
+    assert command("load", str(path)) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_an_archive_that_cannot_be_written_is_said_with_exit_code_1(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("save", str(tmp_path / "no" / "folder.zip"), "--json") == 1
+    captured = capsys.readouterr()
+    assert "can't be written" in json.loads(captured.out)["error"]
