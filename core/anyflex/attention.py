@@ -140,6 +140,12 @@ def check(
     scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
     if block_mask is not None:
         block_mask = _own_mask(block_mask)
+        if block_mask.needs_mask_mod:
+            fail(
+                "BlockMaskError",
+                "block_mask is a slice whose mask_mod would see shifted indices: assign "
+                "block_mask.mask_mod, a function of the slice's own indices, before the call.",
+            )
         check_mask_fits(block_mask.shape, block_mask.seq_lengths, query, key)
     if score_mod is not None:
         check_score_mod(score_mod)

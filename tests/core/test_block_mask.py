@@ -7,6 +7,7 @@ import functools
 import pickle
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -341,6 +342,13 @@ def test_a_pickle_of_another_format_names_both() -> None:
             BlockMask.__new__(BlockMask).__setstate__({**state, "format": format_})
     with pytest.raises(BlockMaskError, match="format None"):
         BlockMask.__new__(BlockMask).__setstate__({})
+
+
+def test_a_saved_mask_loads_as_plain_data(tmp_path: Path) -> None:
+    documents = torch.arange(40) // 10
+    mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], 1, 1, 40, 40)
+    torch.save(mask, tmp_path / "mask.pt")
+    assert torch.load(tmp_path / "mask.pt", weights_only=True) == mask
 
 
 def test_a_deep_copy_shares_nothing() -> None:

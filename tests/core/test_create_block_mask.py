@@ -36,7 +36,7 @@ def test_blocks_of_every_mask_of_the_list_are_those_of_the_dense_mask(name: str)
         check_kinds(mask, block_kinds(live, block))
         assert mask.shape[0] == (sizes.batch if entry.batched else 1)
         assert mask.shape[1] == (sizes.heads if entry.headed else 1)
-        assert mask.seq_lengths == (q, kv) and mask.BLOCK_SIZE == block
+        assert mask.seq_lengths == (q, kv) and block == mask.BLOCK_SIZE
         if seed == 0:
             ours = create_mask(mod, sizes.batch, sizes.heads, q, kv)
             assert torch.equal(ours, live)
@@ -150,7 +150,9 @@ def test_building_never_holds_all_elements() -> None:
 
 def test_a_live_read_outside_of_a_captured_tensor_is_named() -> None:
     short = torch.zeros(50, dtype=torch.int64)
-    with pytest.raises(ModIndexError, match=r"shape \[50\].*size 50.*from 50 to 63") as caught:
+    with pytest.raises(
+        ModIndexError, match=r"tensor 'short' of shape \[50\].*size 50.*from 50 to 63"
+    ) as caught:
         create_block_mask(lambda b, h, q, k: short[q] == short[k], 1, 1, 64, 64)
     assert isinstance(caught.value, IndexError)
     with pytest.raises(ModIndexError, match="-64 to -51"):
@@ -202,7 +204,9 @@ def test_a_wrong_result_is_refused(mod: Any, message: str) -> None:
 
 def test_a_captured_tensor_that_requires_grad_is_refused() -> None:
     weight = torch.randn(16, requires_grad=True)
-    with pytest.raises(BlockMaskError, match=r"shape \[16\].*requires grad.*\.detach\(\)"):
+    with pytest.raises(
+        BlockMaskError, match=r"tensor 'weight', shape \[16\].*requires grad.*\.detach\(\)"
+    ):
         create_block_mask(lambda b, h, q, k: weight[k] > 0, 1, 1, 16, 16)
     create_block_mask(lambda b, h, q, k: weight.detach()[k] > 0, 1, 1, 16, 16)
 

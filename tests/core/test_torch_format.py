@@ -75,8 +75,8 @@ def test_the_installed_torch_has_the_layout_recorded_for_it() -> None:
         pytest.skip(f"no layout is recorded for torch {version}")
     layout = recorded(version)
     mask = torch_causal()
-    assert torch_flex.BlockMask._TENSOR_ATTRS == layout["tensor_attributes"]
-    assert torch_flex.BlockMask._CONTEXT_ATTRS == layout["context_attributes"]
+    assert layout["tensor_attributes"] == torch_flex.BlockMask._TENSOR_ATTRS
+    assert layout["context_attributes"] == torch_flex.BlockMask._CONTEXT_ATTRS
     assert set(vars(mask)) == set(layout["attributes"])
     assert len(mask.as_tuple()) == layout["tuple_items"]
     for name, kind in layout["attributes"].items():

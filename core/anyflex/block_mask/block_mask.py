@@ -317,31 +317,35 @@ class BlockMask:
             return self._structure
 
     def on(self, device: torch.device) -> BlockMask:
-        """Return this mask on `device`, moved at most once and kept."""
-        self.views()
+        """Return this mask on `device`, its captured tensors included, moved once and kept."""
+        if self._is_on(device):
+            return self
+        self.views()  # a copy is stale if this mask was changed
         found = self._moved.get(device)
         if found is None:
             with _LOCK:
                 found = self._moved.get(device)
                 if found is None:
-                    moved_mask = self.to(device)
-                    if moved_mask is self:
-                        return self
-                    found = self._moved[device] = moved_mask
+                    found = self._moved[device] = self.to(device)
         return found
+
+    def _is_on(self, device: torch.device) -> bool:
+        if self.offsets.device != device:
+            return False
+        captured = self.traced.captured if self.traced is not None else ()
+        return all(tensor.device == device for tensor in captured)
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """Return the mask, its captured tensors included, on `device`; itself if it is there."""
         target = checked_device(device)
-        if self.device.type == "meta" and target != self.device:
+        if self._is_on(target):
+            return self
+        if self.device.type == "meta":
             raise BlockMaskError(
                 f"this block mask is on meta, where it has no values, and can't move to {target}"
             )
         structure = self.views().on(target)
         traced = self.traced
-        captured = traced.captured if traced is not None else []
-        if all(tensor.device == target for tensor in (self.offsets, *captured)):
-            return self
         copy = self._assembled(
             structure.offsets,
             structure.runs,
@@ -349,7 +353,7 @@ class BlockMask:
             self.BLOCK_SIZE,
             moved(traced, target) if traced is not None else None,
             self.opaque,
-            self._mask_mod if not captured else None,
+            self._mask_mod if traced is None or not traced.captured else None,
             needs_mask_mod=self.needs_mask_mod,
             from_captured=self._from_captured,
         )
@@ -453,13 +457,16 @@ class BlockMask:
 
     def __getstate__(self) -> dict[str, Any]:
         # A traced mask mod is plain data and says all; the function itself may not be picklable.
+        traced = self.traced
         return {
             "format": FORMAT,
             "offsets": self.offsets,
             "runs": self.runs,
             "seq_lengths": self.seq_lengths,
             "block_size": self.BLOCK_SIZE,
-            "traced": self.traced,
+            "traced": None
+            if traced is None
+            else {name: getattr(traced, name) for name in TracedMod.__slots__},
             "opaque": self.opaque,
             "needs_mask_mod": self.needs_mask_mod,
             "from_captured": self._from_captured,
@@ -473,12 +480,13 @@ class BlockMask:
                 f"format {FORMAT}: build it anew"
             )
         mask_mod = sliced_mask_mod if state["needs_mask_mod"] else state["opaque"]
+        traced = None if state["traced"] is None else TracedMod(**state["traced"])
         self._fill(
             state["offsets"],
             state["runs"],
             state["seq_lengths"],
             state["block_size"],
-            state["traced"],
+            traced,
             state["opaque"],
             mask_mod,
             needs_mask_mod=state["needs_mask_mod"],
@@ -487,3 +495,6 @@ class BlockMask:
 
 
 pytree.register(BlockMask)
+# A mask's state is plain data: torch.load takes it under weights_only=True, and so does
+# torch.export.load as part of a program's example inputs.
+torch.serialization.add_safe_globals([BlockMask])

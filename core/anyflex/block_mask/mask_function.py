@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.mod_graph.trace import TracedMod, positional_count, trace_mod
+from anyflex.mod_graph.trace import TracedMod, positional_count
 
 __all__ = [
     "MaskMod",
@@ -82,8 +82,10 @@ def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
             f"mask_mod takes {count} positional arguments{what}; a mask mod is "
             "f(b, h, q_idx, kv_idx) with 4"
         )
+    from anyflex.mod_graph.mod_key import traced as trace_with_names
+
     try:
-        traced = trace_mod(function, "mask")
+        traced = trace_with_names(function, "mask", torch.float32, torch.device("cpu"))
     except ModTraceError as error:
         if not error.pure:
             raise

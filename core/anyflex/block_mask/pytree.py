@@ -42,8 +42,8 @@ def _flatten(mask: BlockMask) -> tuple[list[Any], _Context]:
     if traced is not None:
         leaves += [*traced.captured, *traced.ints, *traced.floats]
         counts = (len(traced.captured), len(traced.ints))
-        form = (traced.text, *counts, tuple(traced.names), traced.depends_on_facts)
-    return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod, mask._from_captured)
+        form = (traced.text, *counts, traced.depends_on_facts)
+    return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod)
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context]:
@@ -58,17 +58,17 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
     from anyflex.block_mask.mask_function import sliced_mask_mod
 
     offsets, runs, q_length, kv_length, *rest = leaves
-    block_size, form, opaque, needs_mask_mod, from_captured = context
+    block_size, form, opaque, needs_mask_mod = context
     traced = None
     if form is not None:
-        text, captured, ints, names, depends_on_facts = form
+        text, captured, ints, depends_on_facts = form
         numbers = rest[captured:]
         traced = TracedMod(
             text,
             list(rest[:captured]),
             list(numbers[:ints]),
             list(numbers[ints:]),
-            list(names),
+            [""] * captured,
             depends_on_facts,
         )
     return cls._assembled(
@@ -80,23 +80,19 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
         opaque,
         sliced_mask_mod if needs_mask_mod else opaque,
         needs_mask_mod=needs_mask_mod,
-        from_captured=from_captured,
     )
 
 
 def _to_json(context: _Context) -> Any:
-    block_size, form, opaque, needs_mask_mod, from_captured = context
+    block_size, form, opaque, needs_mask_mod = context
     if opaque is not None:
         raise ValueError(
             "a block mask whose mask_mod could not be traced can't be saved: write mask_mod with "
             "the operations of the documentation's table"
         )
-    return [list(block_size), None if form is None else list(form), needs_mask_mod, from_captured]
+    return [list(block_size), None if form is None else list(form), needs_mask_mod]
 
 
 def _from_json(saved: Any) -> _Context:
-    block_size, form, needs_mask_mod, from_captured = saved
-    if form is not None:
-        text, captured, ints, names, depends_on_facts = form
-        form = (text, captured, ints, tuple(names), depends_on_facts)
-    return (tuple(block_size), form, None, needs_mask_mod, from_captured)
+    block_size, form, needs_mask_mod = saved
+    return (tuple(block_size), None if form is None else tuple(form), None, needs_mask_mod)

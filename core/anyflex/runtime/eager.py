@@ -82,7 +82,9 @@ def gather(
                 error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
             raise
     if block_mask is not None:
-        views = block_mask.views(device)
+        # A mask elsewhere is moved with its captured tensors at its first call, and kept.
+        block_mask = block_mask.on(device)
+        views = block_mask.views()
         if block_mask.traced is not None:
             mask = block_mask.traced
         else:
