@@ -380,7 +380,7 @@ class BlockMask:
             partial = unpack(offsets.cpu(), runs.cpu()).kind == PARTIAL
             traced, opaque, mask_mod = None, None, sliced_mask_mod
             needs = bool(partial.any())
-        return self._assembled(
+        sliced = self._assembled(
             offsets,
             runs,
             (q_length, self.seq_lengths[1]),
@@ -391,6 +391,8 @@ class BlockMask:
             needs_mask_mod=needs,
             from_captured=self._from_captured,
         )
+        sliced.views()
+        return sliced
 
     def numel(self) -> int:
         """Number of elements, live or not."""

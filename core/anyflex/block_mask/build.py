@@ -110,6 +110,7 @@ def _create(
     mask = BlockMask._assembled(
         offsets, packed, lengths, block_size, traced, opaque, mask_mod, from_captured=True
     )
+    mask.views()  # from here on a change of what the mask was built from is noticed
     return mask.to(wanted)
 
 
