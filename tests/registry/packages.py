@@ -7,7 +7,7 @@ import textwrap
 
 __all__ = ["BACKEND", "HEADER", "install"]
 
-HEADER = '''
+HEADER = """
 from __future__ import annotations
 import torch
 from anyflex.plugin import *
@@ -29,7 +29,7 @@ class Good(Backend):
         return Accepted()
     def compile(self, spec, artifacts):
         return NullKernel()
-'''
+"""
 
 BACKEND = HEADER + "class Mine(Good):\n    pass\n"
 

@@ -73,12 +73,11 @@ def test_a_backend_is_imported_at_its_first_use_only(site: pathlib.Path, scanned
 def test_a_group_of_another_contract_is_listed_and_never_loaded(
     site: pathlib.Path, scanned: None
 ) -> None:
-    install(
-        site, "newer", entry("warp", "warp_v2", "anyflex.backends.v2"), {"warp_v2": BACKEND}
-    )
+    install(site, "newer", entry("warp", "warp_v2", "anyflex.backends.v2"), {"warp_v2": BACKEND})
     with pytest.raises(
-        PluginError, match="'warp' of newer 1.0 can't be used: it is written for contract 2, "
-        "this is 1; upgrade anyflex"
+        PluginError,
+        match="'warp' of newer 1.0 can't be used: it is written for contract 2, "
+        "this is 1; upgrade anyflex",
     ):
         kernel_for(make_spec("warp"), ("warp",), "warp", ())
     with pytest.warns(UserWarning, match="written for contract 2, this is 1"):
@@ -106,8 +105,11 @@ def test_two_distributions_under_one_name_are_used_by_none(
 ) -> None:
     install(site, "one", entry("warp", "warp_one"), {"warp_one": BACKEND})
     install(site, "two", entry("warp", "warp_other"), {"warp_other": BACKEND})
-    with pytest.raises(BackendConflict, match=r"one 1\.0 \(warp_one:Mine\) and two 1\.0 .*"
-                       "ANYFLEX_DISABLE=dist:one or ANYFLEX_DISABLE=dist:two") as caught:
+    with pytest.raises(
+        BackendConflict,
+        match=r"one 1\.0 \(warp_one:Mine\) and two 1\.0 .*"
+        "ANYFLEX_DISABLE=dist:one or ANYFLEX_DISABLE=dist:two",
+    ) as caught:
         kernel_for(make_spec("warp"), ("warp",), "warp", ())
     assert isinstance(caught.value, PluginError)
     with pytest.warns(UserWarning, match="registered by 2 distributions"):

@@ -214,5 +214,9 @@ def test_without_hook_plugins_pluggy_is_not_imported() -> None:
         "assert 'pluggy' not in sys.modules\n"
     )
     root = pathlib.Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root,
-                   env={"PYTHONPATH": f"{root}/core:{root}"})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=root,
+        env={"PYTHONPATH": f"{root}/core:{root}"},
+    )

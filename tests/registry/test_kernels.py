@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from anyflex.errors import ArgumentError, GraphCaptureError, PluginError
+from anyflex.errors import AnyflexError, ArgumentError, GraphCaptureError, PluginError
 from anyflex.registry import register, reset
 from anyflex.registry.selection import use_backend
 from anyflex.runtime import compiling
@@ -29,7 +29,7 @@ def together(count: int, function: Any) -> list[Any]:
         barrier.wait()
         try:
             results.append(function())
-        except Exception as error:
+        except AnyflexError as error:
             results.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(count)]

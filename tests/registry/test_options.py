@@ -24,7 +24,9 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def backends() -> None:
     register("cpu", make_stub(options=OPTIONS))
-    register("cuda", make_stub(options={"pipeline": Option(int, 2, "stages"), "tile": OPTIONS["tile"]}))
+    register(
+        "cuda", make_stub(options={"pipeline": Option(int, 2, "stages"), "tile": OPTIONS["tile"]})
+    )
 
 
 def ask(options: object, device: str = "cpu") -> CompiledKernel:
@@ -53,8 +55,11 @@ def test_a_key_of_torch_is_used_where_the_backend_names_it(key: str) -> None:
 
 
 def test_a_tuning_key_without_meaning_warns_once_and_is_listed_as_unused() -> None:
-    with pytest.warns(PerformanceWarning, match=r"kernel_options\['num_warps'\] has no meaning for "
-                      "backend cpu and is ignored") as caught:
+    with pytest.warns(
+        PerformanceWarning,
+        match=r"kernel_options\['num_warps'\] has no meaning for "
+        "backend cpu and is ignored",
+    ) as caught:
         ask({"num_warps": 4})
         kernel_for(make_spec(head_dim=8), (), None, (("num_warps", 4),))
     assert len(caught) == 1
@@ -98,12 +103,20 @@ def test_automatic_choice_and_no_skipping_are_honoured() -> None:
         ({"BLOCK_M": 48}, ArgumentError, "power of two from 16 to 1024; got 48"),
         ({"BLOCK_M": "64"}, ArgumentTypeError, r"power of two.*got '64' \(str\)"),
         ({"BLOCK_M": True}, ArgumentTypeError, r"power of two.*got True \(bool\)"),
-        ({"BLOCK_M": 128}, ArgumentError, "must be one out of 16, 32, 64 for backend cpu; got 128"),
+        (
+            {"BLOCK_M": 128},
+            ArgumentError,
+            "must be one out of 16, 32, 64 for backend cpu; got 128",
+        ),
         ({"num_stages": 0}, ArgumentError, "'num_stages'.*at least 1; got 0"),
         ({"USE_TMA": 1}, ArgumentTypeError, r"True or False; got 1 \(int\)"),
         ({"num_warps": {}}, ArgumentTypeError, "'num_warps'.*got a dict"),
-        ({"pipeline": 3}, ArgumentError, r"'pipeline'.*own option of backend cuda; write "
-         r"kernel_options=\{'cuda': \{'pipeline': ...\}\}"),
+        (
+            {"pipeline": 3},
+            ArgumentError,
+            r"'pipeline'.*own option of backend cuda; write "
+            r"kernel_options=\{'cuda': \{'pipeline': ...\}\}",
+        ),
         ({"tile": 3}, ArgumentError, "own option of backend cpu and cuda"),
         ({"cpu": 3}, ArgumentTypeError, r"kernel_options\['cpu'\] must be a dict"),
         ({"cpu": {"tiles": 3}}, ArgumentError, r"\['cpu'\]\['tiles'\].*nearest is 'tile'"),
@@ -133,8 +146,11 @@ def test_what_is_wrong_is_named_with_its_cure(
 def test_a_key_that_only_another_backend_knows_names_its_owner() -> None:
     register("cpu.other", make_stub(priority=-1, options={"depth": Option(int, 1, "levels")}))
     explain_selection(make_spec(), (), None, ())
-    with pytest.raises(ArgumentError, match=r"\['cpu'\]\['depth'\]: it is an option of backend "
-                       "cpu.other"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"\['cpu'\]\['depth'\]: it is an option of backend "
+        "cpu.other",
+    ):
         ask({"cpu": {"depth": 3}})
 
 

@@ -69,8 +69,11 @@ def test_a_backend_of_an_unknown_device_type_takes_part() -> None:
 def test_a_refusal_falls_to_the_next_candidate_with_one_warning_a_reason() -> None:
     register("cuda", make_stub(priority=9, refuses="head dim 40; pad it to 48"))
     register("cuda.other", make_stub())
-    with pytest.warns(PerformanceWarning, match=r"backend cuda \(stubs in process\) is passed "
-                      r"over, cuda.other computes the call: head dim 40; pad it to 48"):
+    with pytest.warns(
+        PerformanceWarning,
+        match=r"backend cuda \(stubs in process\) is passed "
+        r"over, cuda.other computes the call: head dim 40; pad it to 48",
+    ):
         assert ask("cuda").backend.name == "cuda.other"
     assert kernel_for(make_spec("cuda", head_dim=32), (), None, ()).backend.name == "cuda.other"
 
@@ -84,9 +87,7 @@ def test_a_rejecting_probe_falls_to_the_reference_with_its_cure() -> None:
 def test_an_accelerator_without_its_backend_warns_with_the_install_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "anyflex.registry.install_hints._extras", lambda: frozenset({"cuda"})
-    )
+    monkeypatch.setattr("anyflex.registry.install_hints._extras", lambda: frozenset({"cuda"}))
     with pytest.warns(PerformanceWarning, match=r'no backend for cuda.*pip install "\.\[cuda\]"'):
         assert ask("cuda").backend.name == "reference"
 
@@ -129,8 +130,11 @@ def test_an_explicit_backend_is_used_whatever_its_priority() -> None:
 def test_an_explicit_backend_never_falls_back_and_says_who_would_take_the_call() -> None:
     register("cpu", make_stub(refuses="dtype float32"))
     register("cpu.other", make_stub(refuses="decoding"))
-    with pytest.raises(BackendRefused, match=r"backend='cpu' is refused. cpu: dtype float32. "
-                       r"These take the call: reference. The others: cpu.other: decoding") as e:
+    with pytest.raises(
+        BackendRefused,
+        match=r"backend='cpu' is refused. cpu: dtype float32. "
+        r"These take the call: reference. The others: cpu.other: decoding",
+    ) as e:
         ask(backend="cpu")
     assert e.value.reasons == {"cpu": "dtype float32", "cpu.other": "decoding"}
     assert isinstance(e.value, NotImplementedError)
@@ -340,8 +344,11 @@ def test_two_packages_under_one_name_are_a_conflict_that_a_variable_solves(
 
     both()
     register("cpu.other", make_stub())
-    with pytest.raises(BackendConflict, match="one in process.*two in process.*neither is used.*"
-                       "ANYFLEX_DISABLE=dist:one or ANYFLEX_DISABLE=dist:two"):
+    with pytest.raises(
+        BackendConflict,
+        match="one in process.*two in process.*neither is used.*"
+        "ANYFLEX_DISABLE=dist:one or ANYFLEX_DISABLE=dist:two",
+    ):
         ask(backend="cpu")
     with pytest.warns(PerformanceWarning, match="registered by 2 distributions"):
         assert ask().backend.name == "cpu.other"

@@ -1,0 +1,168 @@
+"""The registry seen from `anyflex.flex_attention`."""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackendRefused,
+    PerformanceWarning,
+    PluginError,
+)
+from anyflex.registry import isolated, register, register_hooks
+from anyflex.registry.hook_specs import hookimpl
+from tests.registry.stubs import NullKernel, make_stub
+
+__all__: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def with_the_reference(registry: None) -> Any:
+    """The real reference instead of the stub."""
+    with isolated():
+        yield
+
+
+def qkv(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(  # type: ignore[return-value]
+        torch.randn(1, 2, 8, 16, generator=generator, **options).requires_grad_() for _ in range(3)
+    )
+
+
+class Raising(NullKernel):
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        raise RuntimeError("illegal address\nin a kernel")
+
+
+class Sevens(NullKernel):
+    def forward(self, call: Call, out: Outputs) -> None:
+        out.out.fill_(7.0)
+
+    def describe(self, call: Call) -> str:
+        return "sevens"
+
+
+def sevens(**options: Any) -> Any:
+    return make_stub(answers={"compile": Sevens()}, **options)
+
+
+def test_the_chosen_backend_computes() -> None:
+    register("cpu", sevens())
+    out = anyflex.flex_attention(*qkv())
+    assert torch.equal(out, torch.full_like(out, 7.0))
+
+
+def test_a_backend_registered_later_is_asked_by_the_same_call() -> None:
+    call = qkv()
+    before = anyflex.flex_attention(*call)
+    register("cpu", sevens())
+    assert not torch.equal(anyflex.flex_attention(*call), before)
+    with anyflex.use_backend("reference"):
+        assert torch.equal(anyflex.flex_attention(*call), before)
+    assert torch.equal(anyflex.flex_attention(*call, backend="reference"), before)
+
+
+def test_core_computes_the_gradients_of_a_forward_only_backend() -> None:
+    class ForwardOnly(make_stub()):  # type: ignore[misc]
+        def supports(self, spec: Any) -> Decision:
+            return Accepted(backward="core")
+
+        def compile(self, spec: Any, artifacts: Any) -> Any:
+            return Dense()
+
+    class Dense(NullKernel):
+        def forward(self, call: Call, out: Outputs) -> None:
+            scores = call.query @ call.key.transpose(-1, -2) * call.scale
+            out.out.copy_(scores.softmax(-1) @ call.value)
+            if out.lse is not None:
+                out.lse.copy_(scores.logsumexp(-1))
+
+    register("cpu", ForwardOnly)
+    ours, theirs = qkv(), qkv()
+    weight = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(5))
+    (anyflex.flex_attention(*ours) * weight).sum().backward()
+    (torch.nn.functional.scaled_dot_product_attention(*theirs) * weight).sum().backward()
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our.grad, their.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_backward_that_raises_is_named() -> None:
+    register("cpu.raising", make_stub(answers={"compile": Raising()}))
+    out = anyflex.flex_attention(*qkv())
+    with pytest.raises(PluginError, match="'cpu.raising'.*raised RuntimeError: illegal address"):
+        out.sum().backward()
+    torch.testing.assert_close(
+        anyflex.flex_attention(*qkv(), backend="reference"),
+        torch.nn.functional.scaled_dot_product_attention(*qkv()),
+    )
+
+
+def test_a_listener_hears_of_every_launch() -> None:
+    heard: list[tuple[str, str]] = []
+    register("cpu", sevens())
+    call = tuple(tensor.detach() for tensor in qkv())
+    anyflex.flex_attention(*call)
+    listener = hookimpl(lambda backend, variant: heard.append((backend, variant)))
+    register_hooks(types.SimpleNamespace(anyflex_launched=listener), "listener")
+    anyflex.flex_attention(*call)
+    anyflex.flex_attention(*call, backend="reference")
+    assert heard[0] == ("cpu", "sevens")
+    assert heard[1][0] == "reference"
+
+
+def test_sixteen_threads_make_the_first_call_together() -> None:
+    stub = sevens(compile_seconds=0.1)
+    register("cpu", stub)
+    barrier = threading.Barrier(16)
+    results: list[Tensor] = []
+
+    def work() -> None:
+        call = tuple(tensor.detach() for tensor in qkv())
+        barrier.wait()
+        results.append(anyflex.flex_attention(*call))
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 16 and all(bool((out == 7).all()) for out in results)
+    assert len(stub.compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"backend": "cudaa"}, ArgumentError, "'cudaa'; did you mean 'cuda'"),
+        ({"backend": "cuda"}, BackendRefused, "computes on cuda tensors.*are on cpu"),
+        ({"backend": 3}, ArgumentTypeError, "backend"),
+        ({"kernel_options": {"BLOK_M": 64}}, ArgumentError, "nearest is 'BLOCK_M'"),
+        ({"kernel_options": {"BLOCK_M": 48}}, ArgumentError, "power of two"),
+        ({"kernel_options": {"BACKEND": "X"}}, ArgumentError, "backend="),
+        ({"kernel_options": [1]}, ArgumentTypeError, "dict"),
+    ],
+)
+def test_misuse_is_a_typed_error(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        anyflex.flex_attention(*qkv(), **arguments)
+
+
+def test_a_warning_points_at_the_line_of_the_caller() -> None:
+    register("cpu", make_stub(refuses="not today"))
+    with pytest.warns(PerformanceWarning, match="not today") as caught:
+        anyflex.flex_attention(*qkv())
+    assert caught[0].filename == __file__
