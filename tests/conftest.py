@@ -10,6 +10,11 @@ import torch
 __all__: list[str] = []
 
 
+def pytest_configure() -> None:
+    """The tests' tensors are small: on a busy machine threads would only wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def float64_numbers() -> Iterator[None]:
     """Python numbers promote to float64, so that formulas in float64 are exact to the end."""

@@ -447,11 +447,12 @@ def one_then_one_point_zero_then_true() -> tuple[ScoreMod, list[Step]]:
 
         return change
 
-    # An int gives a floor division of ints, a float one of floats, True a bool's.
-    return (
-        lambda s, b, h, q, k: s + (k * 3 + divisor) // 2 + (k == q) * divisor / 4,
-        [become(1.0), become(True), become(1)],
-    )
+    # bool + True is a bool or, bool + 1 an int; k * 1 is an int and k * 1.0 a float.
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        shift = 2.0 * q if (k * divisor).is_floating_point() else 0.0
+        return s + ((k == q) + divisor) * 0.5 + shift * k
+
+    return mod, [become(1.0), become(True), become(1)]
 
 
 @way

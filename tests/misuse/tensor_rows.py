@@ -77,7 +77,7 @@ def kv_batch_is_neither_one_nor_the_batch(attend: Attend) -> None:
     attend(query, key, value)
 
 
-@wrong(11, ArgumentError, r"\b1\b", r"\b4\b", "query", "broadcast", compiled=True)
+@wrong(11, ArgumentError, r"\b1\b", r"\b4\b", "query", "[Bb]roadcast", compiled=True)
 def query_batch_is_one_of_a_larger_kv_batch(attend: Attend) -> None:
     query, key, value = inputs(batch=1, kv_batch=4)
     attend(query, key, value)
