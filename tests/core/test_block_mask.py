@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.block_mask import FORMAT, BlockMask
+from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import and_masks, noop_mask
 from anyflex.block_mask.mask_function import RebuiltMaskMod
+from anyflex.block_mask.saved_form import FORMAT
 from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.errors import AnyflexError, BlockMaskError
 from tests.core.dense_blocks import check_kinds, dense_mask, written_kinds

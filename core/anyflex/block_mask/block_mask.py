@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import picture, pytree, slicing
+from anyflex.block_mask import pytree, saved_form, slicing
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.index_lists import runs_of_lists
 from anyflex.block_mask.mask_function import (
@@ -28,6 +28,7 @@ from anyflex.block_mask.run_checks import (
     row_name,
 )
 from anyflex.block_mask.runs import PARTIAL, block_count, pack, padded, unpack
+from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
 from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
@@ -36,18 +37,14 @@ from anyflex.mod_graph.trace import TracedMod
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FORMAT", "BlockMask"]
-
-FORMAT = 1
-"""Version of the form that a pickle carries."""
-
+__all__ = ["BlockMask"]
 
 # One lock for all masks: it is held only while a mask is looked at for the first time, and an
 # object with a lock of its own could not be made under torch.compile.
 _LOCK = threading.RLock()
 
 
-class BlockMask:
+class BlockMask(BlockStructure):
     """For each row of blocks a short list of runs of kv blocks, FULL or PARTIAL.
 
     Structure wins: in FULL blocks the mask mod is not applied, blocks that no run covers are not
@@ -66,11 +63,7 @@ class BlockMask:
             be assigned before it is used.
     """
 
-    # Plain attributes, no properties: the traced half of a call reads these under torch.compile.
-    offsets: Tensor
-    runs: Tensor
-    seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]
+    # Plain attributes, as the structure has: a call reads them under torch.compile.
     traced: TracedMod | None
     opaque: MaskMod | None
     needs_mask_mod: bool
@@ -272,16 +265,6 @@ class BlockMask:
             self._watch = None
             self._moved.clear()
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B', H', Q_LEN, KV_LEN)."""
-        return (self.offsets.shape[0], self.offsets.shape[1], *self.seq_lengths)
-
-    @property
-    def device(self) -> torch.device:
-        """Where offsets and runs are."""
-        return self.offsets.device
-
     def views(self, device: torch.device | None = None) -> MaskViews:
         """Return the structure for kernels on `device` (default: the mask's), copied once.
 
@@ -360,11 +343,6 @@ class BlockMask:
         copy._structure = structure
         return copy
 
-    def has_partial(self) -> bool:
-        """Tell whether any run is PARTIAL. Reads the runs on the host."""
-        host = self.views().on(torch.device("cpu"))
-        return bool((unpack(host.offsets, host.runs).kind == PARTIAL).any())
-
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of chosen batch entries, heads and rows of q blocks.
 
@@ -393,37 +371,6 @@ class BlockMask:
         )
         sliced.views()
         return sliced
-
-    def numel(self) -> int:
-        """Number of elements, live or not."""
-        batch, heads, q_length, kv_length = self.shape
-        return batch * heads * q_length * kv_length
-
-    def sparsity(self) -> float:
-        """Percentage of blocks that are not visited; 0.0 if there are no blocks."""
-        host = self.views().on(torch.device("cpu"))
-        listed = unpack(host.offsets, host.runs)
-        total = host.offsets.shape[0] * host.offsets.shape[1] * host.q_blocks * host.kv_blocks
-        visited = int((listed.end - listed.first).sum())
-        return 100 * (1 - visited / total) if total else 0.0
-
-    def to_dense(self) -> Tensor:
-        """Return int32 [B', H', Qb, Kb]: 1 for a block that is visited."""
-        structure = self.views()
-        return (structure.kind_rows(0, structure.q_blocks) != 0).to(torch.int32)
-
-    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
-        """Draw the blocks, as torch does: █ all visited, ░ some, a space none.
-
-        Args:
-            grid_size: most (rows, columns) of characters; -1 for one a block.
-            limit: most (batch, head) pairs that are drawn.
-        """
-        return picture.draw(self.views(), grid_size, limit)
-
-    def __str__(self) -> str:
-        drawn = self.to_string().strip()
-        return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%, \n{drawn}\n)"
 
     def __repr__(self) -> str:
         return (
@@ -458,42 +405,10 @@ class BlockMask:
         return hash((self.seq_lengths, self.BLOCK_SIZE, tuple(self.offsets.shape)))
 
     def __getstate__(self) -> dict[str, Any]:
-        # A traced mask mod is plain data and says all; the function itself may not be picklable.
-        traced = self.traced
-        return {
-            "format": FORMAT,
-            "offsets": self.offsets,
-            "runs": self.runs,
-            "seq_lengths": self.seq_lengths,
-            "block_size": self.BLOCK_SIZE,
-            "traced": None
-            if traced is None
-            else {name: getattr(traced, name) for name in TracedMod.__slots__},
-            "opaque": self.opaque,
-            "needs_mask_mod": self.needs_mask_mod,
-            "from_captured": self._from_captured,
-        }
+        return saved_form.state_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        found = state.get("format")
-        if found != FORMAT:
-            raise BlockMaskError(
-                f"this block mask was saved in format {found}, and this version of anyflex reads "
-                f"format {FORMAT}: build it anew"
-            )
-        mask_mod = sliced_mask_mod if state["needs_mask_mod"] else state["opaque"]
-        traced = None if state["traced"] is None else TracedMod(**state["traced"])
-        self._fill(
-            state["offsets"],
-            state["runs"],
-            state["seq_lengths"],
-            state["block_size"],
-            traced,
-            state["opaque"],
-            mask_mod,
-            needs_mask_mod=state["needs_mask_mod"],
-            from_captured=state["from_captured"],
-        )
+        saved_form.restore(self, state)
 
 
 pytree.register(BlockMask)
