@@ -363,7 +363,7 @@ def test_gradients_of_tables_repeat_bit_for_bit():
 def test_colliding_additions_keep_float32_accuracy():
     w = torch.zeros(2, requires_grad=True)
     g = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, 4, 1024, 8, generator=g) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 600, 8, generator=g) for _ in range(3))
     case = ReferenceCase(q, k, v, lambda s, b, h, q, k: s + w[(q + k) % 2])
     out = case.forward()
     dout = torch.randn(out.out.shape, generator=g)
@@ -443,8 +443,9 @@ def test_a_read_outside_in_a_mod_run_through_vmap_raises():
         ReferenceCase(q, k, v, lambda s, b, h, q, k: s + w[k], vmap=True).forward()
 
 
-def test_memory_is_bounded_by_the_chunk_not_by_the_lengths():
-    q, k, v = (torch.randn(1, 1, 4096, 8) for _ in range(3))
+def test_memory_is_bounded_by_the_chunk_not_by_the_lengths(monkeypatch):
+    monkeypatch.setattr(chunks, "ELEMENTS", 1 << 16)
+    q, k, v = (torch.randn(1, 1, 2048, 8) for _ in range(3))
     case = ReferenceCase(q, k, v, lambda s, b, h, q, k: s + 0.001 * (q - k))
     with torch.profiler.profile(profile_memory=True) as profile:
         out = case.forward()
@@ -454,5 +455,5 @@ def test_memory_is_bounded_by_the_chunk_not_by_the_lengths():
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    # Scores of the whole call are 64 MiB.
-    assert peak < 12 * 4 * chunks.ELEMENTS
+    # The scores of the whole call are 16 MiB, of a chunk 256 KiB.
+    assert peak < 16 * 4 * chunks.ELEMENTS

@@ -81,6 +81,7 @@ class _Backward:
         self.spoilt = (
             any(operand.spoilt for operand in (self.dout, self.key, self.query))
             or is_spoilt(self.value)
+            or is_spoilt(self.delta)
             or bool(lse.isnan().any())
         )
         self.modifies = prepared.score is not None or call.score_function is not None
@@ -191,9 +192,15 @@ def _sums(target: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _masked(value: Tensor, scores: ChunkScores, shape: torch.Size) -> Tensor:
-    """0 at dead pairs, where the mod's derivative may be anything."""
+    """0 at dead pairs, where the mod's derivative may be anything.
+
+    The gradient that went in is 0 there, so a dead pair can only have become 0 or NaN: where the
+    sum is finite nothing is to be done, which spares a copy of the chunk.
+    """
     value = value.expand(shape)
-    return value if scores.dead is None else value.masked_fill(scores.dead, 0)
+    if scores.dead is None or not is_spoilt(value):
+        return value
+    return value.masked_fill(scores.dead, 0)
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:

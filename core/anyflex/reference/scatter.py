@@ -51,7 +51,8 @@ class TableGradient:
             position = position + bounded_index(index, size)[0] * stride
         free = [d for d in range(len(shape)) if position.shape[d] == 1 and shape[d] != 1]
         if free:
-            value = value.sum(free, keepdim=True, dtype=self.dtype)
+            # In its own type, pairwise: asking for float64 here would first copy every pair.
+            value = value.sum(free, keepdim=True)
         position = position.expand(value.shape).reshape(-1)
         value = value.to(self.dtype).reshape(-1)
         if value.device.type == "cpu":
