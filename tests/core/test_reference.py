@@ -9,7 +9,7 @@ import torch
 
 from anyflex.block_mask.views import FULL, PARTIAL
 from anyflex.errors import ModIndexError
-from anyflex.reference import chunks
+from anyflex.reference import backward, chunks, spoilt
 from tests.core.reference_case import ReferenceCase
 from tests.mods.mod import Sizes
 from tests.mods.score_mods import SCORE_MODS
@@ -434,6 +434,24 @@ def test_an_unknown_pure_operation_runs_through_vmap():
     mod = lambda s, b, h, q, k: s + torch.lgamma(t[h] + (q - k).abs())  # noqa: E731
     kinds = causal_kinds(37, 53, (16, 16))
     compared(ReferenceCase(q, k, v, mod, causal, kinds, vmap=True))
+
+
+def test_an_untraceable_mask_applies_to_partial_blocks_only(chunked):
+    q, k, v = inputs()
+    kinds = random_kinds(2, 4, 37, 53, (16, 16))
+    mask = lambda b, h, q, k: torch.gcd(q + b, k + h) < 3  # noqa: E731
+    case = ReferenceCase(q, k, v, None, None, kinds)
+    object.__setattr__(case.call, "mask_function", mask)
+    case.mask_mod = mask
+    compared(case)
+
+
+@pytest.mark.parametrize("name", ["alibi_learned", "nan_one_pair", "dead_rows_by_score"])
+def test_devices_that_must_not_look_at_values_get_the_same_results(name, monkeypatch):
+    # Everything counts as spoilt there; here the CPU takes that path.
+    monkeypatch.setattr(spoilt, "is_spoilt", lambda values: True)
+    monkeypatch.setattr(backward, "is_spoilt", lambda values: True)
+    compared(case_of(name, True))
 
 
 def test_a_read_outside_in_a_mod_run_through_vmap_raises():
