@@ -99,8 +99,11 @@ def test_a_mask_without_full_blocks_and_without_transposes_is_read(version: str)
     absent = dict.fromkeys(recorded(version)["attributes"])
     for name in ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices"):
         del absent[name]
-    source = torch_flex.create_block_mask(
-        causal, 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16, separate_full_blocks=False
+    # Row r lists its r + 1 blocks, all of them as PARTIAL.
+    counts = torch.arange(1, 5, dtype=torch.int32).view(1, 1, 4)
+    columns = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4)
+    source = torch_flex.BlockMask.from_kv_blocks(
+        counts, columns.contiguous(), BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(64, 64)
     )
     mask = BlockMask.from_torch(stand_in(version, source, **absent))
     assert torch.equal(mask.views().kind_rows(0, 4)[0, 0], 2 * torch.ones(4, 4).tril().char())
