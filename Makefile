@@ -33,7 +33,7 @@ test-random:
 
 demo:
 	$(READY) demo
-	@$(RUN) -m anyflex demo $(ARGS)
+	@$(RUN) -m anyflex demo --plots demo-output $(ARGS)
 
 check:
 	@bash .ci/run

@@ -2,9 +2,10 @@
 
     python bench/versus_torch.py
 
-Each figure comes from a fresh process, after `import torch` (and `import anyflex`); torch's
-first compiled call runs with Inductor's caches switched off and needs a C++ compiler. Memory is
-the growth of the process's peak resident size. Prints a markdown table.
+Each figure comes from a fresh process with one thread, after `import torch` (and `import
+anyflex`), and is CPU time, that of a compiler that the process starts included: a busy machine
+changes it little. torch's first compiled call runs with Inductor's caches switched off and needs a
+C++ compiler. Memory is the growth of the process's peak resident size. Prints a markdown table.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 __all__: list[str] = []
 
 PREPARE = """
-import json, resource, time
+import json, resource
 import torch
 torch.manual_seed(0)
+torch.set_num_threads(1)
 LENGTH = 16384
 document = torch.arange(LENGTH) // 8
 def document_causal(b, h, q_idx, kv_idx):
@@ -32,12 +34,14 @@ def alibi(score, b, h, q_idx, kv_idx):
 def inputs(length, heads=16, needs_grad=False):
     make = lambda: torch.randn(1, heads, length, 64, requires_grad=needs_grad)
     return make(), make(), make()
+def spent():
+    uses = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(use.ru_utime + use.ru_stime for use in uses), uses[0].ru_maxrss
 def timed(work):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    began = time.perf_counter()
+    began, before = spent()
     work()
-    seconds = time.perf_counter() - began
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    ended, after = spent()
+    seconds, grown = ended - began, after - before
     print(json.dumps([seconds, grown / 1024]))
 """
 TORCH = "import torch.nn.attention.flex_attention as library\n"
@@ -80,7 +84,11 @@ ROWS = (
 
 def measure(program: str) -> str:
     """Run a program that ends in `timed`; return its figures, or its error's last line."""
-    environment = os.environ | {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    # One compile thread is none: the compiler is then a child of the measured process.
+    environment = os.environ | {
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
     line = [sys.executable, "-c", program]
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -94,8 +102,8 @@ def main() -> None:
     import torch
 
     print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads\n"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.processor()} "
+        f"{torch.backends.cpu.get_cpu_capability()}, one thread, CPU time\n"
     )
     print("| | torch | anyflex |\n|---|---|---|")
     for name, torch_program, anyflex_program in ROWS:
