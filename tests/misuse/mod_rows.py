@@ -13,6 +13,7 @@ from anyflex.errors import (
     AnyflexError,
     ArgumentError,
     ArgumentTypeError,
+    BlockMaskError,
     ModIndexError,
     ModTraceError,
 )
@@ -29,23 +30,23 @@ def refused(
     *names: str,
     error: type[Exception] = ModTraceError,
     compiled: bool = True,
-    line: bool = False,
+    **details: Any,
 ) -> Any:
     """Enter a row; nearly all raise ModTraceError, compiled or not."""
-    return TABLE.wrong(number, error, *names, compiled=compiled, line=line)
+    return TABLE.wrong(number, error, *names, compiled=compiled, **details)
 
 
-def at_line(number: int, *names: str, compiled: bool = True) -> Any:
+def at_line(number: int, *names: str, **details: Any) -> Any:
     """Enter a row whose error tells the mod's line."""
-    return refused(number, *names, compiled=compiled, line=True)
+    return refused(number, *names, line=True, **details)
 
 
-@refused(91, r"\b4\b", "score, b, h, q_idx, kv_idx")
+@refused(91, r"\b4\b", "score, b, h, q_idx, kv_idx", dynamo="bind arguments")
 def score_mod_with_four_arguments(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, q, k: s)
 
 
-@refused(91, r"\b6\b", "score, b, h, q_idx, kv_idx")
+@refused(91, r"\b6\b", "score, b, h, q_idx, kv_idx", dynamo="bind arguments")
 def score_mod_with_six_arguments(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k, extra: s)
 
@@ -122,7 +123,7 @@ def chained_comparison(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: torch.where(0 <= k < 5, s, 0.0))
 
 
-@at_line(101, "loop|integer")
+@at_line(101, "loop|integer", dynamo="`range`")
 def loop_length_from_an_index(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + sum(0.1 for _ in range(q)))
 
@@ -142,17 +143,17 @@ def python_float(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s * float(q))
 
 
-@at_line(103, r"torch\.tanh")
+@at_line(103, r"torch\.tanh", dynamo=r"math\.tanh")
 def math_function(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: math.tanh(s))
 
 
-@at_line(104, r"torch\.minimum", r"torch\.clamp")
+@at_line(104, r"torch\.minimum", r"torch\.clamp", dynamo="`min`")
 def builtin_min(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: min(s, 1.0))
 
 
-@at_line(104, r"torch\.maximum", r"torch\.clamp")
+@at_line(104, r"torch\.maximum", r"torch\.clamp", dynamo="`max`")
 def builtin_max(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + max(q, k))
 
@@ -162,7 +163,7 @@ def random_number(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + torch.rand(()))
 
 
-@at_line(105, "rand_like", "table")
+@at_line(105, "rand_like", "table", dynamo="rand_like")
 def random_number_like_the_score(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + torch.rand_like(s))
 
@@ -206,19 +207,19 @@ def captured_tensor_is_on_another_device(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + table[k])
 
 
-@at_line(110, "table", r"\[16\]|\(16,\)")
+@at_line(110, r"\[16\]|\(16,\)", eager=("table",))
 def captured_tensor_is_used_whole(attend: Attend) -> None:
     table = torch.zeros(16)
     attend(*inputs(), lambda s, b, h, q, k: s + table)
 
 
-@at_line(111, "table", r"rank 2", r"\b1\b")
+@at_line(111, r"rank 2", r"\b1\b", eager=("table",))
 def too_few_indices(attend: Attend) -> None:
     table = torch.zeros(16, 16)
     attend(*inputs(), lambda s, b, h, q, k: s + table[q])
 
 
-@refused(112, "table", r"\b2\b", r"\b3\b", error=ModIndexError, line=True)
+@refused(112, r"\b2\b", r"\b3\b", error=ModIndexError, line=True, eager=("table",))
 def too_many_indices(attend: Attend) -> None:
     table = torch.zeros(16, 16)
     attend(*inputs(), lambda s, b, h, q, k: s + table[q, k, h])
@@ -236,19 +237,19 @@ def bool_index(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k: s + table[q > k])
 
 
-@at_line(114, "slice")
+@at_line(114, "slice|integer")
 def symbol_as_slice_bound(attend: Attend) -> None:
     table = torch.zeros(16)
     attend(*inputs(), lambda s, b, h, q, k: s + table[q:].sum())
 
 
-@refused(115, "table", r"\b16\b", error=ModIndexError)
+@refused(115, r"\b16\b", error=ModIndexError, eager=("table",))
 def index_certainly_past_the_end(attend: Attend) -> None:
     table = torch.zeros(16)
     attend(*inputs(), lambda s, b, h, q, k: s + table[k + 16])
 
 
-@refused(116, "table", r"\b16\b", error=ModIndexError)
+@refused(116, r"\b16\b", error=ModIndexError, eager=("table",))
 def index_that_happens_to_be_past_the_end(attend: Attend) -> None:
     table = torch.zeros(16)
     jump = torch.zeros(16, dtype=torch.int64)
@@ -333,7 +334,7 @@ def generator_function(attend: Attend) -> None:
     attend(*inputs(), mod)
 
 
-@refused(123, "document", r"\[16\]|\(16,\)", r"\[4\]|\(4,\)", error=ArgumentError, compiled=False)
+@refused(123, "document", r"\[16\]|\(16,\)", r"\[4\]|\(4,\)", error=BlockMaskError, compiled=False)
 def captured_tensor_is_resized_after_building(attend: Attend) -> None:
     document = torch.arange(16) // 5
     mask = create_block_mask(lambda b, h, q, k: document[q] == document[k], 1, 1, 16, 16)

@@ -28,6 +28,8 @@ class Row:
         compiled: can be written under ``torch.compile(fullgraph=True)`` as a wrong call.
         attends: it calls `Attend`; building a mask, say, is the same with any backend.
         line: the error must tell the line of the mod, in this function's source.
+        eager: names that need what Dynamo hides: frames, and closures inside of an operation.
+        dynamo: where the compiler itself refuses before the tracer can, what its message names.
     """
 
     number: int
@@ -38,6 +40,8 @@ class Row:
     compiled: bool
     attends: bool
     line: bool
+    eager: tuple[str, ...]
+    dynamo: str | None
 
     def __str__(self) -> str:
         return f"{self.number}-{self.name}"
@@ -57,25 +61,25 @@ class Table:
         compiled: bool = False,
         attends: bool = True,
         line: bool = False,
+        eager: tuple[str, ...] = (),
+        dynamo: str | None = None,
     ) -> Callable[[Callable[[Attend], Any]], Callable[[Attend], Any]]:
         """Enter the decorated function as a wrong use."""
-        return self._enter(number, error, names, compiled, attends, line)
+        details = (compiled, attends, line, eager, dynamo)
+        return lambda call: self._enter(number, call, error, names, *details)
 
     def legal(
         self, number: int, *, compiled: bool = False, attends: bool = True
     ) -> Callable[[Callable[[Attend], Any]], Callable[[Attend], Any]]:
         """Enter the decorated function as a use that must succeed."""
-        return self._enter(number, None, (), compiled, attends, False)
+        details = (compiled, attends, False, (), None)
+        return lambda call: self._enter(number, call, None, (), *details)
 
     def _enter(
-        self, number: int, error: Any, names: Any, compiled: bool, attends: bool, line: bool
-    ) -> Callable[[Callable[[Attend], Any]], Callable[[Attend], Any]]:
-        def enter(call: Callable[[Attend], Any]) -> Callable[[Attend], Any]:
-            name = call.__name__
-            self.rows.append(Row(number, name, call, error, names, compiled, attends, line))
-            return call
-
-        return enter
+        self, number: int, call: Callable[[Attend], Any], *details: Any
+    ) -> Callable[[Attend], Any]:
+        self.rows.append(Row(number, call.__name__, call, *details))
+        return call
 
 
 def inputs(
