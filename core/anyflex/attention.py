@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,8 +132,8 @@ def check(
     check_flags(enable_gqa, return_lse, backend)
     aux = check_aux(return_lse, return_aux)
     check_tensor_types(query, key, value)
-    device = query.device
-    if torch.is_autocast_enabled(device.type):
+    device_type = query.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value = _autocast(query, key, value)
     check_tensors(query, key, value, enable_gqa)
     scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
@@ -157,11 +156,16 @@ def check(
     return query, key, value, block_mask, scale, aux, options
 
 
+_loaded: dict[str, Any] = {}
+
+
 def _late(module: str) -> Any:
     """Import a module that `import anyflex` doesn't pay for; an import statement here would cost
-    every call half a microsecond."""
-    loaded = sys.modules.get(module)
-    return importlib.import_module(module) if loaded is None else loaded
+    every call half a microsecond. Not sys.modules: it holds half-imported modules too."""
+    loaded = _loaded.get(module)
+    if loaded is None:
+        loaded = _loaded[module] = importlib.import_module(module)
+    return loaded
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,7 +182,13 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 def _own_mask(block_mask: Any) -> Any:
     """Return the mask as anyflex's, converting torch's."""
-    if isinstance(block_mask, _late("anyflex.block_mask.block_mask").BlockMask):
+    if torch.compiler.is_compiling():  # Dynamo follows import statements
+        from anyflex.block_mask.block_mask import BlockMask
+
+        own: Any = BlockMask
+    else:
+        own = _late("anyflex.block_mask.block_mask").BlockMask
+    if isinstance(block_mask, own):
         return block_mask
     if hasattr(block_mask, "kv_num_blocks"):
         from anyflex.block_mask.torch_format import converted
@@ -205,8 +215,15 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
         kind = type(tensor)
         if kind is not Tensor and kind is not torch.nn.Parameter:
             return False
-    if query.device.type == "meta" or torch._C._len_torch_dispatch_stack() != 0:
+    if torch._C._len_torch_dispatch_stack() != 0:
         return False
+    if query.device.type == "meta":
+        fail(
+            "BackendRefused",
+            "query is on device meta, which holds no numbers: trace with torch.export, "
+            "torch.compile or FakeTensorMode instead.",
+            reasons={"reference": "device meta holds no numbers"},
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         transform = str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2]
         fail(
@@ -244,6 +261,14 @@ def _through_op(
         block_size = block_mask.BLOCK_SIZE
         if block_mask.traced is not None:
             mask = block_mask.traced
+        elif block_mask.opaque is not None:
+            fail(
+                "ModTraceError",
+                "block_mask's mask_mod could not be traced, and runs through vmap in eager calls "
+                "only",
+                operation="mask_mod",
+                hint="Write it with the operations of the table in the documentation.",
+            )
     captured = [*score.captured, *mask.captured]
     check_captured_devices(query.device, captured, [*score.names, *mask.names])
     grad_mode = torch.is_grad_enabled()

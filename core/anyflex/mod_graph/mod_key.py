@@ -23,7 +23,7 @@ from torch import Tensor
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.spellings import FACTORIES
 from anyflex.mod_graph.symbol import SPELLINGS, Symbol
-from anyflex.mod_graph.trace import TracedMod, trace_mod
+from anyflex.mod_graph.trace import TracedMod, captured_name, trace_mod
 
 __all__ = ["clear_traces", "traced"]
 
@@ -243,22 +243,5 @@ def traced(
 
 
 def _with_names(trace: TracedMod, function: Any) -> TracedMod:
-    """Fill in the captured tensors' names, as far as they are the function's own."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, types.FunctionType):
-        named: dict[str, Any] = {}
-        for name in function.__code__.co_names:
-            named[name] = function.__globals__.get(name)
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            try:
-                named[name] = cell.cell_contents
-            except ValueError:  # a cell that is not assigned yet has no contents to name
-                named[name] = None
-        for i, tensor in enumerate(trace.captured):
-            for name, value in named.items():
-                if value is tensor:
-                    trace.names[i] = name
+    trace.names = [captured_name(function, tensor) for tensor in trace.captured]
     return trace

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from anyflex.failing import fail
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.refusal import (
     BRANCH,
@@ -55,6 +56,16 @@ class Tracer:
         self.floats: list[float] = []
         # A mod that asks for a captured tensor's shape or type depends on more than its values.
         self.read_facts = False
+        # Names a captured tensor for an error message; Dynamo can't look into frames for it.
+        self.name_of: Callable[[Tensor], str] | None = None
+
+    def describe(self, tensor: Tensor) -> str:
+        """A captured tensor, for an error message."""
+        name = self.name_of(tensor) if self.name_of is not None else ""
+        called = f" '{name}'" if name else ""
+        if tensor.is_nested:  # it has no shape
+            return f"captured tensor{called}"
+        return f"captured tensor{called} of shape {list(tensor.shape)}"
 
     def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
         line = f"{operation} {kind} {arguments} {attribute}"
@@ -70,7 +81,9 @@ class Tracer:
         category = CATEGORY[kind]
         if category == BOOL:
             return self.add("const", kind, "-", "True" if value else "False")
-        return self.add("const", kind, "-", repr(float(value) if category == FLOAT else value))
+        return self.add(
+            "const", kind, "-", repr(float(value) if category == FLOAT else int(value))
+        )
 
     def number(self, value: Any, kind: str) -> Symbol:
         """A Python number as a slot: its value is no part of the structure."""
@@ -93,11 +106,16 @@ class Tracer:
 
     def load(self, tensor: Tensor, arguments: str) -> Symbol:
         read_facts = self.read_facts
-        kind = DTYPE_NAMES.get(tensor.dtype)
+        dtype = tensor.dtype
+        kind = DTYPE_NAMES.get(dtype)
+        special = tensor.is_nested or tensor.layout is not torch.strided
         self.read_facts = read_facts
-        if kind is None:
-            refuse(
-                f"a captured tensor of dtype {tensor.dtype}", "load", "Convert it before the call."
+        if kind is None or special:
+            what = "nested" if special and tensor.is_nested else "sparse" if special else dtype
+            fail(
+                "ArgumentTypeError",
+                f"a mod reads {self.describe(tensor)} that is {what}: mods read dense tensors "
+                "of real numbers.",
             )
         for i, known in enumerate(self.captured):
             if known is tensor:
@@ -115,7 +133,7 @@ class Tracer:
             if self.rank(value) == 0:
                 return self.load(value, "-")
             refuse(
-                f"a captured tensor of shape {list(value.shape)} is used whole",
+                f"{self.describe(value)} is used whole",
                 "captured tensor",
                 "A mod computes one score: index the tensor with b, h, q_idx or kv_idx.",
             )
@@ -194,8 +212,6 @@ class Symbol:
     """One scalar of a mod under trace. Methods and operators are those of a 0-d tensor; they are
     installed by `anyflex.mod_graph.spellings`; what would need a value refuses."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     if TYPE_CHECKING:  # installed by spellings
 
         def __add__(self, other: Any) -> Symbol: ...
@@ -263,6 +279,13 @@ class Symbol:
 
     def __bool__(self) -> NoReturn:
         refuse(BRANCH, "bool()", branch_hint())
+
+    def __hash__(self) -> NoReturn:
+        refuse(
+            "a symbol is used as a key of a dict or set",
+            "hash()",
+            "A symbol has no value yet: index a captured tensor instead.",
+        )
 
     def __index__(self) -> NoReturn:
         refuse(
@@ -342,8 +365,8 @@ class PartialRead:
                 given += 1
         if given > len(free):
             refuse_index(
-                f"{given} indices for a captured tensor with {len(free)} dimensions left (shape "
-                f"{list(self.tensor.shape)})",
+                f"{given} indices for the {len(free)} dimensions left of "
+                f"{self.tracer.describe(self.tensor)} (rank {len(self.entries)})",
                 "Give one index a dimension.",
             )
         entries = list(self.entries)
@@ -378,14 +401,13 @@ class PartialRead:
         if isinstance(item, Symbol):
             if item.kind not in INDEX_KINDS:
                 refuse_index(
-                    f"an index of dtype {DTYPES[item.kind]} into a captured tensor of shape "
-                    f"{list(self.tensor.shape)}",
+                    f"an index of dtype {DTYPES[item.kind]} into "
+                    f"{self.tracer.describe(self.tensor)}",
                     "Indices are signed integers: use `.long()`, or torch.where for a condition.",
                 )
         elif isinstance(item, bool) or not isinstance(item, int):
             refuse_index(
-                f"a {type(item).__name__} as an index into a captured tensor of shape "
-                f"{list(self.tensor.shape)}",
+                f"a {type(item).__name__} as an index into {self.tracer.describe(self.tensor)}",
                 "Indices are integers.",
             )
         return str(self.tracer.as_kind(item, "i64").position)
@@ -401,9 +423,9 @@ class PartialRead:
             if entry is None
         ]
         refuse(
-            f"a row of shape {left} of a captured tensor of rank {len(self.entries)} and shape "
-            f"{list(self.tensor.shape)} ({given} of {len(self.entries)} indices given) where a "
-            "scalar is needed",
+            f"a row of shape {left} of {self.tracer.describe(self.tensor)} (rank "
+            f"{len(self.entries)}, {given} of {len(self.entries)} indices given) where a scalar "
+            "is needed",
             "captured tensor",
             "Give one index a dimension.",
         )
@@ -424,6 +446,8 @@ def find_tracer(values: Any) -> Tracer | None:
     for value in values:
         if isinstance(value, (Symbol, PartialRead)):
             return value.tracer
+        if isinstance(value, slice):
+            value = (value.start, value.stop, value.step)
         if isinstance(value, (tuple, list)):
             inner = find_tracer(value)
             if inner is not None:

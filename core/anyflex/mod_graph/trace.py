@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from anyflex.errors import ArgumentTypeError, ModTraceError
+from anyflex.errors import ArgumentTypeError, BlockMaskError, ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph import spellings
 from anyflex.mod_graph.operations import DTYPE_NAMES
@@ -23,7 +25,7 @@ from anyflex.mod_graph.symbol import (
     find_tracer,
 )
 
-__all__ = ["TracedMod", "mod_kind", "trace_mod"]
+__all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -118,6 +120,11 @@ def trace_mod(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
     )
+    if torch.compiler.is_compiling():
+        check_signature_in_dynamo(function, kind)
+    else:
+        check_signature(function, kind)
+        tracer.name_of = lambda tensor: captured_name(function, tensor)
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":
         score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
@@ -210,6 +217,72 @@ def mod_kind(function: Any, argument: str = "mod") -> Literal["score", "mask"]:
         operation="signature",
         hint="A score mod is f(score, b, h, q_idx, kv_idx), a mask mod f(b, h, q_idx, kv_idx).",
     )
+
+
+WANTED = {
+    "score": (5, "score_mod", "f(score, b, h, q_idx, kv_idx)"),
+    "mask": (4, "mask_mod", "f(b, h, q_idx, kv_idx)"),
+}
+
+
+def check_signature(function: Any, kind: Literal["score", "mask"]) -> None:
+    """Check that `function` can be called as a mod of this kind.
+
+    Raises:
+        ArgumentTypeError: it is not a plain function.
+        ModTraceError, BlockMaskError: a score, or mask, function with other arguments.
+    """
+    wanted, argument, signature = WANTED[kind]
+    count = positional_count(function, argument)
+    if count is None or count == wanted:
+        return
+    problem = f"{argument} takes {count} arguments; it is called as {signature}, with {wanted}"
+    if kind == "mask":
+        raise BlockMaskError(problem)
+    raise ModTraceError(
+        problem,
+        operation="signature",
+        hint="A mask function takes 4, (b, h, q_idx, kv_idx), and goes through create_block_mask.",
+    )
+
+
+def check_signature_in_dynamo(function: Any, kind: Literal["score", "mask"]) -> None:
+    """`check_signature` for plain functions, in terms that Dynamo follows."""
+    if not isinstance(function, types.FunctionType):
+        return
+    code = function.__code__
+    if code.co_flags & 0x04:  # *args
+        return
+    wanted, argument, signature = WANTED[kind]
+    defaults = function.__defaults__
+    optional = 0 if defaults is None else len(defaults)
+    if not code.co_argcount - optional <= wanted <= code.co_argcount:
+        fail(
+            "ModTraceError",
+            f"{argument} takes {code.co_argcount - optional} arguments; it is called as "
+            f"{signature}, with {wanted}",
+            operation="signature",
+            hint="A score mod takes 5, a mask function 4.",
+        )
+
+
+def captured_name(function: Any, tensor: Tensor) -> str:
+    """Return the name under which `function` knows a captured tensor, or ""."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, types.FunctionType):
+        return ""
+    code = function.__code__
+    for name in code.co_names:
+        if function.__globals__.get(name) is tensor:
+            return name
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            if cell.cell_contents is tensor:
+                return name
+        except ValueError:  # a cell that is not assigned yet holds nothing to name
+            continue
+    return ""
 
 
 def positional_count(function: Any, argument: str) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,13 @@ from torch import Tensor
 
 from anyflex.aux_outputs import AuxRequest
 from anyflex.contract.call import Call
-from anyflex.errors import AnyflexError, BackendRefused, ModTraceError, PerformanceWarning
+from anyflex.errors import (
+    AnyflexError,
+    BackendRefused,
+    ModIndexError,
+    ModTraceError,
+    PerformanceWarning,
+)
 from anyflex.mod_graph.mod_key import traced
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.registry.selection import names_in_force
@@ -36,7 +44,20 @@ def run(
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
+    if sys.is_finalizing():
+        # torch 2.13 aborts the process here: a tensor whose Python object dies before its view
+        # does (pure torch code shows it too).
+        raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    try:
+        return _run(inputs, query, key, value)
+    except ModIndexError as error:
+        raise _named(error, inputs.names) from error.__cause__
+
+
+def _run(
+    inputs: Inputs, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     plan = plan_for(inputs)
     if True in inputs.gradients:
         results = FlexAttention.apply(  # type: ignore[no-untyped-call]
@@ -45,10 +66,19 @@ def run(
         if isinstance(results, Tensor):
             return results, None, None
         out, *others = results
-        lse = others[0] if aux.lse else None
-        return out, lse, others[-1] if aux.max_scores else None
+        lse = others[0] if inputs.lse else None
+        return out, lse, others[-1] if inputs.max_scores else None
     outputs = launch_forward(plan, inputs.call)
     return outputs.out, outputs.lse, outputs.max_scores
+
+
+def _named(error: ModIndexError, names: tuple[str, ...]) -> ModIndexError:
+    """Kernels know captured tensors by position; the user knows them by name."""
+    text = str(error.args[0])
+    for position, name in enumerate(names):
+        if name:
+            text = re.sub(rf"captured tensor {position}\b", f"captured tensor '{name}'", text)
+    return ModIndexError(text, operation=error.operation)
 
 
 def gather(
@@ -90,7 +120,8 @@ def gather(
         else:
             mask_function = block_mask.opaque
     captured = (*score.captured, *mask.captured)
-    for tensor, name in zip(captured, (*score.names, *mask.names), strict=True):
+    names = (*score.names, *mask.names)
+    for tensor, name in zip(captured, names, strict=True):
         if tensor.device != device or tensor.layout is not torch.strided:
             from anyflex.attention import check_captured_devices
 
@@ -128,6 +159,7 @@ def gather(
         gradients,
         backend,
         options,
+        names,
     )
 
 

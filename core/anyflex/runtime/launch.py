@@ -16,6 +16,9 @@ from anyflex.runtime.plan import Plan
 
 __all__ = ["launch_backward", "launch_forward"]
 
+_THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
+"""What a kernel may raise as it is: users catch these."""
+
 
 def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     """Run forward and return its outputs.
@@ -30,26 +33,31 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     """
     spec = plan.spec
     query = call.query
-    out = empty_dense(query, spec.value_head_dim)
-    rows = query.shape[:3]
-    lse = query.new_empty(rows, dtype=plan.accumulate) if spec.needs_lse else None
-    max_scores = query.new_empty(rows, dtype=plan.accumulate) if "max_scores" in spec.aux else None
+    if plan.same_dims and query.is_contiguous():
+        out = torch.empty_like(query)
+    else:
+        out = empty_dense(query, spec.value_head_dim)
+    lse = max_scores = None
+    if spec.needs_lse:
+        lse = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+    if plan.max_scores:
+        max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
     saved: tuple[Tensor, ...] = ()
     workspace: tuple[Tensor, ...] = ()
-    if save and plan.saves:
-        saved = _allocate(plan, call, plan.kernel.saved_outputs(call))
-    if plan.works:
-        workspace = _allocate(plan, call, plan.kernel.workspace(call, "forward"))
-    outputs = Outputs(out, lse, max_scores, saved, workspace)
     try:
+        if save and plan.saves:
+            saved = _allocate(call, plan.kernel.saved_outputs(call))
+        if plan.works:
+            workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
+        outputs = Outputs(out, lse, max_scores, saved, workspace)
         if plan.guard is None:
             plan.kernel.forward(call, outputs)
         else:
             with plan.guard():
                 plan.kernel.forward(call, outputs)
-    except AnyflexError:
+    except _THEIR_OWN:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
     if listeners():
         launched(spec, plan.compiled.backend, plan.kernel.describe(call))
@@ -76,18 +84,18 @@ def launch_backward(
         ]
     )
     workspace: tuple[Tensor, ...] = ()
-    if plan.own_backward and plan.works:
-        workspace = _allocate(plan, call, plan.kernel.workspace(call, "backward"))
-    grads = Grads(dq, dk, dv, accumulators, workspace)
     try:
+        if plan.own_backward and plan.works:
+            workspace = _allocate(call, plan.kernel.workspace(call, "backward"))
+        grads = Grads(dq, dk, dv, accumulators, workspace)
         if plan.guard is None:
             _backward(plan, call, saved, grad, grads)
         else:
             with plan.guard():
                 _backward(plan, call, saved, grad, grads)
-    except AnyflexError:
+    except _THEIR_OWN:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
     captured = [
         None if accumulator is None else accumulator.to(tensor.dtype)
@@ -116,8 +124,8 @@ def _accumulator(plan: Plan, tensor: Tensor) -> Tensor:
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
     static op, whose outputs can't depend on the backend."""
-    extras = _allocate(plan, call, plan.kernel.saved_outputs(call))
-    workspace = _allocate(plan, call, plan.kernel.workspace(call, "forward"))
+    extras = _allocate(call, plan.kernel.saved_outputs(call))
+    workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
     again = Outputs(
         torch.empty_like(saved.out),
         torch.empty_like(saved.lse),
@@ -129,7 +137,7 @@ def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     return extras
 
 
-def _allocate(plan: Plan, call: Call, wanted: Iterable[TensorSpec]) -> tuple[Tensor, ...]:
+def _allocate(call: Call, wanted: Iterable[TensorSpec]) -> tuple[Tensor, ...]:
     make: dict[bool, Any] = {True: torch.zeros, False: torch.empty}
     device = call.query.device
     return tuple(make[w.zeroed](w.shape, dtype=w.dtype, device=device) for w in wanted)

@@ -39,6 +39,7 @@ class Inputs:
         gradients: a flag for query, key, value and then each captured tensor.
         backend: the ``backend=`` argument.
         options: ``kernel_options`` as pairs.
+        names: of the captured tensors in the user's functions, "" where unknown; for messages.
     """
 
     call: Call
@@ -51,6 +52,7 @@ class Inputs:
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
+    names: tuple[str, ...] = ()
 
 
 class Plan:
