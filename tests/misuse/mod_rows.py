@@ -41,12 +41,12 @@ def at_line(number: int, *names: str, **details: Any) -> Any:
     return refused(number, *names, line=True, **details)
 
 
-@refused(91, r"\b4\b", "score, b, h, q_idx, kv_idx", dynamo="bind arguments")
+@refused(91, r"\b4\b", "score, b, h, q_idx, kv_idx")
 def score_mod_with_four_arguments(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, q, k: s)
 
 
-@refused(91, r"\b6\b", "score, b, h, q_idx, kv_idx", dynamo="bind arguments")
+@refused(91, r"\b6\b", "score, b, h, q_idx, kv_idx")
 def score_mod_with_six_arguments(attend: Attend) -> None:
     attend(*inputs(), lambda s, b, h, q, k, extra: s)
 

@@ -124,7 +124,6 @@ def dense_tensor_as_block_mask(attend: Attend) -> None:
     r"\b5\b|score, b, h",
     r"\b4\b",
     compiled=True,
-    dynamo="bind arguments",
 )
 def score_and_mask_mod_are_swapped(attend: Attend) -> None:
     attend(*inputs(), lambda b, h, q, k: q >= k)
