@@ -94,6 +94,8 @@ def flex_attention_backward(
     _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
     with torch.enable_grad():
         inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    if delta is None:
+        delta = (dout.to(lse.dtype) * out).sum(-1)
     inputs.gradients = (True, True, True, *inputs.gradients[3:])
     inputs.needs_lse = True
     with torch.no_grad():

@@ -19,7 +19,7 @@ def present_device(text: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError as error:
-        raise WrongUsage(f"--device {text}: {str(error).splitlines()[0]}") from error
+        raise WrongUsage(f"--device {text}: torch knows no such device type") from error
     try:
         torch.empty(1, device=device)
     # torch says it in as many ways as it has devices.

@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     explanation = anyflex.explain(**arguments)
     facts = explanation.to_dict()
     print(json.dumps(facts, indent=2) if args.json else explanation)
-    return ExitCode.OK if facts["backend"] is not None else ExitCode.NOT_RUN
+    taken = facts["backend"] is not None and not facts["problem"]
+    return ExitCode.OK if taken else ExitCode.NOT_RUN
 
 
 def _arguments_from_file(args: argparse.Namespace) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _error(
     if backward:
         results += torch.autograd.grad(out, on_device, inputs[3].to(device_type))
     errors = [
-        (found.cpu().double() - right).abs().max() / right.abs().max()
+        (found.detach().cpu().double() - right).abs().max() / right.abs().max()
         for found, right in zip(results, exact, strict=True)
     ]
     return float(torch.stack(errors).max())

@@ -101,8 +101,9 @@ class GradInputs:
     Args:
         dout: [B, Hq, L, Ev], any strides.
         dlse: [B, Hq, L] or None.
-        delta: [B, Hq, L], sum of dout * out over Ev in lse's dtype, if the caller has it; else
-            None. It never includes dlse.
+        delta: [B, Hq, L], sum of dout * out over Ev in lse's dtype, where lse and delta come from
+            outside and the row has more keys than the call; else None: the row is whole. It never
+            includes dlse.
     """
 
     dout: Tensor

@@ -1,4 +1,4 @@
-"""Gradients from out and lse, in chunks of query rows: the reference's own backward, and core's
+"""Gradients from lse, in chunks of query rows: the reference's own backward, and core's
 for every backend that has only a forward."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def backward(prepared: Prepared, call: Call, saved: Saved, grad: GradInputs, gra
     """Fill `grads`.
 
     Args:
-        saved: out and lse; lse [B, Hq, L] may come from outside (ring attention): it then covers
-            more keys than the call's.
+        saved: lse [B, Hq, L]; it may come from outside (ring attention) and cover more keys than
+            the call's, and then delta does too.
     """
     for total in (grads.dq, grads.dk, grads.dv):
         if total is not None:
@@ -65,13 +65,14 @@ class _Backward:
         self.lse = lse.masked_fill(dead, torch.inf)
         # Whatever arrives at a dead row is dropped here.
         dout = grouped(grad.dout).to(dtype).masked_fill(dead, 0)
+        # Without a delta from outside the call holds whole rows, and delta is summed from their
+        # own weights: out has been rounded to query's dtype.
+        self.delta: Tensor | None = None
         if grad.delta is not None:
-            delta = grouped(grad.delta).unsqueeze(-1).to(dtype)
-        else:
-            delta = (dout * grouped(saved.out)).sum(-1, keepdim=True)
+            self.delta = grouped(grad.delta).unsqueeze(-1).to(dtype).masked_fill(dead, 0)
+        self.dlse: Tensor | None = None
         if grad.dlse is not None:
-            delta = delta - grouped(grad.dlse).unsqueeze(-1)
-        self.delta = delta.masked_fill(dead, 0)
+            self.dlse = grouped(grad.dlse).unsqueeze(-1).to(dtype).masked_fill(dead, 0)
 
         self.dout_as_given = dout
         self.dout = Operand(dout)
@@ -81,7 +82,7 @@ class _Backward:
         self.spoilt = (
             any(operand.spoilt for operand in (self.dout, self.key, self.query))
             or is_spoilt(self.value)
-            or is_spoilt(self.delta)
+            or any(t is not None and is_spoilt(t) for t in (self.delta, self.dlse))
             or bool(lse.isnan().any())
         )
         self.modifies = prepared.score is not None or call.score_function is not None
@@ -123,7 +124,16 @@ class _Backward:
         if self.dq is None and self.dk is None and not self.tables:
             return
         grad = self.layout.times_keys(self.dout_as_given[:, :, :, rows], chunk.take(self.value))
-        grad.sub_(self.delta[:, :, :, rows]).mul_(weights)
+        if self.delta is not None:
+            delta = self.delta[:, :, :, rows]
+        else:
+            products = grad * weights
+            if alive is not None:
+                products.masked_fill_(~alive, 0)
+            delta = products.sum(-1, keepdim=True)
+        if self.dlse is not None:
+            delta = delta - self.dlse[:, :, :, rows]
+        grad.sub_(delta).mul_(weights)
         if alive is not None:
             grad.masked_fill_(~alive, 0)
         passed = self._through_score_mod(chunk, scores, grad)
