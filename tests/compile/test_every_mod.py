@@ -11,13 +11,10 @@ from torch import Tensor
 
 import anyflex
 from tests.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
-from tests.random_configurations.configuration import COUNT, asked_for
 
 __all__: list[str] = []
 
 SIZES = Sizes(2, 4, 2, 21, 37)
-STEP = 1 if asked_for() >= COUNT else 4
-"""CI runs every fourth, `make test-random` all."""
 
 
 def inputs(seed: int) -> list[Tensor]:
@@ -30,7 +27,7 @@ def compiled(attend: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(attend, backend="eager", fullgraph=True)
 
 
-@pytest.mark.parametrize("name", list(SCORE_MODS)[::STEP])
+@pytest.mark.parametrize("name", SCORE_MODS)
 def test_a_compiled_score_mod(name: str) -> None:
     mod = SCORE_MODS[name].make(SIZES, torch.Generator().manual_seed(1))
     tensors = [*inputs(2), *mod.learned.values()]
@@ -41,7 +38,7 @@ def test_a_compiled_score_mod(name: str) -> None:
     compare(attend, mod, tensors)
 
 
-@pytest.mark.parametrize("name", list(MASK_MODS)[::STEP])
+@pytest.mark.parametrize("name", MASK_MODS)
 def test_a_compiled_call_with_a_block_mask(name: str) -> None:
     mask = MASK_MODS[name].make(SIZES, torch.Generator().manual_seed(1))
     score = SCORE_MODS["alibi_learned"].make(SIZES, torch.Generator().manual_seed(3))
