@@ -101,8 +101,16 @@ def test_an_extra_that_does_not_exist_yet_is_not_recommended(
 
 
 def test_a_mod_that_cannot_be_traced_warns() -> None:
-    with pytest.warns(PerformanceWarning, match="could not be traced"):
-        kernel_for(make_spec(opaque=True), (), None, ())
+    with pytest.warns(PerformanceWarning, match="score_mod.*vmap.*lgamma"):
+        warn_about_opaque_mod("score_mod", "torch operation lgamma")
+
+
+def test_a_mod_that_cannot_be_traced_is_an_error_where_fallbacks_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ANYFLEX_FALLBACK", "error")
+    with pytest.raises(BackendRefused, match="ANYFLEX_FALLBACK=error.*lgamma"):
+        warn_about_opaque_mod("score_mod", "torch operation lgamma")
 
 
 def test_fallback_error_raises_what_would_have_been_a_warning(

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.mod_graph.trace import TracedMod, positional_count
+from anyflex.mod_graph.trace import TracedMod
 
 __all__ = [
     "MaskMod",
@@ -75,13 +75,6 @@ def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
     """
     if isinstance(function, RebuiltMaskMod):
         return function.traced, None
-    count = positional_count(function, "mask_mod")
-    if count not in (None, 4):
-        what = " (a score mod; create_mask takes one)" if count == 5 else ""
-        raise BlockMaskError(
-            f"mask_mod takes {count} positional arguments{what}; a mask mod is "
-            "f(b, h, q_idx, kv_idx) with 4"
-        )
     from anyflex.mod_graph.mod_key import traced as trace_with_names
 
     try:

@@ -236,7 +236,7 @@ def check_signature(function: Any, kind: Literal["score", "mask"]) -> None:
     count = positional_count(function, argument)
     if count is None or count == wanted:
         return
-    problem = f"{argument} takes {count} arguments; it is called as {signature}, with {wanted}"
+    problem = f"{argument} takes {count} positional arguments; it is called as {signature}, with {wanted}"
     if kind == "mask":
         raise BlockMaskError(problem)
     raise ModTraceError(

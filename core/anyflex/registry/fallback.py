@@ -11,7 +11,13 @@ from anyflex.registry import environment, isolation
 from anyflex.registry.choice import Answer, Choice, TraceLine
 from anyflex.registry.table import REFERENCE
 
-__all__ = ["forget_warnings", "warn_about_fallback", "warn_about_unused_options", "warn_once"]
+__all__ = [
+    "forget_warnings",
+    "warn_about_fallback",
+    "warn_about_opaque_mod",
+    "warn_about_unused_options",
+    "warn_once",
+]
 
 _log = logging.getLogger("anyflex")
 _lock = threading.Lock()
@@ -48,14 +54,27 @@ def warn_about_fallback(choice: Choice, trace: list[TraceLine], chosen: str) -> 
             _log.debug("%s", message)
 
 
+def warn_about_opaque_mod(mod: str, reason: str) -> None:
+    """Say once that a mod which no graph can hold runs on the reference, through vmap.
+
+    Raises:
+        BackendRefused: under ANYFLEX_FALLBACK=error.
+    """
+    message = f"{mod} runs on the reference backend, through vmap: {reason}"
+    mode = environment.fallback()
+    if mode == "error":
+        raise BackendRefused(f"ANYFLEX_FALLBACK=error: {message}", {REFERENCE: message})
+    if mode == "warn":
+        warn_once(message)
+    else:
+        _log.debug("%s", message)
+
+
 def _on_reference(choice: Choice) -> list[str]:
     device = choice.spec.device_type
     missing = choice.missing()
-    if choice.spec.opaque:
-        return [
-            "the score mod could not be traced, so the reference computes the call through vmap; "
-            "write it with torch operations that anyflex knows"
-        ]
+    if choice.spec.opaque:  # told when the mod was found to be so: see warn_about_opaque_mod
+        return []
     if device != "cpu":
         if missing is not None:
             why = missing.reason

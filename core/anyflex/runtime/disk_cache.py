@@ -159,8 +159,9 @@ class Store:
             try:
                 _write_beside(folder, name, file)
                 return
-            except FileNotFoundError:
-                # Somebody has cleared the cache under our hands.
+            except (FileNotFoundError, FileExistsError):
+                # Somebody has cleared the cache under our hands: a folder was gone, or went while
+                # mkdir looked at it.
                 if attempt == _ATTEMPTS - 1:
                     raise
 
@@ -170,15 +171,19 @@ class Store:
             return False
         if self._checked:
             return True
-        try:
-            if create:
-                self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self.folder.mkdir(mode=0o700, exist_ok=True)
-            elif not self.folder.is_dir():
-                return False
-            problem = _unsafe(self.folder)
-        except OSError as error:
-            problem = f"{type(error).__name__}: {error}"
+        problem = None
+        for _ in range(_ATTEMPTS):
+            try:
+                if create:
+                    self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    self.folder.mkdir(mode=0o700, exist_ok=True)
+                elif not self.folder.is_dir():
+                    return False
+                problem = _unsafe(self.folder)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem is None or self.folder.exists():
+                break  # else somebody has cleared the cache under our hands
         if problem is not None:
             self._give_up(problem)
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from anyflex.errors import (
     BackendRefused,
     ModIndexError,
     ModTraceError,
-    PerformanceWarning,
 )
 from anyflex.mod_graph.mod_key import traced
 from anyflex.mod_graph.trace import TracedMod
@@ -119,6 +117,8 @@ def gather(
             mask = block_mask.traced
         else:
             mask_function = block_mask.opaque
+            if mask_function is not None:
+                _allow_opaque("mask_mod", "it can't be traced", "mask_mod", backend)
     captured = (*score.captured, *mask.captured)
     names = (*score.names, *mask.names)
     for tensor, name in zip(captured, names, strict=True):
@@ -163,27 +163,25 @@ def gather(
     )
 
 
-_warned: set[str] = set()
-
-
 def _opaque(
     score_mod: Callable[..., Tensor], error: ModTraceError, backend: str | None
 ) -> TracedMod:
     """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
-    names = names_in_force(backend)
-    if names and "reference" not in names:
-        raise BackendRefused(
-            f"backend {names[0]!r} is forced, and score_mod can't be traced: {error}",
-            {names[0]: f"operation {error.operation} can't be traced"},
-        ) from error
-    if error.operation not in _warned:
-        _warned.add(error.operation)
-        warnings.warn(
-            f"score_mod runs on the reference backend, through vmap: {error}",
-            PerformanceWarning,
-            stacklevel=5,
-        )
+    _allow_opaque("score_mod", str(error), error.operation, backend)
     from anyflex.reference.opaque import read_tensors
 
     captured = read_tensors(score_mod)
     return TracedMod("", captured, [], [], [""] * len(captured))
+
+
+def _allow_opaque(mod: str, problem: str, operation: str, backend: str | None) -> None:
+    names = names_in_force(backend)
+    if names and "reference" not in names:
+        raise BackendRefused(
+            f"backend {names[0]!r} is forced, and {mod} can't be traced: {problem}",
+            {names[0]: f"operation {operation} can't be traced"},
+        )
+    if not names:
+        from anyflex.registry.fallback import warn_about_opaque_mod
+
+        warn_about_opaque_mod(mod, problem)
