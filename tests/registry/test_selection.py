@@ -24,6 +24,7 @@ from anyflex.registry import (
     register,
     use_backend,
 )
+from anyflex.registry.fallback import warn_about_opaque_mod
 from anyflex.runtime.kernels import CompiledKernel, explain_selection, kernel_for
 from tests.registry.stubs import Reference, make_spec, make_stub
 
