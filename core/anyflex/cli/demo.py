@@ -47,6 +47,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="bfloat16 trains under autocast (default: %(default)s)",
     )
     parser.add_argument(
+        "--sample",
+        type=_count,
+        default=300,
+        metavar="BYTES",
+        help="how much text to write (default: %(default)s)",
+    )
+    parser.add_argument(
         "--plots",
         type=Path,
         metavar="DIR",
@@ -86,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         device=str(present_device(args.device)),
         backend=args.backend,
         dtype=args.dtype,
+        sample=args.sample,
         plots=args.plots,
     )
     try:

@@ -24,7 +24,7 @@ __all__ = ["TESTED_TORCH", "collect"]
 TESTED_TORCH = ("2.11", "2.13")
 """The oldest and the newest release of torch that the tests are run with."""
 
-_FAILING_STATES = ("broken", "conflict")
+_FAILING_STATES = {"broken": "is broken", "conflict": "is registered by two distributions"}
 
 
 def collect() -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _failures(facts: dict[str, Any]) -> list[str]:
     failures = [problem["message"] for problem in facts["problems"]]
     for backend in facts["backends"]:
         if backend["state"] in _FAILING_STATES:
-            failures.append(f"backend {backend['name']} is {backend['state']}")
+            failures.append(f"backend {backend['name']} {_FAILING_STATES[backend['state']]}")
         failures += [
             f"backend {backend['name']}: {test['text']}"
             for test in backend["self_tests"]
@@ -201,4 +201,5 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         for variable in facts["variables"]
         if variable["problem"] is not None
     ]
-    return failures
+    # Both sides of a conflict say the same.
+    return list(dict.fromkeys(failures))

@@ -6,7 +6,14 @@ import enum
 
 from anyflex.errors import AnyflexError, BackendRefused, GraphCaptureError, PluginError
 
-__all__ = ["ExitCode", "NotRun", "WrongUsage", "code_of", "exit_code_table"]
+__all__ = [
+    "ExitCode",
+    "NotRun",
+    "UserFileFailed",
+    "WrongUsage",
+    "code_of",
+    "exit_code_table",
+]
 
 
 class ExitCode(enum.IntEnum):
@@ -36,11 +43,15 @@ class NotRun(AnyflexError):
     """Something that the command needs is not on this machine. Exit status 3."""
 
 
+class UserFileFailed(AnyflexError):
+    """The user's own file raised an exception, which is ``__cause__``. Exit status 4."""
+
+
 def code_of(error: AnyflexError) -> ExitCode:
     """Return the exit status for an error that ends a command."""
     if isinstance(error, (NotRun, BackendRefused, GraphCaptureError)):
         return ExitCode.NOT_RUN
-    if isinstance(error, PluginError):
+    if isinstance(error, (PluginError, UserFileFailed)):
         return ExitCode.BROKEN
     return ExitCode.USAGE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
@@ -93,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     import anyflex
 
     arguments = _arguments_from_file(args) if args.target is not None else _made_arguments(args)
-    explanation = anyflex.explain(**arguments)
+    with warnings.catch_warnings():
+        # What they say stands in the explanation.
+        warnings.simplefilter("ignore", anyflex.PerformanceWarning)
+        explanation = anyflex.explain(**arguments)
     facts = explanation.to_dict()
     print(json.dumps(facts, indent=2) if args.json else explanation)
     taken = facts["backend"] is not None and not facts["problem"]

@@ -8,15 +8,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.exit_codes import UserFileFailed, WrongUsage
 
-__all__ = ["UserFileFailed", "arguments_from"]
-
-
-class UserFileFailed(WrongUsage):
-    """The user's file, or the function in it, raised an exception. ``__cause__`` has it."""
-
-    exit_code = ExitCode.BROKEN
+__all__ = ["arguments_from"]
 
 
 def arguments_from(target: str) -> dict[str, Any]:
@@ -53,7 +47,8 @@ def arguments_from(target: str) -> dict[str, Any]:
             )
         try:
             arguments = function()
-        except Exception as error:  # The user's code may raise anything: it is shown to them.
+        # Not the plugin boundary, but as foreign: the user's code may raise anything.
+        except Exception as error:
             raise _failed(target, error) from error
     finally:
         sys.path.remove(folder)
@@ -77,7 +72,7 @@ def _run_file(path: Path, target: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # As above.
+    except Exception as error:
         del sys.modules[name]
         raise _failed(target, error) from error
     return module
@@ -86,7 +81,11 @@ def _run_file(path: Path, target: str) -> ModuleType:
 def _failed(target: str, error: Exception) -> UserFileFailed:
     own = str(Path(__file__))
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if frame.filename != own and "importlib" not in frame[0]]
+    theirs = [
+        frame
+        for frame in frames
+        if frame.filename != own and not frame.filename.startswith("<frozen ")
+    ]
     print("Traceback (most recent call last):", file=sys.stderr)
     for line in traceback.format_list(theirs):
         print(line, end="", file=sys.stderr)
@@ -98,4 +97,4 @@ def _failed(target: str, error: Exception) -> UserFileFailed:
 def _described(value: object) -> str:
     if isinstance(value, dict):
         return f"a dict with the keys {', '.join(map(repr, value)) or 'none'}"
-    return f"a {type(value).__name__}"
+    return f"an object of type {type(value).__name__}"

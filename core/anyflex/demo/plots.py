@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anyflex.block_mask.runs import FULL
+
 if TYPE_CHECKING:
     from anyflex import BlockMask
 
-__all__ = ["plot_block_mask", "plot_loss", "plotting_available"]
+__all__ = ["block_kinds", "plot_block_mask", "plot_loss", "plotting_available"]
 
 
 def plotting_available() -> bool:
@@ -42,7 +44,9 @@ def plot_block_mask(mask: BlockMask, path: Path) -> None:
     colors = ("#f4f4f4", "#8fb8de", "#1f4e79")
     figure = Figure(figsize=(5.5, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(_kinds(mask), cmap=ListedColormap(colors), vmin=0, vmax=2, interpolation="nearest")
+    axes.imshow(
+        block_kinds(mask), cmap=ListedColormap(colors), vmin=0, vmax=2, interpolation="nearest"
+    )
     q_size, kv_size = mask.BLOCK_SIZE
     axes.set(
         title=f"{mask.sparsity():.0f} % of the blocks are not visited",
@@ -61,7 +65,7 @@ def plot_block_mask(mask: BlockMask, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _kinds(mask: BlockMask) -> list[list[int]]:
+def block_kinds(mask: BlockMask) -> list[list[int]]:
     """Return 0 (not visited), 1 (partial) or 2 (full) for each block."""
     offsets = mask.offsets[0, 0].tolist()
     columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
@@ -70,6 +74,6 @@ def _kinds(mask: BlockMask) -> list[list[int]]:
     for begin, end in itertools.pairwise(offsets):
         row = [0] * columns
         for first, stop, kind in runs[begin:end]:
-            row[first:stop] = [2 if kind == 1 else 1] * (stop - first)
+            row[first:stop] = [2 if kind == FULL else 1] * (stop - first)
         rows.append(row)
     return rows

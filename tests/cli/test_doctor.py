@@ -1,0 +1,144 @@
+"""``anyflex doctor``: what it lists, and when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import anyflex
+from anyflex.cli.exit_codes import ExitCode
+from anyflex.contract.decision import Decision, Rejected
+from anyflex.registry import isolated, register
+from anyflex.registry.install_hints import install_line
+from tests.cli.backends import ForwardOnly, Right, WrongBackward, WrongForward, broken
+from tests.cli.conftest import RunCommand
+
+
+def test_a_healthy_machine_passes(command: RunCommand) -> None:
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert f"anyflex {anyflex.__version__}" in result.out
+    assert f"torch {torch.__version__}" in result.out
+    assert "reference  usable" in result.out
+    assert "self-test on cpu, float32, forward and backward: PASS" in result.out
+    assert "All checks passed." in result.out
+
+
+def test_json_has_the_same_facts(command: RunCommand, tmp_path: Path) -> None:
+    facts = json.loads(command("doctor", "--json").out)
+    assert facts["failures"] == []
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["devices"][0]["type"] == "cpu"
+    assert facts["cache"]["folder"].startswith(str(tmp_path / "cache"))
+    (reference,) = facts["backends"]
+    assert (reference["name"], reference["state"]) == ("reference", "usable")
+    (test,) = [test for test in reference["self_tests"] if test["device"] == "cpu"]
+    assert test["passed"] and test["error"] < 1e-5
+
+
+def test_a_device_without_its_backend_gets_the_install_line(command: RunCommand) -> None:
+    assert install_line("cpu") in command("doctor").out
+
+
+def test_a_usable_backend_shows_its_options_and_no_hint(command: RunCommand) -> None:
+    register("cpu", Right)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "cpu  usable" in result.out
+    assert "option SPLITS: int = 4, one of 1, 2, 4. Parts that a row is cut into." in result.out
+    assert install_line("cpu") not in result.out
+
+
+@pytest.mark.parametrize("backend", [WrongForward, WrongBackward])
+def test_wrong_numbers_fail_the_self_test(command: RunCommand, backend: type[Right]) -> None:
+    register("cpu", backend)
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert "FAIL: backend cpu: self-test on cpu" in result.out
+    facts = json.loads(command("doctor", "--json").out)
+    (cpu,) = [backend for backend in facts["backends"] if backend["name"] == "cpu"]
+    assert not cpu["self_tests"][0]["passed"]
+
+
+def test_a_forward_only_backend_is_tested_forward(command: RunCommand) -> None:
+    register("cpu", ForwardOnly)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "self-test on cpu, float32, forward: PASS" in result.out
+
+
+def test_a_broken_backend_shows_where_it_raised(command: RunCommand) -> None:
+    register("cpu", broken())
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert "cpu  broken" in result.out
+    assert "OSError: libvendor.so.1: cannot open shared object file" in result.out
+    assert "in probe" in result.out
+    assert "self-test on cpu, float32, forward and backward: PASS" in result.out, "the reference"
+
+
+def test_a_conflict_names_both_and_the_cure(command: RunCommand) -> None:
+    register("cpu", broken("one_package.backend"))
+    register("cpu", broken("two_package.backend"))
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert result.out.count("cpu  conflict") == 2
+    assert result.out.count("FAIL: backend cpu is registered by two distributions") == 1
+    assert "ANYFLEX_DISABLE=dist:one_package" in result.out
+
+
+def test_a_backend_that_rejects_the_machine_is_no_failure(command: RunCommand) -> None:
+    class NotHere(Right):
+        def probe(self) -> Decision:
+            return Rejected("needs AVX-1024; use a newer processor")
+
+    register("cpu", NotHere)
+    result = command("doctor")
+    assert result.code == ExitCode.OK
+    assert "cpu  rejected" in result.out
+    assert "needs AVX-1024; use a newer processor" in result.out
+
+
+def test_a_backend_of_another_contract_is_listed_unloaded(
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path, "anyflex-future", "[anyflex.backends.v9]\ncpu.next = no_module:X\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with isolated(scan=True):
+        result = command("doctor")
+    assert "cpu.next  incompatible  (anyflex-future 1.0, contract 9)" in result.out
+    assert "upgrade anyflex" in result.out
+    assert result.code == ExitCode.OK
+
+
+def test_a_stale_copy_is_shown(
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(tmp_path / "new", "anyflex-twice", "[anyflex.backends.v1]\ncpu.a = no_module:X\n")
+    _install(tmp_path / "old", "anyflex-twice", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "new"))
+    monkeypatch.syspath_prepend(str(tmp_path / "old"))
+    result = command("doctor")
+    assert "anyflex-twice is installed 2 times" in result.out
+    assert f"not used: {tmp_path / 'old'}" in result.out
+
+
+def test_variables_are_shown_with_what_is_wrong(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYFLEX_FALLBACK", "perhaps")
+    monkeypatch.setenv("ANYFLEX_BACKND", "reference")
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert "FAIL: ANYFLEX_FALLBACK=perhaps: not error, warn or quiet" in result.out
+    assert "did you mean ANYFLEX_BACKEND?" in result.out
+
+
+def _install(folder: Path, name: str, entry_points: str) -> None:
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)

@@ -1,0 +1,1 @@
+"""The demo's parts, and the demo as a whole."""
