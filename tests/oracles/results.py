@@ -40,7 +40,7 @@ class Results:
 def gradients(
     forward: Forward,
     inputs: Mapping[str, Tensor],
-    dout: Tensor,
+    dout: Tensor | None,
     dlse: Tensor | None,
     *,
     missing_is_zero: bool,
@@ -48,11 +48,15 @@ def gradients(
     """Gradients of sum(out * dout) + sum(lse * dlse) with respect to `inputs`.
 
     Args:
+        dout, dlse: None where nothing arrives.
         missing_is_zero: an input that the outputs don't depend on has gradient 0; else autograd's
             None is an error of the implementation under test.
     """
-    outputs: list[Tensor] = [forward.out]
-    weights: list[Tensor] = [dout]
+    outputs: list[Tensor] = []
+    weights: list[Tensor] = []
+    if dout is not None:
+        outputs.append(forward.out)
+        weights.append(dout)
     if dlse is not None:
         assert forward.lse is not None
         outputs.append(forward.lse)

@@ -23,9 +23,9 @@ class Case:
     """Tensors of a call.
 
     Args:
-        bases: leaves that own the memory of query, key and value; they require gradients.
+        bases: leaves that own the memory of query, key and value; some require gradients.
         query, key, value: the bases, or views of them.
-        dout: [B, Hq, L, Ev]; dlse: [B, Hq, L] or None.
+        dout, dlse: gradients that arrive, [B, Hq, L, Ev] and [B, Hq, L]; None where nothing does.
     """
 
     configuration: Configuration
@@ -35,7 +35,7 @@ class Case:
     value: Tensor
     score: Mod | None
     mask: Mod | None
-    dout: Tensor
+    dout: Tensor | None
     dlse: Tensor | None
 
 
@@ -56,9 +56,13 @@ def make_case(configuration: Configuration) -> Case:
     }
     bases, views = {}, {}
     for (name, shape), memory in zip(shapes.items(), configuration.memory, strict=True):
-        bases[name], views[name] = _laid_out(shape, memory, generator)
+        bases[name], views[name] = _laid_out(
+            shape, memory, generator, name in configuration.wanted, score == "big_scores"
+        )
     out_shape = (*shapes["q"][:3], configuration.value_head_dim)
     dout = torch.randn(out_shape, generator=generator, dtype=torch.float64)
+    if configuration.expanded_dout:
+        dout = torch.full((), 0.75, dtype=torch.float64).expand(out_shape)
     dlse = torch.randn(out_shape[:3], generator=generator, dtype=torch.float64)
     return Case(
         configuration,
@@ -68,20 +72,31 @@ def make_case(configuration: Configuration) -> Case:
         views["v"],
         SCORE_MODS[score].make(sizes, generator, torch.float64) if score else None,
         MASK_MODS[mask].make(sizes, generator, torch.float64) if mask else None,
-        dout,
-        dlse if configuration.with_dlse else None,
+        dout if configuration.arrives != "lse" else None,
+        dlse if configuration.arrives != "out" else None,
     )
 
 
 def _laid_out(
-    shape: tuple[int, int, int, int], memory: Memory, generator: torch.Generator
+    shape: tuple[int, int, int, int],
+    memory: Memory,
+    generator: torch.Generator,
+    wanted: bool,
+    on_grid: bool,
 ) -> tuple[Tensor, Tensor]:
-    """A leaf, and a view of it of this shape."""
+    """A leaf, and a view of it of this shape.
+
+    Args:
+        wanted: the leaf requires a gradient.
+        on_grid: multiples of 1/64: dot products are exact, whatever the order of their sums.
+    """
     batch, heads, length, dim = shape
 
     def leaf(*sizes: int) -> Tensor:
         values = torch.randn(sizes, generator=generator, dtype=torch.float64)
-        return values.requires_grad_()
+        if on_grid:
+            values = (values * 64).round() / 64
+        return values.requires_grad_(wanted)
 
     if memory == "transposed":
         base = leaf(batch, length, heads, dim)
@@ -107,7 +122,11 @@ def with_gradients(
 ) -> Results:
     """Add the gradients of the bases and of the score mod's learned leaves."""
     learned = score.learned if score is not None else {}
-    inputs = {f"d{name}": base for name, base in case.bases.items()} | learned
+    bases = {f"d{name}": base for name, base in case.bases.items() if base.requires_grad}
+    inputs = bases | learned
+    if not inputs:
+        assert not forward.out.requires_grad
+        return Results(forward)
     grads = gradients(forward, inputs, case.dout, case.dlse, missing_is_zero=missing_is_zero)
     if case.score is not None:
         # A widened table's gradient is compared as its owner would get it: cast once.

@@ -40,7 +40,9 @@ class Configuration:
         memory: of query, key and value.
         scale: None for the default.
         aux: which of lse and max_scores are asked for.
-        with_dlse: a gradient arrives at lse.
+        wanted: which of query, key and value require a gradient; learned tables always do.
+        arrives: what the loss is made of: ``"out"``, ``"lse"`` or ``"both"``.
+        expanded_dout: the gradient that arrives at out has stride 0, as from ``out.sum()``.
         poisoned: run under deterministic algorithms, where torch fills fresh memory with NaN.
     """
 
@@ -60,7 +62,9 @@ class Configuration:
     memory: tuple[Memory, Memory, Memory]
     scale: float | None
     aux: tuple[str, ...]
-    with_dlse: bool
+    wanted: tuple[str, ...]
+    arrives: Literal["out", "lse", "both"]
+    expanded_dout: bool
     poisoned: bool
 
     def __str__(self) -> str:
@@ -165,8 +169,19 @@ def _draw(draw: random.Random, number: int, score: str | None, mask: str | None)
         block_size=draw.choice(_BLOCKS),
         origin=draw.choice(ORIGINS),
         memory=memory,  # type: ignore[arg-type]
-        scale=draw.choice([None, None, 0.3]),
+        scale=_scale(score, draw.choice([None, None, 0.3])),
         aux=aux,
-        with_dlse="lse" in aux and draw.random() < 0.6,
+        wanted=tuple("qkv")
+        if draw.random() < 0.7
+        else tuple(draw.sample("qkv", draw.randint(0, 2))),
+        arrives=draw.choice(("out", "lse", "both", "both")) if "lse" in aux else "out",
+        expanded_dout=draw.random() < 0.25,
         poisoned=draw.random() < 0.3,
     )
+
+
+def _scale(score: str | None, drawn: float | None) -> float | None:
+    # Scores of several thousand turn an error of 1e-16 in themselves into one of 1e-10 in a
+    # gradient. With a power of two, and values on a grid, they are exact in any order of summing;
+    # other mods get no grid, because it would put scores on their kinks.
+    return 0.25 if score == "big_scores" else drawn
