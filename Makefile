@@ -14,14 +14,17 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help test test-random demo check lint format types imports docs docs-serve wheels clean
+.PHONY: help setup test test-random demo check lint format types imports docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
-	@echo "make lint | format | types | imports | docs | docs-serve | wheels | clean"
+	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
+
+setup:
+	$(READY) lint test docs
 
 test:
 	$(READY) test
