@@ -67,8 +67,8 @@ def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
         return tensor.new_empty(sizes)
     strides = tensor.stride()
     rank = len(sizes)
-    # The outermost dimension has the largest stride; expanded ones keep their own order inside.
-    order = sorted(range(rank - 1), key=lambda d: (-strides[d], d))
+    # The outermost dimension has the largest stride; expanded ones go outside of all.
+    order = sorted(range(rank - 1), key=lambda d: (strides[d] != 0, -strides[d], d))
     dense = [1] * rank
     step = sizes[-1]
     for d in reversed(order):

@@ -1,0 +1,279 @@
+"""Gradients through every door: core's for a forward-only backend, saved outputs and workspace,
+lse and delta from outside, autocast, and what can't be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.contract.capabilities import Capabilities
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.contract.spec import Spec
+from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused
+from anyflex.reference.backend import ReferenceBackend
+from anyflex.registry import isolated, register
+
+__all__: list[str] = []
+
+
+@pytest.fixture
+def registry() -> Iterator[None]:
+    with isolated(reference=ReferenceBackend):
+        yield
+
+
+def tensors(*shape: int, count: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shape) + count)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(count)
+    ]
+
+
+SLOPES = torch.tensor([0.5, 0.25], dtype=torch.float64, requires_grad=True)
+
+
+def alibi(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return torch.tanh(s) * 3 + SLOPES[h] * (k - q)
+
+
+class _Forward(Kernel):
+    """The reference's forward, and nothing else."""
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        self.inner.forward(call, out)
+
+
+class ForwardOnly(Backend):
+    """A backend whose gradients core computes."""
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float64}),
+        captured_dtypes=frozenset({torch.float64}),
+        aux=frozenset({"lse", "max_scores"}),
+        core_backward=True,
+    )
+
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        reference = ReferenceBackend("reference", "cpu")
+        return _Forward(reference.compile(spec, artifacts))
+
+
+class _Saving(Kernel):
+    """Leaves twice the lse for its backward, which halves it, and wants scratch both ways."""
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+
+    def workspace(self, call: Call, direction: Any) -> tuple[TensorSpec, ...]:
+        return (TensorSpec((3, len(direction)), torch.int16, zeroed=True),)
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(tuple(call.query.shape[:3]), torch.float64),)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        assert [tuple(scratch.shape) for scratch in out.workspace] == [(3, len("forward"))]
+        assert not out.workspace[0].any()
+        assert out.lse is not None
+        self.inner.forward(call, out)
+        for saved in out.saved:
+            saved.copy_(2 * out.lse)
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        assert [tuple(scratch.shape) for scratch in grads.workspace] == [(3, len("backward"))]
+        (doubled,) = saved.extras
+        self.inner.backward(call, Saved(saved.out, doubled / 2), grad, grads)
+
+
+class SavingBackend(ForwardOnly):
+    def supports(self, spec: Spec) -> Decision:
+        return Accepted()
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        reference = ReferenceBackend("reference", "cpu")
+        return _Saving(reference.compile(spec, artifacts))
+
+
+def gradients_of(backend: str, attend: Any = anyflex.flex_attention) -> list[Tensor]:
+    leaves = [*tensors(2, 2, 9, 4), SLOPES]
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 9, 9, BLOCK_SIZE=4)
+    out, aux = attend(
+        *leaves[:3],
+        alibi,
+        mask,
+        return_aux=anyflex.AuxRequest(lse=True),
+        backend=backend,
+    )
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    loss = (out * weights).sum() + (aux.lse * weights[..., 0]).sum()
+    return [out, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("kind", [ForwardOnly, SavingBackend])
+def test_a_backend_gets_the_references_gradients(kind: type[Backend], registry: None) -> None:
+    register("cpu.stub", kind)
+    for found, wanted in zip(gradients_of("cpu.stub"), gradients_of("reference"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_saved_outputs_are_computed_anew_behind_the_op(registry: None) -> None:
+    register("cpu.stub", SavingBackend)
+    torch._dynamo.reset()
+    compiled = torch.compile(anyflex.flex_attention, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(
+        gradients_of("cpu.stub", compiled), gradients_of("reference"), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_two_halves_of_the_keys_give_the_whole_gradient() -> None:
+    query, key, value = tensors(2, 2, 10, 4)
+    out, aux = anyflex.flex_attention(
+        query, key, value, alibi, return_aux=anyflex.AuxRequest(lse=True)
+    )
+    dout, dlse = torch.ones_like(out) * 0.3, torch.linspace(0, 1, 40).view(2, 2, 10).double()
+    whole = torch.autograd.grad(
+        (out * dout).sum() + (aux.lse * dlse).sum(), [query, key, value, SLOPES]
+    )
+    out, lse = out.detach(), aux.lse.detach()
+
+    parts = []
+    for begin in (0, 5):
+
+        def shifted(s: Any, b: Any, h: Any, q: Any, k: Any, begin: int = begin) -> Any:
+            return alibi(s, b, h, q, k + begin)
+
+        half = slice(begin, begin + 5)
+        for delta in (None, (dout * out).sum(-1)):
+            part = anyflex.flex_attention_backward(
+                dout,
+                query,
+                key[:, :, half],
+                value[:, :, half],
+                out,
+                lse,
+                shifted,
+                dlse=dlse,
+                delta=delta,
+            )
+        assert part.captured[0][0] is SLOPES
+        parts.append(part)
+    torch.testing.assert_close(parts[0].query + parts[1].query, whole[0])
+    torch.testing.assert_close(torch.cat([part.key for part in parts], 2), whole[1])
+    torch.testing.assert_close(torch.cat([part.value for part in parts], 2), whole[2])
+    torch.testing.assert_close(parts[0].captured[0][1] + parts[1].captured[0][1], whole[3])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"dout": None}, ArgumentTypeError, "dout must be a Tensor"),
+        ({"dout": torch.zeros(2, 2, 10, 3).double()}, ArgumentError, r"dout.*\[2, 2, 10, 4\]"),
+        ({"lse": torch.zeros(2, 2, 9).double()}, ArgumentError, r"lse.*\[2, 2, 10\]"),
+        ({"lse": torch.zeros(2, 2, 10)}, ArgumentTypeError, "lse.*float64"),
+        ({"delta": torch.zeros(2, 2)}, ArgumentError, "delta"),
+        ({"dlse": 3.0}, ArgumentTypeError, "dlse"),
+        ({"backend": "nobody"}, ArgumentError, "nobody"),
+    ],
+)
+def test_a_wrong_tensor_from_outside_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    query, key, value = (tensor.detach() for tensor in tensors(2, 2, 10, 4))
+    out, lse = torch.zeros_like(query), torch.zeros(2, 2, 10).double()
+    given = {"dout": out, "query": query, "key": key, "value": value, "out": out, "lse": lse}
+    with pytest.raises(error, match=message):
+        anyflex.flex_attention_backward(**{**given, **change})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_second_derivatives_are_refused(compiled: bool) -> None:
+    query, key, value = tensors(1, 1, 4, 4)
+    attend = anyflex.flex_attention
+    if compiled:
+        torch._dynamo.reset()
+        with pytest.raises((BackendRefused, RuntimeError), match="twice|double backward"):
+            attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+            (first,) = torch.autograd.grad(
+                attend(query, key, value).sum(), query, create_graph=True
+            )
+            torch.autograd.grad(first.sum(), query)
+        return
+    (first,) = torch.autograd.grad(attend(query, key, value).sum(), query, create_graph=True)
+    with pytest.raises(BackendRefused, match="not differentiable twice"):
+        torch.autograd.grad(first.sum(), query)
+
+
+def test_max_scores_have_no_gradient() -> None:
+    out, aux = anyflex.flex_attention(
+        *tensors(1, 1, 4, 4), return_aux=anyflex.AuxRequest(max_scores=True)
+    )
+    assert out.requires_grad
+    assert not aux.max_scores.requires_grad
+    assert aux.lse is None
+
+
+def test_an_unused_output_costs_no_gradient() -> None:
+    query, key, value = tensors(1, 1, 4, 4)
+    out, aux = anyflex.flex_attention(query, key, value, return_aux=anyflex.AuxRequest(lse=True))
+    for loss in (out.sum(), aux.lse.sum()):
+        (gradient,) = torch.autograd.grad(loss, query, retain_graph=True)
+        assert gradient.isfinite().all()
+    (none,) = torch.autograd.grad(aux.lse.sum(), value, retain_graph=True)
+    assert not none.any()
+
+
+@pytest.mark.parametrize("through_op", [False, True])
+def test_autocast_casts_all_but_float64(through_op: bool) -> None:
+    attend = anyflex.flex_attention
+    if through_op:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    query = torch.randn(1, 1, 4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend(query, query.half(), query).dtype is torch.bfloat16
+        wide = query.double()
+        assert attend(wide, wide, wide).dtype is torch.float64
+    with torch.autocast("cpu", enabled=False):
+        assert attend(query, query, query).dtype is torch.float32
+
+
+def test_the_output_keeps_the_querys_dimension_order() -> None:
+    packed = torch.randn(2, 7, 3, 8, requires_grad=True)
+    query = packed.transpose(1, 2)  # [B, H, L, E] stored as [B, L, H, E]
+    key = torch.randn(1, 1, 5, 8).expand(2, 3, 5, 8).requires_grad_()
+    value = torch.randn(2, 3, 5, 6)
+    out = anyflex.flex_attention(query, key, value)
+    assert out.transpose(1, 2).is_contiguous()
+    dq, dk = torch.autograd.grad(out.sum(), [query, key])
+    assert dq.stride() == query.stride()
+    assert dk.is_contiguous()  # never a copied stride 0
+
+
+def test_memory_of_a_call_is_freed_with_its_results() -> None:
+    import gc
+    import weakref
+
+    query = torch.randn(1, 1, 4, 4, requires_grad=True)
+    out = anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: s * 2)
+    watched = weakref.ref(out)
+    gc.disable()
+    try:
+        del out
+        assert watched() is None
+    finally:
+        gc.enable()
