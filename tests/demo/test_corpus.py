@@ -14,12 +14,24 @@ def _documents(stream: torch.Tensor) -> list[bytes]:
     return bytes(stream.tolist()).split(b"\0")[1:]
 
 
-def test_every_document_is_a_piece_between_two_empty_lines(corpus: Corpus) -> None:
+def test_every_document_is_a_function(corpus: Corpus) -> None:
     documents = _documents(corpus.training) + _documents(corpus.held_out)
     assert corpus.files == 11
     assert len(documents) == corpus.documents == 11 * 190
     assert all(text.startswith(b"def ") and text.endswith(b"\n") for text in documents)
     assert len(set(documents)) == len(documents)
+
+
+def test_methods_are_documents_and_paragraphs_in_them_are_not(tmp_path: Path) -> None:
+    methods = "".join(
+        f"    def method_{n}(self):\n        x = 1\n\n        y = 2\n\n" for n in range(9)
+    )
+    for number in range(300):
+        (tmp_path / f"{number}.py").write_text(f"import os\n\n\nclass Some{number}:\n{methods}")
+    corpus = read_corpus(0, tmp_path)
+    documents = _documents(corpus.training) + _documents(corpus.held_out)
+    assert len(documents) == 300 * 10
+    assert b"    def method_3(self):\n        x = 1\n\n        y = 2\n" in documents
 
 
 def test_held_out_documents_are_not_trained_on(corpus: Corpus) -> None:
