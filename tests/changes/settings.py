@@ -1,4 +1,4 @@
-"""A module whose attributes a mod reads: `tests.changes.ways` changes them."""
+"""A module whose attributes a mod reads: the ways change them."""
 
 from __future__ import annotations
 
