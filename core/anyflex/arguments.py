@@ -25,6 +25,7 @@ __all__ = [
     "check_tensors",
 ]
 
+STRIDED = torch.strided
 DTYPES = {torch.float32: True, torch.float16: True, torch.bfloat16: True, torch.float64: True}
 SMALL_FLOATS = {
     getattr(torch, name): True
@@ -37,7 +38,11 @@ SMALL_FLOATS = {
 def check_tensor_types(query: Any, key: Any, value: Any) -> None:
     """Check that query, key and value are dense tensors with four dimensions."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor):
+            # Asked first, all at once: a call that is right pays for nothing else.
+            if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
+                continue
+        else:
             cure = ""
             if type(tensor).__module__ == "numpy":
                 cure = f" Use torch.from_numpy({name})."
@@ -51,18 +56,17 @@ def check_tensor_types(query: Any, key: Any, value: Any) -> None:
                 f"{name} is a nested tensor; pack the documents into one dense tensor and keep "
                 "them apart with a block mask over document ids.",
             )
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not STRIDED:
             fail(
                 "ArgumentTypeError",
                 f"{name} must be dense (layout torch.strided), got layout {tensor.layout}. Use "
                 f"{name}.to_dense().",
             )
-        if tensor.dim() != 4:
-            fail(
-                "ArgumentError",
-                f"{name} must have four dimensions (B, H, L, E), got shape "
-                f"{list(tensor.shape)}. unsqueeze() adds a missing batch or head dimension.",
-            )
+        fail(
+            "ArgumentError",
+            f"{name} must have four dimensions (B, H, L, E), got shape {list(tensor.shape)}. "
+            "unsqueeze() adds a missing batch or head dimension.",
+        )
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:

@@ -315,8 +315,11 @@ class BlockMask(BlockStructure):
     def _is_on(self, device: torch.device) -> bool:
         if self.offsets.device != device:
             return False
-        captured = self.traced.captured if self.traced is not None else ()
-        return all(tensor.device == device for tensor in captured)
+        if self.traced is not None:
+            for tensor in self.traced.captured:  # on the hot path: no generator
+                if tensor.device != device:
+                    return False
+        return True
 
     def to(self, device: torch.device | str | int) -> BlockMask:
         """Return the mask, its captured tensors included, on `device`; itself if it is there."""

@@ -6,7 +6,7 @@ All are created by core. A kernel reads the inputs, writes the outputs in place,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,7 @@ class TensorSpec:
     zeroed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Call:
     """One call's tensors and numbers.
 
@@ -53,17 +53,44 @@ class Call:
     ints: tuple[int, ...]
     floats: tuple[float, ...]
     scale: float
-    score_function: Callable[..., Tensor] | None = None
-    mask_function: Callable[..., Tensor] | None = None
+    score_function: Callable[..., Tensor] | None
+    mask_function: Callable[..., Tensor] | None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
-    index_offsets: tuple[int, int, int, int] = field(default=(0, 0, 0, 0), init=False)
-    q_lengths: None = field(default=None, init=False)
-    kv_lengths: None = field(default=None, init=False)
-    page_table: None = field(default=None, init=False)
-    k_scale: None = field(default=None, init=False)
-    v_scale: None = field(default=None, init=False)
-    rng: None = field(default=None, init=False)
-    sinks: None = field(default=None, init=False)
+    index_offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
+    q_lengths: None = None
+    kv_lengths: None = None
+    page_table: None = None
+    k_scale: None = None
+    v_scale: None = None
+    rng: None = None
+    sinks: None = None
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskViews | None,
+        captured: tuple[Tensor, ...],
+        ints: tuple[int, ...],
+        floats: tuple[float, ...],
+        scale: float,
+        score_function: Callable[..., Tensor] | None = None,
+        mask_function: Callable[..., Tensor] | None = None,
+    ) -> None:
+        # The generated __init__ of a frozen class takes twice as long, at every call.
+        self.__dict__.update(
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            captured=captured,
+            ints=ints,
+            floats=floats,
+            scale=scale,
+            score_function=score_function,
+            mask_function=mask_function,
+        )
 
 
 @dataclass(frozen=True, slots=True)

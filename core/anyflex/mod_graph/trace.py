@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from anyflex.errors import ArgumentTypeError, BlockMaskError, ModTraceError
+from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph import spellings
 from anyflex.mod_graph.operations import DTYPE_NAMES
@@ -120,10 +120,8 @@ def trace_mod(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
     )
-    if torch.compiler.is_compiling():
-        check_signature_in_dynamo(function, kind)
-    else:
-        check_signature(function, kind)
+    check_signature(function, kind)
+    if not torch.compiler.is_compiling():
         tracer.name_of = lambda tensor: captured_name(function, tensor)
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":
@@ -219,6 +217,10 @@ def mod_kind(function: Any, argument: str = "mod") -> Literal["score", "mask"]:
     )
 
 
+VARIADIC = 0x04
+ASYNC_OR_GENERATOR = 0x20 | 0x80 | 0x200
+"""Flags of a code object, as `inspect` names them."""
+
 WANTED = {
     "score": (5, "score_mod", "f(score, b, h, q_idx, kv_idx)"),
     "mask": (4, "mask_mod", "f(b, h, q_idx, kv_idx)"),
@@ -226,44 +228,43 @@ WANTED = {
 
 
 def check_signature(function: Any, kind: Literal["score", "mask"]) -> None:
-    """Check that `function` can be called as a mod of this kind.
+    """Check that `function` can be called as a mod of this kind; Dynamo follows it.
 
     Raises:
         ArgumentTypeError: it is not a plain function.
         ModTraceError, BlockMaskError: a score, or mask, function with other arguments.
     """
     wanted, argument, signature = WANTED[kind]
-    count = positional_count(function, argument)
-    if count is None or count == wanted:
+    if isinstance(function, types.FunctionType):
+        code = function.__code__
+        if code.co_flags & ASYNC_OR_GENERATOR:
+            fail("ArgumentTypeError", f"{argument} must be a plain function, got {function}")
+        if code.co_flags & VARIADIC:
+            return
+        defaults = function.__defaults__
+        most = code.co_argcount
+        least = most - (0 if defaults is None else len(defaults))
+        if least <= wanted <= most:
+            return
+        count: int | None = least
+    elif torch.compiler.is_compiling():
         return
-    problem = f"{argument} takes {count} positional arguments; it is called as {signature}, with {wanted}"
+    else:
+        count = positional_count(function, argument)
+        if count is None or count == wanted:
+            return
+    problem = (
+        f"{argument} takes {count} positional arguments; it is called as {signature}, with "
+        f"{wanted}"
+    )
     if kind == "mask":
-        raise BlockMaskError(problem)
-    raise ModTraceError(
+        fail("BlockMaskError", problem)
+    fail(
+        "ModTraceError",
         problem,
         operation="signature",
         hint="A mask function takes 4, (b, h, q_idx, kv_idx), and goes through create_block_mask.",
     )
-
-
-def check_signature_in_dynamo(function: Any, kind: Literal["score", "mask"]) -> None:
-    """`check_signature` for plain functions, in terms that Dynamo follows."""
-    if not isinstance(function, types.FunctionType):
-        return
-    code = function.__code__
-    if code.co_flags & 0x04:  # *args
-        return
-    wanted, argument, signature = WANTED[kind]
-    defaults = function.__defaults__
-    optional = 0 if defaults is None else len(defaults)
-    if not code.co_argcount - optional <= wanted <= code.co_argcount:
-        fail(
-            "ModTraceError",
-            f"{argument} takes {code.co_argcount - optional} arguments; it is called as "
-            f"{signature}, with {wanted}",
-            operation="signature",
-            hint="A score mod takes 5, a mask function 4.",
-        )
 
 
 def captured_name(function: Any, tensor: Tensor) -> str:
