@@ -61,10 +61,11 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _versions(versions: dict[str, Any]) -> list[str]:
     oldest, newest = versions["torch_tested"]
-    note = "" if versions["torch_in_tested_range"] else ": outside of the tested range"
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    note = "" if versions["torch_in_tested_range"] else "; this one is not"
     return [
         f"anyflex {versions['anyflex']} (plugin contract {versions['contracts'][-1]})",
-        f"torch {versions['torch']} (tested: {oldest} to {newest}{note})",
+        f"torch {versions['torch']} (tested: {tested}{note})",
         f"Python {versions['python']} on {versions['platform']}",
     ]
 
