@@ -24,7 +24,7 @@ help:
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
-	$(READY) lint test docs
+	$(READY) lint test docs demo
 
 test:
 	$(READY) test
