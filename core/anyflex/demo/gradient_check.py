@@ -20,13 +20,15 @@ from anyflex.demo.model import Attention, ByteTransformer
 
 __all__ = ["GradientCheck", "check_gradients", "dense_attention", "dense_mask"]
 
-_FLOOR = 1e-5
-"""Relative error that is always allowed in float32."""
+_FLOOR = 3e-4
+"""Relative error that is always allowed in float32. Most parameters come to 3e-6. The gradient of
+a slope is a sum over all pairs of positions that nearly cancel: it came to 6e-5 at most in 84
+checks (and to 3e-13 in float64, so that it is rounding)."""
 
 _FLOOR_AUTOCAST = 2e-2
 """The same where q, k and v are rounded to 8 bits of mantissa."""
 
-_FACTOR = 4.0
+_FACTOR = 8.0
 """How many times the rounding error of the dense formula, run in the training precision."""
 
 _SeldomAutocast = Callable[[], AbstractContextManager[object]]
