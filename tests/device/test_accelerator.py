@@ -1,4 +1,4 @@
-"""What only a machine with an accelerator can show: the reference there, moves, guards, refusals."""
+"""What only a machine with an accelerator shows: the reference there, moves, guards, refusals."""
 
 from __future__ import annotations
 

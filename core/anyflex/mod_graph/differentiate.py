@@ -21,7 +21,8 @@ class Scatter:
         captured: position in the call's captured tensors.
         indices: node positions, one a dimension, as the load had them: -N..-1 wraps, then the
             index clamps. Empty for a 0-d tensor.
-        value: node position. float32 for tables of a narrower type: rounding waits for the sum.
+        value: node position. As wide as the score for tables of a narrower type: rounding waits
+            for the sum.
     """
 
     captured: int
@@ -64,7 +65,7 @@ def differentiate(graph: ModGraph, *, wanted_captured: frozenset[int]) -> Deriva
     adjoints: dict[int, int] = {}
 
     def accumulate(position: int, grad: int) -> None:
-        dtype = _adjoint_type(graph.nodes[position])
+        dtype = _adjoint_type(graph.nodes[position], graph.dtype)
         if builder.nodes[grad].dtype is not dtype:
             grad = builder.add("cast", dtype, (grad,))
         if position in adjoints:
@@ -102,10 +103,10 @@ def _active(graph: ModGraph, wanted_captured: frozenset[int]) -> set[int]:
     return active
 
 
-def _adjoint_type(node: Node) -> torch.dtype:
-    """A table's gradient is summed before it is rounded to a narrow type."""
+def _adjoint_type(node: Node, score: torch.dtype) -> torch.dtype:
+    """A table's gradient is summed, as wide as scores are, before it is rounded to a narrow type."""
     if node.operation == "load" and node.dtype in (torch.float16, torch.bfloat16):
-        return torch.float32
+        return torch.float64 if score is torch.float64 else torch.float32
     return node.dtype
 
 

@@ -127,7 +127,7 @@ def _refused() -> dict[Any, tuple[str, str, str]]:
         for name in names.split():
             for space, prefix in spaces:
                 function = getattr(space, name, None)
-                if function is not None:
+                if callable(function):  # Tensor.real is a descriptor, which Dynamo can't hash
                     table[function] = (f"{problem}: {prefix}{name}", prefix + name, hint)
     for name in dir(Tensor):
         in_place = name.endswith("_") and not name.endswith("__") and not name.startswith("_")

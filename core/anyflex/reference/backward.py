@@ -130,7 +130,9 @@ class _Backward:
             products = grad * weights
             if alive is not None:
                 products.masked_fill_(~alive, 0)
-            delta = products.sum(-1, keepdim=True)
+            # lse is rounded, so the weights of a row with large scores don't quite sum to 1.
+            total = weights.sum(-1, keepdim=True)
+            delta = products.sum(-1, keepdim=True).div_(total.masked_fill(total == 0, 1))
         if self.dlse is not None:
             delta = delta - self.dlse[:, :, :, rows]
         grad.sub_(delta).mul_(weights)
