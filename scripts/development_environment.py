@@ -97,9 +97,11 @@ def venv_python() -> Path:
 
 
 def pip(*arguments: str) -> None:
-    command = [str(venv_python()), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     command += arguments
-    if subprocess.run(command, check=False, cwd=ROOT, stdin=subprocess.DEVNULL).returncode != 0:
+    quiet = subprocess.run([*command, "-qq"], cwd=ROOT, stdin=subprocess.DEVNULL, check=False)
+    # pip says why requirements conflict only where it is not quiet.
+    if quiet.returncode != 0 and subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
         raise SystemExit(f"error: pip install {shlex.join(arguments)} failed (see above)")
 
 
