@@ -5,7 +5,7 @@ Part of the traced half: plain Python on shapes and types, inlined by Dynamo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 STRIDED = torch.strided
+_NOTHING, _LSE = AuxRequest(), AuxRequest(lse=True)
 DTYPES = {torch.float32: True, torch.float16: True, torch.bfloat16: True, torch.float64: True}
 SMALL_FLOATS = {
     getattr(torch, name): True
@@ -212,7 +213,7 @@ def check_flags(enable_gqa: Any, return_lse: Any, backend: Any) -> None:
 
 def check_aux(return_lse: bool, return_aux: Any) -> AuxRequest:
     if return_aux is None:
-        return AuxRequest(lse=return_lse)
+        return _LSE if return_lse else _NOTHING
     if return_lse:
         fail("ArgumentError", "return_lse and return_aux are both given; keep return_aux.")
     if isinstance(return_aux, AuxRequest):
@@ -252,7 +253,7 @@ def check_score_mod(score_mod: Any) -> None:
 
 
 def check_mask_fits(
-    mask_shape: tuple[int, ...], lengths: tuple[int, int], query: Tensor, key: Tensor
+    mask_shape: Sequence[int], lengths: tuple[int, int], query: Tensor, key: Tensor
 ) -> None:
     """Check a block mask's batch, heads (`mask_shape`) and (q, kv) lengths against the tensors."""
     batch, heads, q_length, _ = query.shape

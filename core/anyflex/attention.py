@@ -145,7 +145,7 @@ def check(
                 "block_mask is a slice whose mask_mod would see shifted indices: assign "
                 "block_mask.mask_mod, a function of the slice's own indices, before the call.",
             )
-        check_mask_fits(block_mask.shape, block_mask.seq_lengths, query, key)
+        check_mask_fits(block_mask.offsets.shape, block_mask.seq_lengths, query, key)
     if score_mod is not None:
         check_score_mod(score_mod)
     options: tuple[tuple[str, object], ...] = ()
@@ -208,14 +208,17 @@ def _own_mask(block_mask: Any) -> Any:
     )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
 def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
     who watches the dispatcher."""
-    for tensor in (query, key, value):
-        kind = type(tensor)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
-            return False
-    if torch._C._len_torch_dispatch_stack() != 0:
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return False
+    if _dispatch_modes() != 0:
         return False
     if query.device.type == "meta":
         fail(
@@ -224,8 +227,8 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
             "torch.compile or FakeTensorMode instead.",
             reasons={"reference": "device meta holds no numbers"},
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        transform = str(torch._C._functorch.peek_interpreter_stack().key()).rpartition(".")[2]
+    if _functorch_level() is not None:
+        transform = str(_functorch_level().key()).rpartition(".")[2]
         fail(
             "BackendRefused",
             f"flex_attention inside of the functorch transform {transform.lower()} is not "

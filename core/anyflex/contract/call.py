@@ -93,7 +93,7 @@ class Call:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class Outputs:
     """What `Kernel.forward` fills.
 
@@ -108,8 +108,20 @@ class Outputs:
     out: Tensor
     lse: Tensor | None
     max_scores: Tensor | None
-    saved: tuple[Tensor, ...] = ()
-    workspace: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor, ...]
+    workspace: tuple[Tensor, ...]
+
+    def __init__(
+        self,
+        out: Tensor,
+        lse: Tensor | None,
+        max_scores: Tensor | None,
+        saved: tuple[Tensor, ...] = (),
+        workspace: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.__dict__.update(
+            out=out, lse=lse, max_scores=max_scores, saved=saved, workspace=workspace
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _active(graph: ModGraph, wanted_captured: frozenset[int]) -> set[int]:
 
 
 def _adjoint_type(node: Node, score: torch.dtype) -> torch.dtype:
-    """A table's gradient is summed, as wide as scores are, before it is rounded to a narrow type."""
+    """A table's gradient is summed as wide as scores are, then rounded to a narrow type."""
     if node.operation == "load" and node.dtype in (torch.float16, torch.bfloat16):
         return torch.float64 if score is torch.float64 else torch.float32
     return node.dtype

@@ -27,6 +27,7 @@ from anyflex.runtime.plan import Inputs, plan_for
 
 __all__ = ["gather", "run"]
 
+STRIDED = torch.strided
 _NO_MOD = TracedMod("", [], [], [], [])
 
 
@@ -50,7 +51,7 @@ def run(
     try:
         return _run(inputs, query, key, value)
     except ModIndexError as error:
-        raise _named(error, inputs.names) from error.__cause__
+        raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
 
 
 def _run(
@@ -70,7 +71,7 @@ def _run(
     return outputs.out, outputs.lse, outputs.max_scores
 
 
-def _named(error: ModIndexError, names: tuple[str, ...]) -> ModIndexError:
+def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
     """Kernels know captured tensors by position; the user knows them by name."""
     text = str(error.args[0])
     for position, name in enumerate(names):
@@ -120,19 +121,18 @@ def gather(
             if mask_function is not None:
                 _allow_opaque("mask_mod", "it can't be traced", "mask_mod", backend)
     captured = (*score.captured, *mask.captured)
-    names = (*score.names, *mask.names)
-    for tensor, name in zip(captured, names, strict=True):
-        if tensor.device != device or tensor.layout is not torch.strided:
+    for tensor in captured:
+        if tensor.device != device or tensor.layout is not STRIDED:
             from anyflex.attention import check_captured_devices
 
-            check_captured_devices(device, [tensor], [name])
+            check_captured_devices(device, list(captured), [*score.names, *mask.names])
     if torch.is_grad_enabled():
         gradients = (
             query.requires_grad,
             key.requires_grad,
             value.requires_grad,
             *[tensor.requires_grad for tensor in score.captured],
-            *[False for _ in mask.captured],
+            *((False,) * len(mask.captured)),
         )
     else:
         gradients = (False,) * (3 + len(captured))
@@ -159,7 +159,7 @@ def gather(
         gradients,
         backend,
         options,
-        names,
+        (score.names, mask.names),
     )
 
 

@@ -39,7 +39,8 @@ class Inputs:
         gradients: a flag for query, key, value and then each captured tensor.
         backend: the ``backend=`` argument.
         options: ``kernel_options`` as pairs.
-        names: of the captured tensors in the user's functions, "" where unknown; for messages.
+        names: of the captured tensors in the user's score and mask functions, "" where unknown;
+            for messages.
     """
 
     call: Call
@@ -52,7 +53,7 @@ class Inputs:
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
-    names: tuple[str, ...] = ()
+    names: tuple[list[str], list[str]] = ([], [])
 
 
 class Plan:
