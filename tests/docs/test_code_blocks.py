@@ -42,7 +42,7 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
     with registry.isolated(), warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", anyflex.PerformanceWarning)
         for block in code_blocks(page):
             run(block, page, vars(module))
 
