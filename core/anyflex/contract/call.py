@@ -1,6 +1,8 @@
 """The run-time side of a call: what a kernel is given, and what it fills.
 
 All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
+Their __init__ is written out, because the one that dataclasses generate for a frozen class takes
+twice as long, and each call pays for it.
 """
 
 from __future__ import annotations
@@ -78,7 +80,6 @@ class Call:
         score_function: Callable[..., Tensor] | None = None,
         mask_function: Callable[..., Tensor] | None = None,
     ) -> None:
-        # The generated __init__ of a frozen class takes twice as long, at every call.
         self.__dict__.update(
             query=query,
             key=key,
@@ -124,16 +125,19 @@ class Outputs:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class Saved:
     """What forward left for backward: q, k, v are in the call."""
 
     out: Tensor
     lse: Tensor
-    extras: tuple[Tensor, ...] = ()
+    extras: tuple[Tensor, ...]
+
+    def __init__(self, out: Tensor, lse: Tensor, extras: tuple[Tensor, ...] = ()) -> None:
+        self.__dict__.update(out=out, lse=lse, extras=extras)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class GradInputs:
     """What arrives at backward.
 
@@ -146,11 +150,16 @@ class GradInputs:
     """
 
     dout: Tensor
-    dlse: Tensor | None = None
-    delta: Tensor | None = None
+    dlse: Tensor | None
+    delta: Tensor | None
+
+    def __init__(
+        self, dout: Tensor, dlse: Tensor | None = None, delta: Tensor | None = None
+    ) -> None:
+        self.__dict__.update(dout=dout, dlse=dlse, delta=delta)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class Grads:
     """What `Kernel.backward` fills; None where no gradient is asked for.
 
@@ -165,5 +174,15 @@ class Grads:
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
-    captured: tuple[Tensor | None, ...] = ()
-    workspace: tuple[Tensor, ...] = ()
+    captured: tuple[Tensor | None, ...]
+    workspace: tuple[Tensor, ...]
+
+    def __init__(
+        self,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dv: Tensor | None,
+        captured: tuple[Tensor | None, ...] = (),
+        workspace: tuple[Tensor, ...] = (),
+    ) -> None:
+        self.__dict__.update(dq=dq, dk=dk, dv=dv, captured=captured, workspace=workspace)

@@ -28,6 +28,8 @@ from anyflex.runtime.plan import Inputs, plan_for
 __all__ = ["gather", "run"]
 
 STRIDED = torch.strided
+# Function.apply first looks for functorch transforms, which `flex_attention` has refused already.
+_apply: Any = super(torch.autograd.Function, FlexAttention).apply
 _NO_MOD = TracedMod("", [], [], [], [])
 
 
@@ -59,9 +61,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     plan = plan_for(inputs)
     if True in inputs.gradients:
-        results = FlexAttention.apply(  # type: ignore[no-untyped-call]
-            plan, inputs, query, key, value, *inputs.call.captured
-        )
+        results = _apply(plan, inputs, query, key, value, *inputs.call.captured)
         if isinstance(results, Tensor):
             return results, None, None
         out, *others = results

@@ -73,14 +73,14 @@ def launch_backward(
     Raises:
         PluginError: the kernel raised; what it raised is the cause.
     """
-    spec = plan.spec
-    dq = empty_dense(call.query) if "q" in spec.gradients else None
-    dk = empty_dense(call.key) if "k" in spec.gradients else None
-    dv = empty_dense(call.value) if "v" in spec.gradients else None
+    for_query, for_key, for_value = plan.gradients
+    dq = empty_dense(call.query) if for_query else None
+    dk = empty_dense(call.key) if for_key else None
+    dv = empty_dense(call.value) if for_value else None
     accumulators = tuple(
         [
-            _accumulator(plan, tensor) if facts.needs_grad else None
-            for tensor, facts in zip(call.captured, spec.captured, strict=True)
+            _accumulator(plan, tensor) if wanted else None
+            for tensor, wanted in zip(call.captured, plan.captured_gradients, strict=True)
         ]
     )
     workspace: tuple[Tensor, ...] = ()
@@ -98,7 +98,9 @@ def launch_backward(
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
     captured = [
-        None if accumulator is None else accumulator.to(tensor.dtype)
+        accumulator
+        if accumulator is None or accumulator.dtype is tensor.dtype
+        else accumulator.to(tensor.dtype)
         for tensor, accumulator in zip(call.captured, accumulators, strict=True)
     ]
     return dq, dk, dv, captured
@@ -117,8 +119,11 @@ def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Gra
 
 def _accumulator(plan: Plan, tensor: Tensor) -> Tensor:
     wide = tensor.dtype is torch.float64 or plan.accumulate is torch.float64
-    # new_zeros, not zeros_like: an expanded tensor's gradient is dense.
-    return tensor.new_zeros(tensor.shape, dtype=torch.float64 if wide else torch.float32)
+    dtype = torch.float64 if wide else torch.float32
+    if tensor.dtype is dtype and tensor.is_contiguous():
+        return torch.zeros_like(tensor)
+    # An expanded tensor's gradient is dense.
+    return tensor.new_zeros(tensor.shape, dtype=dtype)
 
 
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:

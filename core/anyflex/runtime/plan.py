@@ -68,12 +68,16 @@ class Plan:
         accumulate: dtype of lse and of captured gradients.
         same_dims: Ev is E.
         max_scores: they are asked for.
+        gradients: a flag for query, key, value.
+        captured_gradients: a flag for each captured tensor.
         guard: makes a context manager that selects the device, or None where none is needed.
     """
 
     __slots__ = (
         "accumulate",
+        "captured_gradients",
         "compiled",
+        "gradients",
         "guard",
         "kernel",
         "max_scores",
@@ -95,6 +99,8 @@ class Plan:
         self.accumulate = torch.float64 if self.spec.dtype is torch.float64 else torch.float32
         self.same_dims = self.spec.head_dim == self.spec.value_head_dim
         self.max_scores = "max_scores" in self.spec.aux
+        self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
+        self.captured_gradients = tuple([facts.needs_grad for facts in self.spec.captured])
         self.guard = _device_guard(device)
 
 
