@@ -252,6 +252,28 @@ def test_autocast_casts_all_but_float64(through_op: bool) -> None:
         assert attend(query, query, query).dtype is torch.float32
 
 
+@pytest.mark.parametrize("through_op", [False, True])
+def test_autocast_is_a_cast_of_the_inputs_and_nothing_more(through_op: bool) -> None:
+    attend = anyflex.flex_attention
+    if through_op:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.manual_seed(3)
+    wide = [torch.randn(1, 2, 40, 32) for _ in range(3)]
+    narrow = [tensor.bfloat16().requires_grad_() for tensor in wide]
+    want, want_lse = anyflex.flex_attention(*narrow, return_lse=True)
+    wanted = torch.autograd.grad(want.float().square().sum() + want_lse.sum(), narrow)
+    for tensor in wide:
+        tensor.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, lse = attend(*wide, return_lse=True)
+        found = torch.autograd.grad(out.float().square().sum() + lse.sum(), wide)
+    assert torch.equal(out, want)
+    assert torch.equal(lse, want_lse)  # scores and sums stay in float32
+    for gradient, right in zip(found, wanted, strict=True):
+        assert torch.equal(gradient, right.float())
+
+
 def test_the_output_keeps_the_querys_dimension_order() -> None:
     packed = torch.randn(2, 7, 3, 8, requires_grad=True)
     query = packed.transpose(1, 2)  # [B, H, L, E] stored as [B, L, H, E]

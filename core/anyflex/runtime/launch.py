@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
         if plan.works:
             workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace)
-        if plan.guard is None:
+        guard = _guard(plan)
+        if guard is None:
             plan.kernel.forward(call, outputs)
         else:
-            with plan.guard():
+            with guard:
                 plan.kernel.forward(call, outputs)
     except _THEIR_OWN:
         raise
@@ -88,10 +90,11 @@ def launch_backward(
         if plan.own_backward and plan.works:
             workspace = _allocate(call, plan.kernel.workspace(call, "backward"))
         grads = Grads(dq, dk, dv, accumulators, workspace)
-        if plan.guard is None:
+        guard = _guard(plan)
+        if guard is None:
             _backward(plan, call, saved, grad, grads)
         else:
-            with plan.guard():
+            with guard:
                 _backward(plan, call, saved, grad, grads)
     except _THEIR_OWN:
         raise
@@ -104,6 +107,22 @@ def launch_backward(
         for tensor, accumulator in zip(call.captured, accumulators, strict=True)
     ]
     return dq, dk, dv, captured
+
+
+def _guard(plan: Plan) -> AbstractContextManager[object] | None:
+    """Return what a kernel runs in, or None for nothing."""
+    if torch.is_autocast_enabled(plan.spec.device_type):
+        return _without_autocast(plan)
+    return None if plan.guard is None else plan.guard()
+
+
+@contextmanager
+def _without_autocast(plan: Plan) -> Iterator[None]:
+    """Core has cast q, k and v. A kernel made of torch's products would otherwise have its float32
+    scores rounded once more."""
+    device = nullcontext() if plan.guard is None else plan.guard()
+    with torch.autocast(plan.spec.device_type, enabled=False), device:
+        yield
 
 
 def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
