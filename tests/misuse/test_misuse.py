@@ -53,6 +53,8 @@ def test_misuse_compiled(row: Row) -> None:
     def attend(*arguments: Any, **options: Any) -> Any:
         return anyflex.flex_attention(*arguments, **options)
 
+    if OLDER_TORCH and row.call.__name__ == "random_number":
+        pytest.skip("torch before 2.13 compiles torch.rand past the tracer: one number a call")
     if OLDER_TORCH and row.error is not None:
         # Dynamo refuses more builtins by itself there, and says so in its own words.
         with pytest.raises((AnyflexError, torch._dynamo.exc.Unsupported)):

@@ -21,7 +21,7 @@ from anyflex.runtime import disk_cache
 
 __all__ = ["TESTED_TORCH", "collect"]
 
-TESTED_TORCH = ("2.13", "2.13")
+TESTED_TORCH = ("2.11", "2.13")
 """The oldest and the newest release of torch that the tests are run with."""
 
 _FAILING_STATES = {"broken": "is broken", "conflict": "is registered by two distributions"}
