@@ -42,7 +42,8 @@ class Capabilities:
             chunked torch operations on the same device.
         captured_dtypes: dtypes of captured tensors that can be read.
         decode: a q_class of "one" or "short".
-        deterministic: with determinism "on", gradients repeat bit for bit.
+        deterministic: gradients repeat bit for bit. Without it determinism "on" is refused, and
+            "warn" warns.
         operations: names of mod-graph operations that can be lowered.
         known_fields: names of the spec fields that the backend looks at; all others must have
             their defaults.
@@ -82,7 +83,7 @@ class Capabilities:
         if spec.kv_broadcast and not self.kv_broadcast:
             return "key and value of batch 1 for a larger query batch are not supported"
         if "scattered" in spec.alignment and not self.scattered:
-            return "a tensor whose last stride is not 1; call .contiguous() on it"
+            return "a tensor whose last stride is not 1 is not supported; call .contiguous() on it"
         missing_aux = [name for name in spec.aux if name not in self.aux]
         if missing_aux:
             return f"auxiliary output {', '.join(missing_aux)} is not supported"
@@ -93,8 +94,6 @@ class Capabilities:
         )
 
     def _mod_refusal(self, spec: Spec) -> str | None:
-        if spec.opaque and "opaque" not in self.known_fields:
-            return "a score mod that could not be traced runs on the reference backend only"
         for facts in spec.captured:
             if facts.dtype not in self.captured_dtypes:
                 return f"a captured tensor of dtype {_name(facts.dtype)} is not supported"
@@ -115,7 +114,10 @@ class Capabilities:
             if name not in self.gradients:
                 return f"the gradient of {name} is not supported"
         if spec.determinism == "on" and wanted and not self.deterministic:
-            return "gradients that repeat bit for bit (torch.use_deterministic_algorithms)"
+            return (
+                "gradients that repeat bit for bit (torch.use_deterministic_algorithms) are not "
+                "supported"
+            )
         return None
 
 

@@ -32,7 +32,9 @@ class CapturedFacts:
 class Spec:
     """Frozen, hashable and serialisable (`to_text`, `from_text`).
 
-    Batch, heads, lengths, strides, captured values and scale are run-time and no part of it.
+    Batch, heads, lengths, strides, captured values and scale are run-time and no part of it. A
+    field's default is what the plainest call has: a backend may leave out of
+    ``Capabilities.known_fields`` what it can't do.
 
     Args:
         device_type: torch's device type, for example ``"cuda"``.
@@ -68,22 +70,22 @@ class Spec:
     dtype: torch.dtype
     head_dim: int
     value_head_dim: int
-    gqa_ratio: int
-    kv_broadcast: bool
-    score_graph: ModGraph | None
-    mask_graph: ModGraph | None
-    mask_kind: Literal["none", "runs"]
-    block_size: tuple[int, int]
-    captured: tuple[CapturedFacts, ...]
-    aux: tuple[str, ...]
-    needs_lse: bool
-    gradients: tuple[str, ...]
-    dlse: bool
-    determinism: Literal["off", "warn", "on"]
-    fp32_precision: str
-    q_class: Literal["one", "short", "long"]
-    alignment: tuple[Alignment, Alignment, Alignment]
-    index_width: Literal[32, 64]
+    gqa_ratio: int = 1
+    kv_broadcast: bool = False
+    score_graph: ModGraph | None = None
+    mask_graph: ModGraph | None = None
+    mask_kind: Literal["none", "runs"] = "none"
+    block_size: tuple[int, int] = (0, 0)
+    captured: tuple[CapturedFacts, ...] = ()
+    aux: tuple[str, ...] = ()
+    needs_lse: bool = False
+    gradients: tuple[str, ...] = ()
+    dlse: bool = False
+    determinism: Literal["off", "warn", "on"] = "off"
+    fp32_precision: str = ""
+    q_class: Literal["one", "short", "long"] = "long"
+    alignment: tuple[Alignment, Alignment, Alignment] = ("aligned", "aligned", "aligned")
+    index_width: Literal[32, 64] = 32
     options: tuple[tuple[str, int | float | bool | str], ...] = ()
     opaque: bool = False
     q_layout: Literal["dense", "packed"] = "dense"
@@ -110,9 +112,9 @@ class Spec:
         for part in text.split("|"):
             name, _, value = part.partition("=")
             values[name] = _decode(value)
-        unknown = values.keys() - {f.name for f in _fields()}
-        if unknown:
-            raise ValueError(f"a spec with unknown fields {sorted(unknown)}")
+        names = {f.name for f in _fields()}
+        if values.keys() != names:
+            raise ValueError(f"a spec whose fields differ: {sorted(values.keys() ^ names)}")
         return cls(**values)
 
     def digest(self) -> str:
@@ -129,8 +131,21 @@ class Spec:
             if field_.name not in capabilities.known_fields:
                 value = getattr(self, field_.name)
                 if value != field_.default:
-                    return f"{field_.name}={value!r} is not supported"
+                    said = _SAID.get(field_.name, f"{field_.name}={value!r}")
+                    return f"{said} is not supported"
         return capabilities.refusal(self)
+
+
+_SAID = {
+    "kv_broadcast": "key and value of batch 1 for a larger query batch",
+    "score_graph": "a score mod",
+    "mask_graph": "a block mask with a mask mod",
+    "mask_kind": "a block mask",
+    "block_size": "a block mask",
+    "captured": "a mod that reads a captured tensor",
+    "opaque": "a mod that could not be traced (it runs on the reference only)",
+}
+"""How a refusal speaks of a field, where its value would say nothing to a user."""
 
 
 def _fields() -> tuple[dataclasses.Field[Any], ...]:
@@ -176,8 +191,10 @@ def _decode_one(text: str) -> tuple[Any, str]:
             text = text[1:]
         return tuple(items), text[1:]
     if text.startswith("c:"):
-        (dtype, rank, needs_grad), rest = _decode_one(text[2:])
-        return CapturedFacts(dtype, rank, needs_grad), rest
+        facts, rest = _decode_one(text[2:])
+        if not isinstance(facts, tuple) or len(facts) != 3:
+            raise ValueError(f"a damaged spec text: {text!r}")
+        return CapturedFacts(*facts), rest
     end = text.find("\x1f")
     atom, rest = (text, "") if end < 0 else (text[:end], text[end:])
     if atom in ("None", "True", "False"):
@@ -188,7 +205,10 @@ def _decode_one(text: str) -> tuple[Any, str]:
             payload = payload.replace(code, character)
         return payload.replace("%7C", "|").replace("%25", "%"), rest
     if kind == "d:":
-        return getattr(torch, payload), rest
+        dtype = getattr(torch, payload, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"a spec with an unknown dtype {payload!r}")
+        return dtype, rest
     if kind == "f:":
         return float.fromhex(payload), rest
     if kind == "g:":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -48,11 +48,12 @@ class ModGraph:
 
     nodes: tuple[Node, ...]
     output: int
+    # Made once, and not looked up by the nodes: 0.0 equals -0.0.
+    text: str = field(init=False, repr=False)
+    """The graph on one line; `parse_graph` reads it back."""
 
-    @property
-    def text(self) -> str:
-        """The graph on one line; `parse_graph` reads it back."""
-        return _text(self)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", ";".join([*map(str, self.nodes), f"={self.output}"]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModGraph) and self.text == other.text
@@ -117,15 +118,6 @@ class ModGraph:
                     node = Node("number", node.dtype, (), f"{slot[0]}{int(slot[1:]) + shift}")
             nodes.append(node)
         return ModGraph(tuple(nodes), self.output)
-
-
-@functools.lru_cache(maxsize=1024)
-def _text_of(nodes: tuple[Node, ...], output: int) -> str:
-    return ";".join([*map(str, nodes), f"={output}"])
-
-
-def _text(graph: ModGraph) -> str:
-    return _text_of(graph.nodes, graph.output)
 
 
 def _converted(value: int | float, dtype: torch.dtype) -> int | float | bool:

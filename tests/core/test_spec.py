@@ -1,0 +1,190 @@
+"""Specs: their text, read in any process, and what a backend that doesn't know a field answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
+from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node
+from anyflex.mod_graph.operations import DTYPES, OPERATIONS
+
+PLAIN = Spec(device_type="cpu", arch="", dtype=torch.float32, head_dim=16, value_head_dim=16)
+NASTY = ("", "a|b", "x=y", "%7C", "(,)", "\x1f", "s:", "None", "True", "1.5", "%", "ü\n")
+NUMBERS = (0, 1, -7, 2**40, True, False, 0.0, -0.0, 1.0, 1e-300, 0.1, float("inf"))
+
+
+def random_graph(rng: random.Random) -> ModGraph:
+    builder = GraphBuilder()
+    dtypes = list(DTYPES.values())
+    builder.add("input", torch.float32, (), "score")
+    builder.add("number", torch.int64, (), f"i{rng.randrange(9)}")
+    for _ in range(rng.randrange(12)):
+        dtype = rng.choice(dtypes)
+        value = rng.choice((0.0, -0.0, 1.5, float("inf"), float("-inf"), float("nan"), 3.0))
+        if dtype is torch.bool:
+            value = value > 1
+        elif not dtype.is_floating_point:
+            value = rng.randrange(99)
+        builder.add("const", dtype, (), value)
+    for _ in range(rng.randrange(12)):
+        operation, count = rng.choice([o for o in OPERATIONS.items() if o[1] != 0])
+        count = rng.randrange(4) if count is None else count
+        arguments = tuple(rng.randrange(len(builder.nodes)) for _ in range(count))
+        attribute = rng.randrange(5) if operation == "load" else None
+        builder.add(operation, rng.choice(dtypes), arguments, attribute)
+    return ModGraph(tuple(builder.nodes), rng.randrange(len(builder.nodes)))
+
+
+def random_spec(rng: random.Random) -> Spec:
+    """A spec with any value that a field's type allows, whether or not a call could have it."""
+    flag = lambda: rng.random() < 0.5  # noqa: E731  a word for the table below
+    dtypes = list(DTYPES.values())
+    return Spec(
+        device_type=rng.choice(("cpu", "cuda", *NASTY)),
+        arch=rng.choice(("sm_90", "gfx90a:sramecc+:xnack-", *NASTY)),
+        dtype=rng.choice(dtypes),
+        head_dim=rng.randrange(1, 300),
+        value_head_dim=rng.randrange(1, 300),
+        gqa_ratio=rng.randrange(1, 9),
+        kv_broadcast=flag(),
+        score_graph=random_graph(rng) if flag() else None,
+        mask_graph=random_graph(rng) if flag() else None,
+        mask_kind=rng.choice(("none", "runs")),
+        block_size=(rng.randrange(200), rng.randrange(200)),
+        captured=tuple(
+            CapturedFacts(rng.choice(dtypes), rng.randrange(5), flag())
+            for _ in range(rng.randrange(4))
+        ),
+        aux=rng.choice(((), ("lse",), ("lse", "max_scores"))),
+        needs_lse=flag(),
+        gradients=rng.choice(((), ("q",), ("q", "k", "v"))),
+        dlse=flag(),
+        determinism=rng.choice(("off", "warn", "on")),
+        fp32_precision=rng.choice(("", "highest")),
+        q_class=rng.choice(("one", "short", "long")),
+        alignment=tuple(rng.choice(("aligned", "strided", "scattered")) for _ in "qkv"),
+        index_width=rng.choice((32, 64)),
+        options=tuple((rng.choice(NASTY), rng.choice((*NUMBERS, *NASTY))) for _ in range(3)),
+        opaque=flag(),
+        page_size=rng.randrange(3),
+        sinks=flag(),
+    )
+
+
+def test_a_text_is_read_back_as_the_same_spec() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        spec = random_spec(rng)
+        back = Spec.from_text(spec.to_text())
+        assert back == spec
+        assert hash(back) == hash(spec)
+        assert back.to_text() == spec.to_text()  # -0.0, True and 1 keep what they are
+        assert back.digest() == spec.digest()
+
+
+def test_texts_differ_where_specs_do() -> None:
+    rng = random.Random(1)
+    specs = {spec.to_text(): spec for spec in (random_spec(rng) for _ in range(500))}
+    assert len({spec.digest() for spec in specs.values()}) == len(specs) > 490
+
+
+def test_texts_and_digests_are_the_same_in_another_process() -> None:
+    program = (
+        "import random, sys\n"
+        "from tests.core import test_spec\n"
+        "rng = random.Random(2)\n"
+        "print(' '.join(test_spec.random_spec(rng).digest() for _ in range(50)))\n"
+    )
+    rng = random.Random(2)
+    here = [random_spec(rng).digest() for _ in range(50)]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == here
+
+
+def test_zeros_of_both_signs_make_different_graphs() -> None:
+    plus, minus = (ModGraph((Node("const", torch.float32, (), zero),), 0) for zero in (0.0, -0.0))
+    assert plus != minus
+    assert plus.text != minus.text
+
+
+@pytest.mark.parametrize(
+    "damaged, said",
+    [
+        ("", "invalid literal"),
+        ("device_type=s:cpu", "fields differ"),
+        (PLAIN.to_text() + "|colour=s:red", "colour"),
+        (PLAIN.to_text().replace("d:float32", "d:load"), "unknown dtype 'load'"),
+        (PLAIN.to_text().replace("head_dim=16", "head_dim=many"), "many"),
+        (PLAIN.to_text().replace("aux=()", "aux=(s:lse"), "damaged"),
+        (PLAIN.to_text().replace("captured=()", "captured=(c:3\x1f)"), "damaged"),
+        (PLAIN.to_text().replace("score_graph=None", "score_graph=g:input f32 - score"), "result"),
+    ],
+)
+def test_a_damaged_text_is_a_value_error(damaged: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Spec.from_text(damaged)
+
+
+def test_specs_can_not_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PLAIN.head_dim = 8
+
+
+GRAPH = ModGraph((Node("input", torch.float32, (), "score"),), 0)
+ELSEWISE: dict[str, Any] = {
+    "gqa_ratio": 2,
+    "kv_broadcast": True,
+    "score_graph": GRAPH,
+    "mask_graph": GRAPH,
+    "mask_kind": "runs",
+    "block_size": (64, 64),
+    "captured": (CapturedFacts(torch.float32, 1, False),),
+    "aux": ("lse",),
+    "needs_lse": True,
+    "gradients": ("q",),
+    "dlse": True,
+    "determinism": "on",
+    "fp32_precision": "highest",
+    "q_class": "short",
+    "alignment": ("strided",) * 3,
+    "index_width": 64,
+    "options": (("split", 2),),
+    "opaque": True,
+    "q_layout": "packed",
+    "kv_layout": "paged",
+    "page_size": 16,
+    "index_map": "offset",
+    "kv_storage": "fp8",
+    "dropout": True,
+    "sinks": True,
+}
+
+
+@pytest.mark.parametrize("field", sorted(ELSEWISE))
+def test_a_backend_refuses_what_it_does_not_know(field: str) -> None:
+    knows = Capabilities(
+        dtypes=frozenset({torch.float32}), known_fields=CONTRACT_1_FIELDS - {field}
+    )
+    assert PLAIN.unsupported_by(knows) is None
+    spec = dataclasses.replace(PLAIN, **{field: ELSEWISE[field]})
+    assert str(spec.unsupported_by(knows)).endswith("is not supported")
+
+
+def test_every_field_that_may_be_unknown_is_tried() -> None:
+    needed = {"device_type", "arch", "dtype", "head_dim", "value_head_dim"}
+    assert {each.name for each in dataclasses.fields(Spec)} == {*ELSEWISE, *needed}
