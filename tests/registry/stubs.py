@@ -17,7 +17,7 @@ from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
 
-__all__ = ["NullKernel", "Reference", "Stub", "make_spec", "make_stub"]
+__all__ = ["EVERYTHING", "NullKernel", "Reference", "Stub", "make_spec", "make_stub"]
 
 EVERYTHING = Capabilities(
     dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64}),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from anyflex.errors import (
 )
 from anyflex.registry import isolated, register, register_hooks
 from anyflex.registry.hook_specs import hookimpl
-from tests.registry.stubs import NullKernel, make_stub
+from tests.registry.stubs import EVERYTHING, NullKernel, Stub, make_stub
 
 __all__: list[str] = []
 
@@ -159,6 +161,46 @@ def test_misuse_is_a_typed_error(
 ) -> None:
     with pytest.raises(error, match=message):
         anyflex.flex_attention(*qkv(), **arguments)
+
+
+def test_an_option_of_a_wrong_type_is_refused_after_a_right_one_too() -> None:
+    with pytest.warns(PerformanceWarning, match="num_stages"):
+        anyflex.flex_attention(*qkv(), kernel_options={"num_stages": 1})
+    with pytest.raises(ArgumentTypeError, match="num_stages.*True"):
+        anyflex.flex_attention(*qkv(), kernel_options={"num_stages": True})
+
+
+NOT_REPEATABLE = dataclasses.replace(EVERYTHING, deterministic=False)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_backend_without_repeatable_gradients_refuses_them(deterministic: None) -> None:
+    class Own(Stub):
+        capabilities = NOT_REPEATABLE
+
+    register("cpu", Own)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(BackendRefused, match="repeat bit for bit .* not supported"):
+        anyflex.flex_attention(*qkv(), backend="cpu")
+    without_gradients = (tensor.detach() for tensor in qkv())
+    anyflex.flex_attention(*without_gradients, backend="cpu")
+
+
+def test_warn_only_lets_it_compute_and_warns_once(deterministic: None) -> None:
+    class Own(Stub):
+        capabilities = NOT_REPEATABLE
+
+    register("cpu", Own)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.warns(UserWarning, match="backend cpu has no gradients that repeat") as caught:
+        anyflex.flex_attention(*qkv())
+        anyflex.flex_attention(*qkv(), return_lse=True)
+    assert len(caught) == 1
 
 
 def test_a_warning_points_at_the_line_of_the_caller() -> None:

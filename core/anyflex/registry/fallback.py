@@ -13,6 +13,7 @@ from anyflex.registry.table import REFERENCE
 
 __all__ = [
     "forget_warnings",
+    "warn_about_determinism",
     "warn_about_fallback",
     "warn_about_opaque_mod",
     "warn_about_unused_options",
@@ -99,13 +100,28 @@ def warn_about_unused_options(answer: Answer) -> None:
         )
 
 
-def warn_once(message: str) -> None:
-    """Issue a `PerformanceWarning` that this process has not issued yet."""
+def warn_about_determinism(answer: Answer) -> None:
+    """Say once, under torch's warn_only mode, that gradients may differ in their last bits."""
+    backend, decision = answer.state.backend, answer.decision
+    if backend is None or decision is None or decision.backward == "core":
+        return
+    if answer.spec.determinism != "warn" or not answer.spec.needs_backward:
+        return
+    if not backend.capabilities.deterministic:
+        warn_once(
+            f"backend {answer.line.backend} has no gradients that repeat bit for bit, and "
+            "torch.use_deterministic_algorithms(True, warn_only=True) asks for them",
+            UserWarning,
+        )
+
+
+def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> None:
+    """Issue a warning that this process has not issued yet."""
     with _lock:
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(message, PerformanceWarning, stacklevel=isolation.user_stacklevel())
+    warnings.warn(message, category, stacklevel=isolation.user_stacklevel())
 
 
 def forget_warnings() -> None:

@@ -14,7 +14,11 @@ from anyflex.errors import BackendRefused, GraphCaptureError, PluginError
 from anyflex.registry import isolation, table
 from anyflex.registry.choice import Choice, TraceLine
 from anyflex.registry.entry import Entry
-from anyflex.registry.fallback import warn_about_fallback, warn_about_unused_options
+from anyflex.registry.fallback import (
+    warn_about_determinism,
+    warn_about_fallback,
+    warn_about_unused_options,
+)
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.runtime import disk_cache
 from anyflex.runtime.kernels import CompiledKernel
@@ -69,6 +73,7 @@ def decide(
             else:
                 warn_about_fallback(choice, trace, entry.name)
                 warn_about_unused_options(answer)
+                warn_about_determinism(answer)
                 chosen = TraceLine(entry.name, entry.distribution, "chosen", "")
                 return CompiledKernel(
                     answer.state.backend,

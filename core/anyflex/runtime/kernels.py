@@ -76,7 +76,8 @@ def kernel_for(
         PluginError: the forced backend is broken.
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
-    key = (generation(), spec, names, explicit, kernel_options)
+    # As text: of 1, 1.0 and True, which are equal, an option may take only one.
+    key = (generation(), spec, names, explicit, repr(kernel_options))
     compiled = _decisions.get(key)
     if compiled is None:
         # Loaded here: `import anyflex` must stay cheap.

@@ -153,7 +153,7 @@ def plan_for(inputs: Inputs) -> Plan:
         torch.get_float32_matmul_precision() if dtype is torch.float32 else "",
         names,
         inputs.backend,
-        inputs.options,
+        repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
         call.score_function is not None or call.mask_function is not None,
         generation(),
     )
