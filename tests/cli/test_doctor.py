@@ -114,6 +114,37 @@ def test_a_backend_of_another_contract_is_listed_unloaded(
     assert result.code == ExitCode.OK
 
 
+def test_hook_plugins_are_listed_with_their_state(
+    command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {
+        "good": "def anyflex_compiled(seconds): pass",
+        "raises": "def anyflex_launched(spec): raise KeyError('no such counter')",
+        "wrong": "def anyflex_compiled(minutes): pass",
+        "off": "exit(1)",
+    }
+    for name, source in names.items():
+        (tmp_path / f"doctor_{name}.py").write_text(
+            f"from anyflex.plugin import hookimpl\n@hookimpl\n{source}\n"
+        )
+        _install(tmp_path, name, f"[anyflex.hooks.v1]\n{name} = doctor_{name}\n")
+    _install(tmp_path, "newer", "[anyflex.hooks.v2]\nnewer = no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ANYFLEX_DISABLE", "off")
+    with isolated(scan=True):
+        result = command("doctor")
+    assert "good  usable  (good 1.0)" in result.out
+    assert "raises  broken  (raises 1.0)" in result.out, "the self-test called it"
+    assert "KeyError: 'no such counter'" in result.out
+    assert "wrong  broken  (wrong 1.0)" in result.out
+    assert "off  disabled  (off 1.0)\n    it is disabled by ANYFLEX_DISABLE=off" in result.out
+    assert "newer  incompatible  (newer 1.0)" in result.out
+    assert result.code == ExitCode.CHECK_FAILED
+    failures = sorted(line for line in result.out.splitlines() if line.startswith("FAIL"))
+    assert len(failures) == 2
+    assert "hook plugin 'wrong'" in failures[0] and "plugin 'raises'" in failures[1]
+
+
 def test_a_stale_copy_is_shown(
     command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,7 +180,7 @@ def test_installed_hook_plugins_are_loaded_and_a_broken_one_stops_nobody(
         "good": "usable",
         "wrong": "broken",
         "exits": "broken",
-        "newer": "broken",
+        "newer": "incompatible",
         "off": "disabled",
     }
     assert (

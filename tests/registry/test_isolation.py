@@ -142,7 +142,7 @@ def test_the_inventory_shows_the_traceback_of_a_broken_backend(site: pathlib.Pat
     rows = {row.name: row for row in backend_rows()}
     assert rows["warp"].state == "broken"
     assert rows["warp"].cause == "ModuleNotFoundError: No module named 'no_such_module'"
-    assert 'broken_module.py", line 3' in rows["warp"].traceback
+    assert 'broken_module.py", line 3' in "".join(rows["warp"].traceback)
     assert rows["warp.good"].state == "usable" and rows["warp.good"].priority == -100
     assert rows["warp.good"].options[0]["name"] == "tile"
 

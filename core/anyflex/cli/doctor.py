@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from anyflex.cli.exit_codes import ExitCode
@@ -42,8 +43,7 @@ def _text(facts: dict[str, Any]) -> list[str]:
     for backend in facts["backends"]:
         lines += _indented(_backend(backend))
     for title, rows in (
-        ("Hooks", [f"{hook['name']} ({hook['distribution']})" for hook in facts["hooks"]]),
-        ("Broken plugins", _problems(facts["problems"])),
+        ("Hooks", [line for hook in facts["hooks"] for line in _hook(hook)]),
         ("Stale copies", _stale_copies(facts["stale_copies"])),
         ("Variables", _variables(facts["variables"], facts["unknown_variables"])),
         ("Cache", _cache(facts["cache"])),
@@ -85,13 +85,10 @@ def _devices(devices: list[dict[str, Any]]) -> list[str]:
 def _backend(backend: dict[str, Any]) -> list[str]:
     requires = f", requires {', '.join(backend['requires'])}" if backend["requires"] else ""
     lines = [
-        f"{backend['name']}  {backend['state']}  ({backend['distribution']}, contract "
-        f"{backend['contract']}{requires})"
+        f"{backend['name']}  {backend['state']}  ({backend['distribution']} "
+        f"{backend['version']}, contract {backend['contract']}{requires})"
     ]
-    if backend["reason"]:
-        lines.append(f"  {backend['reason']}")
-    if backend["traceback"]:
-        lines += ["  " + line for line in _abridged(backend["traceback"])]
+    lines += _why(backend)
     lines += ["  " + test["text"] for test in backend["self_tests"]]
     for option in backend["options"]:
         choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""
@@ -102,18 +99,19 @@ def _backend(backend: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _abridged(traceback: list[str]) -> list[str]:
+def _hook(hook: dict[str, Any]) -> list[str]:
+    return [f"{hook['name']}  {hook['state']}  ({hook['distribution']})", *_why(hook)]
+
+
+def _why(plugin: dict[str, Any]) -> list[str]:
+    lines = [plugin["reason"]] if plugin["reason"] else []
+    return ["  " + line for line in (*lines, *_abridged(plugin["traceback"]))]
+
+
+def _abridged(traceback: Sequence[str]) -> Sequence[str]:
     """Return the last frame and the error: ``--json`` has all of it."""
     frames = [index for index, line in enumerate(traceback) if line.startswith("  File ")]
     return traceback[frames[-1] :] if frames else traceback
-
-
-def _problems(problems: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for problem in problems:
-        lines.append(problem["message"])
-        lines += ["  " + line for line in _abridged(problem["traceback"])]
-    return lines
 
 
 def _stale_copies(groups: list[list[dict[str, Any]]]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import traceback
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ import anyflex
 from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
-from anyflex.contract.option import Option
 from anyflex.registry import environment, install_hints, table
 from anyflex.registry.discovery import hidden_copies
-from anyflex.registry.entry import Entry
+from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
 from anyflex.runtime import disk_cache
 
 __all__ = ["TESTED_TORCH", "collect"]
@@ -33,27 +31,14 @@ def collect() -> dict[str, Any]:
     Raises:
         PluginError: under ANYFLEX_STRICT=1, for a plugin that can't be registered.
     """
-    registry = table.current()
     device_types = seen_device_types()
-    backends = [_backend(entry, device_types) for entry in registry.every()]
+    backends = [_backend(row, device_types) for row in backend_rows()]
     facts: dict[str, Any] = {
         "versions": _versions(),
         "devices": [_device(device_type, backends) for device_type in device_types],
         "backends": backends,
-        "hooks": [
-            {
-                "name": item.name,
-                "distribution": f"{item.distribution} {item.version}",
-                "contract": item.contract,
-            }
-            for item in registry.hooks_found()
-        ],
-        # A backend that is broken says so itself.
-        "problems": [
-            _problem(error)
-            for error in registry.problems
-            if error.plugin not in {backend["name"] for backend in backends}
-        ],
+        # After the self-tests, which call the hooks.
+        "hooks": [dataclasses.asdict(row) for row in hook_rows()],
         "stale_copies": [
             [dataclasses.asdict(copy) for copy in copies] for copies in hidden_copies()
         ],
@@ -114,29 +99,17 @@ def _device_name(device_type: str) -> str:
     return str(name()) if callable(name) else ""
 
 
-def _backend(entry: Entry, device_types: list[str]) -> dict[str, Any]:
-    state = entry.state()
-    facts: dict[str, Any] = {
-        "name": entry.name,
-        "device_type": entry.device_type,
-        "distribution": entry.distribution,
-        "entry_point": entry.value,
-        "contract": entry.contract,
-        "requires": _requirements(entry.package),
-        "state": state.kind,
-        "reason": state.reason,
-        "traceback": _traceback(state.error),
-        "options": [],
-        "self_tests": [],
-    }
-    if state.backend is not None:
-        facts["priority"] = state.backend.priority
-        facts["options"] = [_option(*item) for item in sorted(state.backend.options.items())]
-    if state.kind == "usable" and state.backend is not None:
-        own = device_types if entry.device_type == "*" else [entry.device_type]
+def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
+    facts = dataclasses.asdict(row)
+    facts["requires"] = _requirements(row.distribution)
+    facts["self_tests"] = []
+    entry = table.current().get(row.name)
+    backend = entry.state().backend if entry is not None else None
+    if row.state == "usable" and entry is not None and backend is not None:
+        wanted = device_types if row.device_type == "*" else [row.device_type]
         tests = [
-            self_test(entry.name, entry.distribution, state.backend.capabilities, device_type)
-            for device_type in own
+            self_test(row.name, entry.distribution, backend.capabilities, device_type)
+            for device_type in wanted
             if device_type in device_types
         ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
@@ -158,22 +131,6 @@ def _requirements(package: str) -> list[str]:
     ]
 
 
-def _option(name: str, option: Option) -> dict[str, Any]:
-    return dataclasses.asdict(option) | {"name": name, "type": option.type.__name__}
-
-
-def _problem(error: Exception) -> dict[str, Any]:
-    return {"message": str(error), "traceback": _traceback(error)}
-
-
-def _traceback(error: BaseException | None) -> list[str]:
-    """Return the lines of what a plugin raised, or nothing where it only broke a rule."""
-    cause = error.__cause__ if error is not None else None
-    if cause is None:
-        return []
-    return "".join(traceback.format_exception(cause)).splitlines()
-
-
 def _cache() -> dict[str, Any]:
     store = disk_cache.store()
     items = store.items()
@@ -187,7 +144,7 @@ def _cache() -> dict[str, Any]:
 
 def _failures(facts: dict[str, Any]) -> list[str]:
     """Return one line for everything that makes ``doctor`` fail."""
-    failures = [problem["message"] for problem in facts["problems"]]
+    failures = [hook["reason"] for hook in facts["hooks"] if hook["state"] == "broken"]
     for backend in facts["backends"]:
         if backend["state"] in _FAILING_STATES:
             failures.append(f"backend {backend['name']} {_FAILING_STATES[backend['state']]}")

@@ -36,10 +36,12 @@ class Hooks:
 
     Attributes:
         listening: somebody implements ``anyflex_launched``. Read on the hot path.
+        dropped: of plugins that were taken out, for ``anyflex doctor``: what was wrong.
     """
 
     def __init__(self) -> None:
         self.listening = False
+        self.dropped: list[PluginError] = []
         self._manager: pluggy.PluginManager | None = None
         self._distributions: dict[str, str] = {}
         self._lock = threading.RLock()
@@ -81,11 +83,14 @@ class Hooks:
             if answer is None:
                 continue
             if isinstance(answer, str) or not _order_of(answer, candidates):
-                self._drop(
-                    name,
-                    f"anyflex_order_candidates must return names out of {list(candidates)}, each "
-                    f"once, got {answer!r}",
+                distribution = self._distributions.get(name, "unknown")
+                problem = PluginError(
+                    f"hook plugin {name!r} of {distribution} is broken: anyflex_order_candidates "
+                    f"must return names out of {list(candidates)}, each once, got {answer!r}",
+                    plugin=name,
+                    distribution=distribution,
                 )
+                self._drop(name, problem)
                 continue
             candidates = (*answer, *(c for c in candidates if c not in answer))
         return candidates
@@ -112,28 +117,17 @@ class Hooks:
                     values = [arguments[argument] for argument in implementation.argnames]
                     answers.append((name, implementation.function(*values)))
             except PluginError as error:
-                self._remove(name)
-                report(error, "its hooks are not called any more")
+                self._drop(name, error)
         return answers
 
-    def _drop(self, name: str, problem: str) -> None:
-        distribution = self._distributions.get(name, "unknown")
-        self._remove(name)
-        report(
-            PluginError(
-                f"hook plugin {name!r} of {distribution} is broken: {problem}",
-                plugin=name,
-                distribution=distribution,
-            ),
-            "its hooks are not called any more",
-        )
-
-    def _remove(self, name: str) -> None:
+    def _drop(self, name: str, error: PluginError) -> None:
         with self._lock:
             if self._manager is not None and self._manager.has_plugin(name):
                 self._manager.unregister(name=name)
-            self._distributions.pop(name, None)
+            if self._distributions.pop(name, None) is not None:
+                self.dropped.append(error)
             self._update()
+        report(error, "its hooks are not called any more")
 
     def _update(self) -> None:
         manager = self._manager

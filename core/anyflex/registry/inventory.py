@@ -5,12 +5,14 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 
-from anyflex.registry.discovery import Copy, hidden_copies
+from anyflex.errors import PluginError
+from anyflex.registry.blocking import switched_off
+from anyflex.registry.entry import contract_mismatch
 from anyflex.registry.isolation import first_line
 from anyflex.registry.options import option_rows
 from anyflex.registry.table import current
 
-__all__ = ["BackendRow", "Copy", "HookRow", "backend_rows", "hidden_copies", "hook_rows"]
+__all__ = ["BackendRow", "HookRow", "backend_rows", "hook_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,13 @@ class BackendRow:
         name: string for ``backend=``.
         device_type: ``"*"`` for the reference.
         distribution, version: of the plugin.
-        value: ``"module:Class"``.
+        entry_point: ``"module:Class"``.
         contract: version of the group it was found in.
         state: ``usable``, ``rejected``, ``broken``, ``disabled``, ``conflict`` or
             ``incompatible``.
         reason: why it isn't usable, with the cure; "".
         cause: first line of what it raised; "".
-        traceback: of what it raised; "".
+        traceback: lines of what it raised.
         priority: None where it couldn't be loaded.
         options: its own options: name, type, default, doc, choices, torch_key.
     """
@@ -36,24 +38,33 @@ class BackendRow:
     device_type: str
     distribution: str
     version: str
-    value: str
+    entry_point: str
     contract: int
     state: str
     reason: str
     cause: str
-    traceback: str
+    traceback: tuple[str, ...]
     priority: int | None
     options: tuple[dict[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class HookRow:
-    """One hook plugin: `state` is ``usable`` or ``broken``, `reason` why."""
+    """One hook plugin.
+
+    Args:
+        name: of the entry point.
+        distribution: ``"name version"``.
+        state: ``usable``, ``broken``, ``disabled`` or ``incompatible``.
+        reason: why its hooks are not called; "".
+        traceback: lines of what it raised.
+    """
 
     name: str
     distribution: str
     state: str
     reason: str
+    traceback: tuple[str, ...]
 
 
 def backend_rows() -> list[BackendRow]:
@@ -74,7 +85,7 @@ def backend_rows() -> list[BackendRow]:
                 state.kind,
                 state.reason,
                 first_line(cause) if cause is not None else "",
-                "".join(traceback.format_exception(cause)) if cause is not None else "",
+                _lines(cause),
                 state.backend.priority if state.backend is not None else None,
                 tuple(option_rows(state.backend)) if state.backend is not None else (),
             )
@@ -83,16 +94,40 @@ def backend_rows() -> list[BackendRow]:
 
 
 def hook_rows() -> list[HookRow]:
-    """Return a row for each hook plugin that is installed or registered."""
+    """Return a row for each hook plugin that is installed or registered, those included that were
+    taken out because they raised."""
     table = current()
-    found = {item.name: f"{item.distribution} {item.version}" for item in table.hooks_found()}
-    rows = [HookRow(e.plugin, e.distribution, "broken", str(e)) for e in table.problems]
-    broken = {row.name for row in rows}
-    used = table.hooks.names()
-    rows += [HookRow(name, found.get(name, "in process"), "usable", "") for name in used]
+    broken = {(e.plugin, e.distribution): e for e in (*table.problems, *table.hooks.dropped)}
+    rows = []
+    for item in table.hooks_found():
+        distribution = f"{item.distribution} {item.version}"
+        error = broken.pop((item.name, distribution), None)
+        mismatch = contract_mismatch(item.contract)
+        switch = switched_off(item.name, item.distribution)
+        if switch is not None:
+            row = HookRow(item.name, distribution, "disabled", f"it is disabled by {switch}", ())
+        elif mismatch is not None:
+            row = HookRow(item.name, distribution, "incompatible", mismatch, ())
+        elif error is not None:
+            row = _broken(error)
+        else:
+            row = HookRow(item.name, distribution, "usable", "", ())
+        rows.append(row)
+    rows += map(_broken, broken.values())
+    listed = {row.name for row in rows}
     rows += [
-        HookRow(name, distribution, "disabled", "by ANYFLEX_DISABLE or ANYFLEX_PLUGINS")
-        for name, distribution in found.items()
-        if name not in broken and name not in used
+        HookRow(name, f"{name} in process", "usable", "", ())
+        for name in table.hooks.names()
+        if name not in listed
     ]
     return rows
+
+
+def _broken(error: PluginError) -> HookRow:
+    return HookRow(error.plugin, error.distribution, "broken", str(error), _lines(error.__cause__))
+
+
+def _lines(cause: BaseException | None) -> tuple[str, ...]:
+    if cause is None:
+        return ()
+    return tuple("".join(traceback.format_exception(cause)).splitlines())
