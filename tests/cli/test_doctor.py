@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 
 import anyflex
 from anyflex.cli.exit_codes import ExitCode
+from anyflex.contract.capabilities import CONTRACT_1_FIELDS
 from anyflex.contract.decision import Decision, Rejected
+from anyflex.contract.spec import Spec
 from anyflex.registry import isolated, register
 from anyflex.registry.install_hints import install_line
 from tests.cli.backends import ForwardOnly, Right, WrongBackward, WrongForward, broken
@@ -68,6 +71,31 @@ def test_a_forward_only_backend_is_tested_forward(command: RunCommand) -> None:
     result = command("doctor")
     assert result.code == ExitCode.OK, result.out
     assert "self-test on cpu, float32, forward: PASS" in result.out
+
+
+def test_a_backend_without_mods_is_tested_without(command: RunCommand) -> None:
+    class NoMods(Right):
+        capabilities = dataclasses.replace(
+            Right.capabilities,
+            known_fields=CONTRACT_1_FIELDS - {"score_graph", "mask_graph", "mask_kind"},
+        )
+
+    register("cpu", NoMods)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "self-test on cpu, float32, forward and backward, without mods: PASS" in result.out
+
+
+def test_a_backend_that_refuses_the_self_test_is_no_failure(command: RunCommand) -> None:
+    class Refuses(Right):
+        def supports(self, spec: Spec) -> Decision:
+            return Rejected("only on Mondays")
+
+    register("cpu", Refuses)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "without mods: not run, BackendRefused: " in result.out
+    assert "only on Mondays" in result.out
 
 
 def test_a_broken_backend_shows_where_it_raised(command: RunCommand) -> None:

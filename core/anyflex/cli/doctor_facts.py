@@ -151,7 +151,7 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         failures += [
             f"backend {backend['name']}: {test['text']}"
             for test in backend["self_tests"]
-            if not test["passed"]
+            if test["passed"] is False
         ]
     failures += [
         f"{variable['name']}={variable['now']}: {variable['problem']}"

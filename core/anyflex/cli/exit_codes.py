@@ -22,7 +22,11 @@ class ExitCode(enum.IntEnum):
     meaning: str
 
     OK = 0, "done, and every check passed"
-    CHECK_FAILED = 1, "a check failed (doctor: a self-test or a broken backend; demo: no progress)"
+    CHECK_FAILED = (
+        1,
+        "a check failed (doctor: a self-test, a broken plugin or a wrong variable; demo: the loss "
+        "or the gradients; cache: a folder or an archive that can't be used)",
+    )
     USAGE = 2, "wrong usage: an argument, a variable or a function that can't be understood"
     NOT_RUN = 3, "not run: a backend refuses the call, or a device or package is missing"
     BROKEN = 4, "a plugin is broken, or the user's own file raised an exception"

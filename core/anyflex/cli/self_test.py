@@ -30,9 +30,10 @@ class SelfTest:
     Args:
         device: torch's name of it.
         dtype: ``"float32"``.
-        direction: ``"forward and backward"``, or ``"forward"`` where the backend says that it has
-            no backward.
-        passed: the numbers are right.
+        what: ``"forward and backward"``, ``"forward"`` where the backend refuses gradients, and
+            ``", without mods"`` where it refuses mods and block masks.
+        passed: the numbers are right; None where the backend refuses all of that, which is no
+            failure.
         error, limit: largest difference relative to the largest right value, and what is allowed;
             None if no numbers came.
         problem: what was raised, or "".
@@ -40,16 +41,16 @@ class SelfTest:
 
     device: str
     dtype: str
-    direction: str
-    passed: bool
+    what: str
+    passed: bool | None
     error: float | None
     limit: float
     problem: str
 
     def __str__(self) -> str:
-        what = f"self-test on {self.device}, {self.dtype}, {self.direction}"
+        what = f"self-test on {self.device}, {self.dtype}, {self.what}"
         if self.error is None:
-            return f"{what}: FAIL, {self.problem}"
+            return f"{what}: {'not run' if self.passed is None else 'FAIL'}, {self.problem}"
         verdict = "PASS" if self.passed else "FAIL"
         return f"{what}: {verdict} (error {self.error:.1e}, allowed {self.limit:.0e})"
 
@@ -66,22 +67,23 @@ def self_test(
     dtype = _dtype(capabilities)
     short = str(dtype).removeprefix("torch.")
     limit = _LIMITS[dtype]
-    for direction in ("forward and backward", "forward"):
-        backward = direction != "forward"
+    problem = what = ""
+    for mods, backward in ((True, True), (True, False), (False, True), (False, False)):
+        what = ("forward and backward" if backward else "forward") + (
+            "" if mods else ", without mods"
+        )
+        case = _Case(name, dtype, _head_dim(capabilities), device_type, mods, backward)
         try:
             with plugin_code(name, distribution, "the self-test"):
-                error = _error(name, dtype, _head_dim(capabilities), device_type, backward)
+                error = case.error()
         except BackendRefused as refusal:
-            if backward:
-                continue
             problem = first_line(refusal)
         except AnyflexError as raised:
-            problem = first_line(raised)
+            return SelfTest(device_type, short, what, False, None, limit, first_line(raised))
         else:
             # NaN compares false.
-            return SelfTest(device_type, short, direction, error <= limit, error, limit, "")
-        break
-    return SelfTest(device_type, short, direction, False, None, limit, problem)
+            return SelfTest(device_type, short, what, error <= limit, error, limit, "")
+    return SelfTest(device_type, short, what, None, None, limit, problem)
 
 
 def _dtype(capabilities: Capabilities) -> torch.dtype:
@@ -105,38 +107,55 @@ def _distance(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score - 0.125 * (h + 1) * (q_idx - kv_idx)
 
 
-def _error(
-    name: str, dtype: torch.dtype, head_dim: int, device_type: str, backward: bool
-) -> float:
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 2, _LENGTH, head_dim)
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]
-    exact = _formula([x.double().requires_grad_(backward) for x in inputs[:3]], inputs[3])
-    on_device = [x.to(device_type).requires_grad_(backward) for x in inputs[:3]]
-    query, key, value = on_device
-    mask = anyflex.create_block_mask(
-        _causal, None, None, _LENGTH, _LENGTH, device=device_type, BLOCK_SIZE=_BLOCK
-    )
-    out = anyflex.flex_attention(query, key, value, _distance, mask, backend=name)
-    assert isinstance(out, Tensor)
-    results = [out]
-    if backward:
-        results += torch.autograd.grad(out, on_device, inputs[3].to(device_type))
-    errors = [
-        (found.detach().cpu().double() - right).abs().max() / right.abs().max()
-        for found, right in zip(results, exact, strict=True)
-    ]
-    return float(torch.stack(errors).max())
+@dataclass(frozen=True)
+class _Case:
+    """One call, and the formula that it is compared with."""
 
+    name: str
+    dtype: torch.dtype
+    head_dim: int
+    device_type: str
+    mods: bool
+    backward: bool
 
-def _formula(inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
-    """Return out and, where the inputs need gradients, dq, dk, dv: softmax over a whole matrix."""
-    query, key, value = inputs
-    index = torch.arange(_LENGTH)
-    distance = index[:, None] - index
-    slopes = 0.125 * torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None]
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]) - slopes * distance
-    out = scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ value
-    if not query.requires_grad:
-        return [out]
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]
+    def error(self) -> float:
+        """Return the largest difference, relative to the largest right value."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, 2, _LENGTH, self.head_dim)
+        inputs = [torch.randn(shape, generator=generator).to(self.dtype) for _ in range(4)]
+        exact = self._formula(
+            [x.double().requires_grad_(self.backward) for x in inputs[:3]], inputs[3]
+        )
+        on_device = [x.to(self.device_type).requires_grad_(self.backward) for x in inputs[:3]]
+        query, key, value = on_device
+        score_mod = _distance if self.mods else None
+        mask = None
+        if self.mods:
+            mask = anyflex.create_block_mask(
+                _causal, None, None, _LENGTH, _LENGTH, device=self.device_type, BLOCK_SIZE=_BLOCK
+            )
+        out = anyflex.flex_attention(query, key, value, score_mod, mask, backend=self.name)
+        assert isinstance(out, Tensor)
+        results = [out]
+        if self.backward:
+            results += torch.autograd.grad(out, on_device, inputs[3].to(self.device_type))
+        errors = [
+            (found.detach().cpu().double() - right).abs().max() / right.abs().max()
+            for found, right in zip(results, exact, strict=True)
+        ]
+        return float(torch.stack(errors).max())
+
+    def _formula(self, inputs: list[Tensor], dout: Tensor) -> list[Tensor]:
+        """Return out and, where the inputs need gradients, dq, dk, dv: softmax over a whole
+        matrix."""
+        query, key, value = inputs
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+        if self.mods:
+            index = torch.arange(_LENGTH)
+            distance = index[:, None] - index
+            slopes = 0.125 * torch.tensor([1.0, 2.0], dtype=torch.float64)[:, None, None]
+            scores = (scores - slopes * distance).masked_fill(distance < 0, -math.inf)
+        out = scores.softmax(-1) @ value
+        if not query.requires_grad:
+            return [out]
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout.double())]
