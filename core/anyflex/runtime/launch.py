@@ -40,7 +40,10 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
         out = empty_dense(query, spec.value_head_dim)
     lse = max_scores = None
     if spec.needs_lse:
-        lse = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+        if query.dtype is plan.accumulate:
+            lse = query.new_empty(query.shape[:3])
+        else:
+            lse = query.new_empty(query.shape[:3], dtype=plan.accumulate)
     if plan.max_scores:
         max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
     saved: tuple[Tensor, ...] = ()

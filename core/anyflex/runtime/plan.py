@@ -16,7 +16,7 @@ from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.registry.hot_path import generation
 from anyflex.registry.selection import names_in_force
-from anyflex.runtime.facts import architecture, determinism, memory, q_class
+from anyflex.runtime.facts import architecture, determinism, memories, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, forget_numbers, history_of
 
@@ -141,10 +141,7 @@ def plan_for(inputs: Inputs) -> Plan:
         heads // key.shape[1],
         key.shape[0] != query.shape[0],
         q_class(length),
-        memory(query),
-        memory(key),
-        memory(value),
-        tuple([(t.dtype, t.dim()) for t in call.captured]),
+        memories(query, key, value),
         inputs.gradients,
         inputs.lse,
         inputs.max_scores,
@@ -154,7 +151,10 @@ def plan_for(inputs: Inputs) -> Plan:
         names,
         inputs.backend,
         repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
-        call.score_function is not None or call.mask_function is not None,
+        # A graph's text tells its captured tensors' types and ranks; an untraced mod has no text.
+        None
+        if call.score_function is None and call.mask_function is None
+        else tuple([(t.dtype, t.dim()) for t in call.captured]),
         generation(),
     )
     plan = _plans.get(facts)
@@ -186,7 +186,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         for tensor, needed in zip(call.captured, inputs.gradients[3:], strict=True)
     )
     needs_backward = any(inputs.gradients)
-    memories = (memory(query), memory(key), memory(value))
+    classes = memories(query, key, value)
     aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
     return Spec(
         device_type=query.device.type,
@@ -212,8 +212,8 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
             torch.get_float32_matmul_precision() if query.dtype is torch.float32 else ""
         ),
         q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
-        alignment=(memories[0][0], memories[1][0], memories[2][0]),
-        index_width=32 if all(narrow for _, narrow in memories) else 64,
+        alignment=(classes[0][0], classes[1][0], classes[2][0]),
+        index_width=32 if all(narrow for _, narrow in classes) else 64,
         opaque=call.score_function is not None or call.mask_function is not None,
     )
 
