@@ -5,7 +5,7 @@ Part of the traced half: plain Python on shapes and types, inlined by Dynamo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ __all__ = [
     "check_aux",
     "check_flags",
     "check_mask_fits",
-    "check_options",
     "check_scale",
     "check_score_mod",
     "check_tensor_types",
@@ -188,6 +187,8 @@ def check_scale(scale: Any) -> Any:
                 "ArgumentTypeError",
                 f"scale must be one number, got a tensor of shape {list(scale.shape)}.",
             )
+        if scale.device.type == "meta":
+            fail("ArgumentError", "scale is on device meta, which holds no numbers.")
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
@@ -195,6 +196,8 @@ def check_scale(scale: Any) -> Any:
     # for a float that changes between calls, and not math.isfinite.
     if scale - scale != 0:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
+    if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
+        fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
     return scale
 
 
@@ -226,20 +229,6 @@ def check_aux(return_lse: bool, return_aux: Any) -> AuxRequest:
         f"return_aux must be an AuxRequest, for example AuxRequest(lse=True), got "
         f"{type(return_aux).__name__}.",
     )
-
-
-def check_options(kernel_options: Any) -> None:
-    if not isinstance(kernel_options, Mapping):
-        fail(
-            "ArgumentTypeError",
-            f"kernel_options must be a dict, got {type(kernel_options).__name__}.",
-        )
-    for name in kernel_options:
-        if not isinstance(name, str):
-            fail(
-                "ArgumentTypeError",
-                f"kernel_options has a key of type {type(name).__name__}; keys are strings.",
-            )
 
 
 def check_score_mod(score_mod: Any) -> None:

@@ -13,9 +13,9 @@ from anyflex.failing import fail
 __all__ = ["and_masks", "noop_mask", "or_masks"]
 
 
-def noop_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-    """Mask mod for which every element is live."""
-    return b.new_ones((), dtype=torch.bool)
+def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) -> Tensor:
+    """Mask mod for which every element is live. Its parameters have torch's names."""
+    return batch.new_ones((), dtype=torch.bool)
 
 
 def and_masks(*mask_mods: MaskMod) -> MaskMod:

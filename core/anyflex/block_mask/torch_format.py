@@ -18,7 +18,7 @@ from anyflex.mod_graph.trace import trace_mod
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask
 
-__all__ = ["converted", "is_torch_mask", "torch_fields", "torch_mask"]
+__all__ = ["converted", "torch_fields", "torch_mask"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _NEEDED = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices")
@@ -35,13 +35,6 @@ _DERIVED = (
     "dq_kv_order",
     "dq_kv_order_spt",
 )
-
-
-def is_torch_mask(mask: object) -> bool:
-    """Tell whether `mask` is torch's BlockMask, without importing its module."""
-    return any(
-        cls.__name__ == "BlockMask" and cls.__module__ == _MODULE for cls in type(mask).__mro__
-    )
 
 
 def torch_fields(mask: Any) -> dict[str, Any]:

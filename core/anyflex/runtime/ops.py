@@ -20,7 +20,7 @@ from anyflex.runtime.request import read_request
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
 
-__all__ = ["flex_attention_backward_op", "flex_attention_op"]
+__all__ = ["flex_attention_op"]
 
 # torch.library is not annotated.
 _library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
@@ -299,4 +299,3 @@ torch.library.register_autograd(
 torch.library.register_autograd("anyflex::flex_attention_backward", _refuse_twice, lib=_library)
 
 flex_attention_op = torch.ops.anyflex.flex_attention.default
-flex_attention_backward_op = torch.ops.anyflex.flex_attention_backward.default
