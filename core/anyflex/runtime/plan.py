@@ -123,15 +123,14 @@ def plan_for(inputs: Inputs) -> Plan:
     """
     call = inputs.call
     query, key, value = call.query, call.key, call.value
-    bound = history_of(inputs.score, inputs.mask).bind(call.ints, call.floats)
+    history = history_of(inputs.score, inputs.mask)
+    bound = history.bind(call.ints, call.floats)
     names = names_in_force(inputs.backend)
     views = call.mask
     _, heads, length, head_dim = query.shape
     dtype = query.dtype
     facts = (
-        inputs.score,
-        inputs.mask,
-        inputs.score_slots,
+        history,  # stands for both texts
         bound,
         None if views is None else views.block_size,
         query.device,
@@ -151,10 +150,11 @@ def plan_for(inputs: Inputs) -> Plan:
         names,
         inputs.backend,
         repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
-        # A graph's text tells its captured tensors' types and ranks; an untraced mod has no text.
+        # A graph's text tells its captured tensors' number, types and ranks; an untraced mod has
+        # no text.
         None
         if call.score_function is None and call.mask_function is None
-        else tuple([(t.dtype, t.dim()) for t in call.captured]),
+        else (inputs.score_slots, tuple([(t.dtype, t.dim()) for t in call.captured])),
         generation(),
     )
     plan = _plans.get(facts)
