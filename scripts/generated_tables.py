@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ["PAGES", "with_current_tables"]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = (DOCS / "environment.md", DOCS / "cli.md")
+PAGES = (DOCS / "environment.md", DOCS / "cli.md", DOCS / "mods.md")
 TABLE = re.compile(r"(<!-- table (\w+).*?-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 
 
@@ -33,9 +33,35 @@ def exit_codes() -> str:
     return "\n".join(["| Status | Meaning |", "|---|---|", *rows]) + "\n"
 
 
+def spellings() -> str:
+    """What a mod may call, by the namespace that a user writes."""
+    import torch
+
+    from anyflex.mod_graph.spellings import FACTORIES
+    from anyflex.mod_graph.symbol import SPELLINGS
+
+    known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
+    rows = []
+    for written, namespace in (
+        ("torch.", torch),
+        ("torch.special.", torch.special),
+        ("torch.nn.functional.", torch.nn.functional),
+        ("methods: `x.", torch.Tensor),
+    ):
+        names = [
+            name
+            for name in dir(namespace)
+            if not name.startswith("_") and id(getattr(namespace, name, None)) in known
+        ]
+        label = written + "name()`" if "`" in written else f"`{written}`"
+        rows.append(f"| {label} | {', '.join(f'`{name}`' for name in sorted(names))} |")
+    return "\n".join(["| Written | Known |", "|---|---|", *rows]) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "environment_variables": environment_variables,
     "exit_codes": exit_codes,
+    "spellings": spellings,
 }
 
 
