@@ -31,7 +31,7 @@ _FLOOR_AUTOCAST = 2e-2
 _FACTOR = 8.0
 """How many times the rounding error of the dense formula, run in the training precision."""
 
-_SeldomAutocast = Callable[[], AbstractContextManager[object]]
+_MakesAutocast = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def check_gradients(
     model: ByteTransformer,
     rows: Tensor,
     attention: Attention,
-    autocast: _SeldomAutocast = nullcontext,
+    autocast: _MakesAutocast = nullcontext,
 ) -> GradientCheck:
     """Compare the gradients of one step, for each of the model's parameters.
 

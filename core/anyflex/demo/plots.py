@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from anyflex.block_mask.runs import FULL
 
@@ -67,13 +68,7 @@ def plot_block_mask(mask: BlockMask, path: Path) -> None:
 
 def block_kinds(mask: BlockMask) -> list[list[int]]:
     """Return 0 (not visited), 1 (partial) or 2 (full) for each block."""
-    offsets = mask.offsets[0, 0].tolist()
-    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
-    runs = mask.runs.tolist()
-    rows = []
-    for begin, end in itertools.pairwise(offsets):
-        row = [0] * columns
-        for first, stop, kind in runs[begin:end]:
-            row[first:stop] = [2 if kind == FULL else 1] * (stop - first)
-        rows.append(row)
+    views = mask.views()
+    kinds = views.kind_rows(0, views.q_blocks)[0, 0]
+    rows: list[list[int]] = torch.where(kinds == FULL, 2, (kinds != 0).int()).tolist()
     return rows
