@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import anyflex
 from anyflex.contract.artifacts import Artifacts
@@ -218,6 +219,65 @@ def test_second_derivatives_are_refused(compiled: bool) -> None:
         torch.autograd.grad(first.sum(), query)
 
 
+def test_second_derivatives_by_a_captured_tensor_are_refused() -> None:
+    query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
+    out = anyflex.flex_attention(query, key, value, alibi)
+    (gradient,) = torch.autograd.grad(out.sum(), SLOPES, create_graph=True)
+    with pytest.raises(BackendRefused, match="not differentiable twice"):
+        torch.autograd.grad(gradient.sum(), SLOPES)
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_forward_mode_derivative_is_refused(position: int, recorded: bool) -> None:
+    given = [tensor.detach() for tensor in tensors(1, 2, 6, 4)]
+    given.append(SLOPES.detach())
+    with forward_ad.dual_level():
+        given[position] = forward_ad.make_dual(given[position], torch.ones_like(given[position]))
+        if recorded:
+            given[0].requires_grad_()
+        query, key, value, slopes = given
+        with pytest.raises(BackendRefused, match="forward-mode"):
+            anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + slopes[h] * q)
+
+
+def untraceable(slopes: Tensor) -> Any:
+    return lambda s, b, h, q, k: s + torch.special.i0(slopes[h]) * (k - q)
+
+
+@pytest.mark.filterwarnings("ignore::anyflex.PerformanceWarning")
+def test_an_untraceable_mods_gradient_passes_through_hooks_on_saved_tensors() -> None:
+    query, key, value = tensors(1, 2, 6, 4)
+    wanted = torch.autograd.grad(
+        anyflex.flex_attention(query, key, value, untraceable(SLOPES)).square().sum(), SLOPES
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+        out = anyflex.flex_attention(query, key, value, untraceable(SLOPES))
+    assert wanted[0].any()
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), SLOPES), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::anyflex.PerformanceWarning")
+def test_a_change_of_what_an_untraceable_mod_reads_is_noticed_in_backward() -> None:
+    query, key, value = tensors(1, 2, 6, 4)
+    slopes = SLOPES.detach().clone()
+    out = anyflex.flex_attention(query, key, value, untraceable(slopes))
+    slopes.mul_(2)
+    with pytest.raises(ArgumentError, match=r"shape \[2\].*changed in place"):
+        out.sum().backward()
+
+
+def test_tensors_of_inference_mode_in_training_are_refused_with_the_cure() -> None:
+    with torch.inference_mode():
+        ids = torch.arange(6) // 2
+        mask = anyflex.create_block_mask(lambda b, h, q, k: ids[q] == ids[k], 1, 1, 6, 6)
+    query, key, value = tensors(1, 2, 6, 4)
+    with pytest.raises(ArgumentError, match=r"inference_mode.*clone"):
+        anyflex.flex_attention(query, key, value, block_mask=mask)
+    with torch.no_grad():
+        anyflex.flex_attention(query, key, value, block_mask=mask)
+
+
 def test_max_scores_have_no_gradient() -> None:
     out, aux = anyflex.flex_attention(
         *tensors(1, 1, 4, 4), return_aux=anyflex.AuxRequest(max_scores=True)
@@ -299,3 +359,17 @@ def test_memory_of_a_call_is_freed_with_its_results() -> None:
         assert watched() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+def test_autocast_casts_on_device_types_that_this_machine_lacks(device_type: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            query = torch.empty(1, 1, 4, 4, device=f"{device_type}:0")
+            assert anyflex.flex_attention(query, query.half(), query).dtype is torch.bfloat16
+    finally:
+        torch.set_autocast_enabled(device_type, False)

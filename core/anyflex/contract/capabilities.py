@@ -46,7 +46,8 @@ class Capabilities:
             "warn" warns.
         operations: names of mod-graph operations that can be lowered.
         known_fields: names of the spec fields that the backend looks at; all others must have
-            their defaults.
+            their defaults. A backend that takes other layouts than dense ones names ``q_layout``
+            or ``kv_layout`` here.
     """
 
     dtypes: frozenset[torch.dtype]

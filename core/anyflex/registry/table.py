@@ -115,14 +115,9 @@ class Table:
             if item.kind != "hooks" or switched_off(item.name, item.distribution):
                 continue
             distribution = f"{item.distribution} {item.version}"
-            mismatch = contract_mismatch(item.contract)
+            if contract_mismatch(item.contract):
+                continue  # listed by doctor and not loaded, as backends of another contract are
             try:
-                if mismatch:
-                    raise PluginError(
-                        f"hook plugin {item.name!r} of {distribution} is {mismatch}",
-                        plugin=item.name,
-                        distribution=distribution,
-                    )
                 loaded.append((load_plugin(item.name, item.value, distribution), item))
             except PluginError as error:
                 problems.append(error)

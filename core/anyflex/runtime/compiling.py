@@ -140,14 +140,21 @@ def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
         # The thread that worked was interrupted: try it here.
 
 
+def _is_capturing(device_type: str) -> bool:
+    """Whether the current stream of this kind of device records a graph."""
+    module = getattr(torch, device_type, None)
+    capturing = getattr(module, "is_current_stream_capturing", None)
+    if capturing is None:
+        return False
+    # An uninitialised device captures nothing, and asking would start it.
+    initialized = getattr(module, "is_initialized", None)
+    return bool((initialized is None or initialized()) and capturing())
+
+
 def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
-    if (
-        spec.device_type == "cuda"
-        and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        and torch.cuda.is_current_stream_capturing()
-    ):
+    if _is_capturing(spec.device_type):
         raise GraphCaptureError(
-            f"backend {entry.name} would have to compile a kernel while a CUDA graph is being "
+            f"backend {entry.name} would have to compile a kernel while a device graph is being "
             "captured; call anyflex.flex_attention once with the same kind of arguments (and "
             "gradients) before the capture"
         )
