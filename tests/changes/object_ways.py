@@ -210,3 +210,40 @@ def an_attribute_of_a_function() -> tuple[ScoreMod, list[Step]]:
 
     mod.weight = 0.5  # type: ignore[attr-defined]
     return mod, [lambda: setattr(mod, "weight", 0.75)]
+
+
+@way
+def an_attribute_of_a_captured_tensor() -> tuple[ScoreMod, list[Step]]:
+    table: Any = torch.linspace(0.0, 1.0, 40)
+    table.gamma = 0.5  # a name that the math module has too
+    return (
+        lambda s, b, h, q, k: s * table.gamma + table[k],
+        [lambda: setattr(table, "gamma", 0.25)],
+    )
+
+
+@way
+def an_attribute_of_a_captured_tensor_that_need_not_be_there() -> tuple[ScoreMod, list[Step]]:
+    table: Any = torch.linspace(0.0, 1.0, 40)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        try:
+            weight = table.gamma
+        except AttributeError:
+            weight = 0.5
+        return s * weight + table[k]
+
+    return mod, [lambda: setattr(table, "gamma", 0.25)]
+
+
+@way
+def which_of_two_functions_of_one_code() -> tuple[ScoreMod, list[Step]]:
+    def scaled(weight: float) -> Any:
+        return lambda s: s * weight
+
+    half, triple = scaled(0.5), scaled(3.0)
+
+    def make(first: Any, second: Any, chosen: Any) -> ScoreMod:
+        return lambda s, b, h, q, k: chosen(s) + 0 * (first(s) + second(s))
+
+    return make(half, triple, half), [lambda: make(half, triple, triple)]

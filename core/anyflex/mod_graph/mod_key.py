@@ -50,7 +50,11 @@ _ATTRIBUTES = frozenset(
 )
 """Attribute names that read nothing which can change between calls."""
 
-_ABSENT = object()
+_TOO_MUCH = ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "PUSH_EXC_INFO", "SETUP_FINALLY")
+"""Instructions of imports, stores to globals and exception handlers: a handler would let a mod ask
+whether a tensor has an attribute."""
+
+_ABSENT, _END = object(), object()
 
 
 class _Uncacheable(Exception):
@@ -67,7 +71,7 @@ def _outer_names(code: types.CodeType) -> tuple[str, ...] | None:
     while stack:
         current = stack.pop()
         for instruction in dis.get_instructions(current):
-            if instruction.opname in ("IMPORT_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            if instruction.opname in _TOO_MUCH:
                 return None
             if instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars:
                 return None
@@ -88,14 +92,15 @@ class _Reader:
     def __init__(self) -> None:
         self.key: list[Any] = []
         self.tensors: list[Tensor] = []
-        self.functions: list[object] = []
+        self.functions: list[types.FunctionType] = []
 
     def function(self, function: types.FunctionType) -> None:
         key = self.key
         code = function.__code__
         key.append(code)
-        for known in self.functions:
-            if known is function:  # recursion: already in the key
+        for i, known in enumerate(self.functions):
+            if known is function:  # already in the key; which one, since they may share their code
+                key.append(i)
                 return
         self.functions.append(function)
         if function.__dict__:
@@ -113,6 +118,7 @@ class _Reader:
         if defaults is not None:
             for value in defaults:
                 self.value(value)
+        key.append(_END)  # code tells how many cells there are, but not how many defaults
         if function.__kwdefaults__:
             for name, value in function.__kwdefaults__.items():
                 key.append(name)
@@ -172,6 +178,15 @@ class _Reader:
             key.append(value)
         else:
             raise _Uncacheable
+
+    def reads_attributes(self) -> bool:
+        """Whether a function may read an attribute that somebody gave to a tensor. One that is
+        given later changes nothing: the trace would have failed without it."""
+        given = {name for tensor in self.tensors for name in tensor.__dict__}
+        return bool(given) and any(
+            given.intersection(_names_of_code.get(function.__code__) or given)
+            for function in self.functions
+        )
 
     def partial(self, value: Any) -> None:
         self.key.append(functools.partial)
@@ -234,7 +249,7 @@ def traced(
         if position is None:
             return trace  # made inside the mod, from what it captured
         positions.append(position)
-    if not trace.depends_on_facts:
+    if not trace.depends_on_facts and not reader.reads_attributes():
         with _lock:
             if len(_entries) >= CACHE_SIZE:
                 del _entries[next(iter(_entries))]
