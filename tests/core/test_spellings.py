@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,34 @@ from anyflex.mod_graph.trace import trace_mod
 
 __all__: list[str] = []
 
-NAMES: dict[str, Any] = {"torch": torch, "F": F, "math": math, "operator": operator}
+NAMES: dict[str, Any] = {
+    "numpy": numpy,
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "operator": operator,
+}
 
 # Of the score s and the indices q, k; w is a captured table, t0 a captured scalar, m a condition.
 EXPRESSIONS = """
+torch.add(input=s, other=k, alpha=2)
+s.mul(other=2.5)
+torch.mul(input=t0, other=s)
+torch.pow(s, exponent=2)
+torch.clamp(input=s, min=0.25)
+torch.where(condition=m, input=s, other=2 * s)
+torch.where(m, input=s, other=2 * s)
+s.where(condition=m, other=2 * s)
+torch.masked_fill(input=s, mask=m, value=2.0)
+torch.lerp(s, end=2 * s, weight=0.25)
+torch.tanh(input=s, out=None)
+F.softplus(input=s, beta=2.0)
+s + torch.full_like(s, fill_value=2.0)
+s * torch.tensor(data=2.0)
+s * torch.full(size=(), fill_value=2.0)
+s * numpy.float64(2.5)
+numpy.float64(2.5) * s
+s + k // numpy.int32(3)
 s + 1.5
 2.0 - s
 s * k
@@ -319,10 +344,20 @@ REFUSED = {
     "torch.frexp(s)": "more than one",
     "torch.equal(q, k)": "Python bool",
     "torch.nonzero(q)": "data",
+    "torch.mul(s, 2, out=w)": "out=",
+    "torch.mul(w, 2, out=w)[q]": "out=",
+    "s * 2**70": "64 bits",
+    "s * 10**400": "64 bits",
+    "s * numpy.ones(2)": "from_numpy",
     "None": "return",
     "(s, s)": "tuple",
     "m": "mask",
 }
+
+
+def test_a_numpy_array_of_one_number_keeps_its_fraction() -> None:
+    weight = numpy.array(2.5)
+    assert trace_mod(lambda s, b, h, q, k: s * weight, "score").floats == [2.5]
 
 
 @pytest.mark.parametrize("expression", REFUSED)

@@ -27,6 +27,7 @@ from anyflex.mod_graph.symbol import (
     PartialRead,
     Symbol,
     Tracer,
+    spell,
 )
 
 __all__ = ["FACTORIES"]
@@ -393,10 +394,12 @@ def detach(t: Tracer, x: Any) -> Symbol:
 
 
 def like(value: float | None) -> Callable[..., Symbol]:
-    def spelled(t: Tracer, x: Any, fill: Any = None, *, dtype: Any = None, **_: Any) -> Symbol:
+    def spelled(
+        t: Tracer, x: Any, fill_value: Any = None, *, dtype: Any = None, **_: Any
+    ) -> Symbol:
         x = t.symbol(x)
         kind = x.kind if dtype is None else kind_named(dtype)
-        return filled(t, kind, fill if value is None else value, value is not None)
+        return filled(t, kind, fill_value if value is None else value, value is not None)
 
     return spelled
 
@@ -427,7 +430,8 @@ def filled(t: Tracer, kind: str, value: Any, structural: bool) -> Symbol:
 
 
 def factory(value: float | None) -> Callable[..., Any]:
-    def spelled(t: Tracer, *args: Any, dtype: Any = None, **_: Any) -> Any:
+    def spelled(t: Tracer, *args: Any, dtype: Any = None, **named: Any) -> Any:
+        args = (*args, *[named[n] for n in ("data", "size", "s", "fill_value") if n in named])
         if value is None and len(args) == 1:  # torch.tensor(3.0), torch.scalar_tensor(3.0)
             content = args[0]
         else:
@@ -645,7 +649,7 @@ def _install_operator(name: str, spelled: Callable[..., Any]) -> None:
 
 def _method(spelled: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Symbol, *args: Any, **kwargs: Any) -> Any:
-        return spelled(self.tracer, self, *args, **kwargs)
+        return spell(self.tracer, spelled, (self, *args), kwargs)
 
     return method
 

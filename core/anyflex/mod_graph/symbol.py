@@ -26,7 +26,17 @@ from anyflex.mod_graph.refusal import (
     refuse_index,
 )
 
-__all__ = ["CATEGORY", "SPELLINGS", "PartialRead", "Symbol", "Tracer", "find_tracer"]
+__all__ = [
+    "CATEGORY",
+    "SPELLINGS",
+    "PartialRead",
+    "Symbol",
+    "Tracer",
+    "dispatch",
+    "find_tracer",
+    "refuse_out",
+    "spell",
+]
 
 BOOL, INT, FLOAT = 0, 1, 2
 CATEGORY = {
@@ -36,6 +46,7 @@ CATEGORY = {
 PROMOTED = {
     a: {b: DTYPE_NAMES[torch.promote_types(DTYPES[a], DTYPES[b])] for b in DTYPES} for a in DTYPES
 }
+LARGEST = 2**63 - 1
 INDEX_KINDS = {"i8": True, "i16": True, "i32": True, "i64": True}
 
 
@@ -90,6 +101,8 @@ class Tracer:
         if isinstance(value, bool):
             return self.constant(value, kind)
         if isinstance(value, int):
+            if value > LARGEST or value < -LARGEST - 1:
+                refuse("an integer of more than 64 bits in a mod", "int", "Write it as a float.")
             slot = f"i{len(self.ints)}"
             self.ints.append(value)
         else:
@@ -139,8 +152,16 @@ class Tracer:
             )
         if isinstance(value, complex):
             refuse("a complex number in a mod", "complex", "Scores are real.")
+        if hasattr(value, "__array__"):
+            if value.ndim == 0:
+                return self.operand(value.item())
+            refuse(
+                f"a {type(value).__name__} as an operand in a mod",
+                type(value).__name__,
+                "Capture a tensor, torch.from_numpy(...), and index it.",
+            )
         if hasattr(value, "__index__"):
-            return int(value)  # a NumPy integer
+            return int(value)
         if hasattr(value, "__float__"):
             return float(value)
         refuse(f"a {type(value).__name__} as an operand in a mod", type(value).__name__)
@@ -236,6 +257,9 @@ class Symbol:
         def __ne__(self, other: Any) -> Symbol: ...  # type: ignore[override]
         def __neg__(self) -> Symbol: ...
         def __invert__(self) -> Symbol: ...
+
+    # A NumPy number on the left leaves the operation to the symbol, as it does for a tensor.
+    __array_priority__ = 1000
 
     def __init__(self, tracer: Tracer, position: int, kind: str) -> None:
         self.tracer = tracer
@@ -455,9 +479,30 @@ def find_tracer(values: Any) -> Tracer | None:
     return None
 
 
+OPERANDS = ("condition", "input", "other", "exponent", "end")
+"""torch's names of leading operands, in the order in which functions take them."""
+
+
+def spell(
+    tracer: Tracer, spelling: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a spelling, which takes leading operands by position only."""
+    if not kwargs:
+        return spelling(tracer, *args)
+    refuse_out(kwargs)
+    given = [kwargs[name] for name in OPERANDS if name in kwargs]
+    rest = {name: kwargs[name] for name in kwargs if name not in OPERANDS and name != "out"}
+    return spelling(tracer, *args, *given, **rest)
+
+
+def refuse_out(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("out") is not None:
+        refuse("a result written to out= in a mod", "out=", "Mods are pure: use the result.")
+
+
 def dispatch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Append what `func` does to at least one symbol."""
     spelling = SPELLINGS.get(func)
     if spelling is None:
         refuse_function(func)
-    return spelling(tracer, *args, **kwargs)
+    return spell(tracer, spelling, args, kwargs)

@@ -23,6 +23,8 @@ from anyflex.mod_graph.symbol import (
     Tracer,
     dispatch,
     find_tracer,
+    refuse_out,
+    spell,
 )
 
 __all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
@@ -88,17 +90,18 @@ def on_plain_tensors(
         made = make(tracer, *args, **kwargs)
         if made is not NotImplemented:
             return made
+    refuse_out(kwargs)
     refused = PLAIN_REFUSED.get(func)
     if refused is not None:
         refuse(refused[0], refused[1], refused[2])
     spelling = SPELLINGS.get(func)
     if spelling is not None:
         scalars = 0
-        for value in args:
+        for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 scalars += 1 if value.dim() == 0 else -1000
         if scalars > 0:  # a function of captured 0-d tensors belongs to the graph
-            return spelling(tracer, *args, **kwargs)
+            return spell(tracer, spelling, args, kwargs)
     tracer.read_facts = True
     return func(*args, **kwargs)
 
