@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ModIndexError
 
-__all__ = ["apply_mask", "apply_score", "read_tensors", "score_gradients"]
+__all__ = ["apply_mask", "apply_score", "every_read", "read_tensors", "score_gradients"]
 
 Function = Callable[..., Any]
 
@@ -85,8 +85,8 @@ def score_gradients(
 
 
 class _Reads(TorchFunctionMode):
-    """Notes every tensor that needs a gradient, is given to a torch function and wasn't made by
-    one. What was made is held, so that no other object gets its id."""
+    """Notes every tensor that is given to a torch function and wasn't made by one. What was made
+    is held, so that no other object gets its id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         for value in _flat((*args, *kwargs.values())):
-            if isinstance(value, Tensor) and value.requires_grad and id(value) not in self.made:
+            if isinstance(value, Tensor) and id(value) not in self.made:
                 self.found.setdefault(id(value), value)
         result = func(*args, **kwargs)
         for value in _flat((result,)):
@@ -124,9 +124,18 @@ def read_tensors(
     Raises:
         ModIndexError: that pair reads outside of a captured tensor, an empty one for example.
     """
+    return [t for t in every_read(function, 1, device, dtype) if t.requires_grad]
+
+
+def every_read(
+    function: Function, scores: int, device: torch.device | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return every tensor that a mod reads, in the order of its reads: a score mod's with
+    `scores` 1, a mask mod's with 0. Errors as for `read_tensors`."""
     reads = _Reads()
-    score = torch.zeros((), dtype=dtype, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+    given = [torch.zeros((), dtype=dtype, device=device) for _ in range(scores)]
+    given += [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
     with torch.no_grad(), reads:
-        _run(function, score, zero, zero, zero, zero)
-    return list(reads.found.values())
+        _run(function, *given)
+    own = {id(t) for t in given}
+    return [t for t in reads.found.values() if id(t) not in own]

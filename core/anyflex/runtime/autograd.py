@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
-from anyflex.errors import BackendRefused
+from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 
@@ -47,6 +47,8 @@ class FlexAttention(torch.autograd.Function):
             call.mask_function,
             inputs.lse,
         )
+        # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
+        ctx.read = _read_by(call) if call.score_function or call.mask_function else None
         if not inputs.lse and not inputs.max_scores:
             return out
         results = [out]
@@ -63,6 +65,9 @@ class FlexAttention(torch.autograd.Function):
         query, key, value, out, lse, *others = ctx.saved_tensors
         views, count, ints, floats, scale, score_function, mask_function, with_lse = ctx.rest
         captured = tuple(others[:count])
+        if ctx.read is not None:
+            _check_unchanged(ctx.read[1])
+            captured = ctx.read[0]
         call = Call(
             query,
             key,
@@ -83,8 +88,29 @@ class FlexAttention(torch.autograd.Function):
         )
         gradients = [dq, dk, dv, *dcaptured]
         if torch.is_grad_enabled():
-            gradients = not_twice(gradients, [query, key, value, dout])
+            gradients = not_twice(gradients, [query, key, value, dout, *captured])
         return (None, None, *gradients)
+
+
+def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
+    """The captured tensors themselves, and every tensor that the untraced mods read, with its
+    count of changes."""
+    from anyflex.reference.opaque import every_read
+
+    read: list[Tensor] = []
+    for function, scores in ((call.score_function, 1), (call.mask_function, 0)):
+        if function is not None:
+            read += every_read(function, scores, call.query.device, call.query.dtype)
+    return call.captured, [(t, t._version) for t in read if not t.is_inference()]
+
+
+def _check_unchanged(read: list[tuple[Tensor, int]]) -> None:
+    for tensor, version in read:
+        if tensor._version != version:
+            raise ArgumentError(
+                f"a tensor of shape {list(tensor.shape)}, which score_mod or mask_mod reads, was "
+                "changed in place between forward and backward: clone it before the call."
+            )
 
 
 class _NotTwice(torch.autograd.Function):

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anyflex.aux_outputs import AuxRequest
 from anyflex.contract.call import Call
 from anyflex.errors import (
     AnyflexError,
+    ArgumentError,
     BackendRefused,
     ModIndexError,
     ModTraceError,
@@ -50,10 +52,20 @@ def run(
         # does (pure torch code shows it too).
         raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    if forward_ad._current_level != -1:
+        _refuse_tangents(inputs.call)
     try:
         return _run(inputs, query, key, value)
     except ModIndexError as error:
         raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
+    except RuntimeError as error:
+        if not str(error).startswith("Inference tensors"):
+            raise
+        raise ArgumentError(
+            "a tensor that this call reads was made under torch.inference_mode, and gradients are "
+            "recorded: make query, key, value and what score_mod and mask_mod capture outside of "
+            "it, or .clone() them first."
+        ) from error
 
 
 def _run(
@@ -69,6 +81,17 @@ def _run(
         return out, lse, others[-1] if inputs.max_scores else None
     outputs = launch_forward(plan, inputs.call)
     return outputs.out, outputs.lse, outputs.max_scores
+
+
+def _refuse_tangents(call: Call) -> None:
+    """A kernel would compute the value and lose the tangent."""
+    for tensor in (call.query, call.key, call.value, *call.captured):
+        dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
+            raise BackendRefused(
+                "flex_attention has no forward-mode derivative: use torch.autograd.grad",
+                {"reference": "forward-mode derivatives are not implemented"},
+            )
 
 
 def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
