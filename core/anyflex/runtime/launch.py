@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -54,11 +54,10 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
         if plan.works:
             workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace)
-        guard = _guard(plan)
-        if guard is None:
+        if plan.guard is None and not torch.is_autocast_enabled(plan.device_type):
             plan.kernel.forward(call, outputs)
         else:
-            with guard:
+            with _guard(plan):
                 plan.kernel.forward(call, outputs)
     except _THEIR_OWN:
         raise
@@ -93,11 +92,10 @@ def launch_backward(
         if plan.own_backward and plan.works:
             workspace = _allocate(call, plan.kernel.workspace(call, "backward"))
         grads = Grads(dq, dk, dv, accumulators, workspace)
-        guard = _guard(plan)
-        if guard is None:
+        if plan.guard is None and not torch.is_autocast_enabled(plan.device_type):
             _backward(plan, call, saved, grad, grads)
         else:
-            with guard:
+            with _guard(plan):
                 _backward(plan, call, saved, grad, grads)
     except _THEIR_OWN:
         raise
@@ -112,19 +110,12 @@ def launch_backward(
     return dq, dk, dv, captured
 
 
-def _guard(plan: Plan) -> AbstractContextManager[object] | None:
-    """Return what a kernel runs in, or None for nothing."""
-    if torch.is_autocast_enabled(plan.spec.device_type):
-        return _without_autocast(plan)
-    return None if plan.guard is None else plan.guard()
-
-
 @contextmanager
-def _without_autocast(plan: Plan) -> Iterator[None]:
-    """Core has cast q, k and v. A kernel made of torch's products would otherwise have its float32
-    scores rounded once more."""
+def _guard(plan: Plan) -> Iterator[None]:
+    """What a kernel runs in: its device, and no autocast. Core has cast q, k and v; a kernel made
+    of torch's products would otherwise have its float32 scores rounded once more."""
     device = nullcontext() if plan.guard is None else plan.guard()
-    with torch.autocast(plan.spec.device_type, enabled=False), device:
+    with torch.autocast(plan.device_type, enabled=False), device:
         yield
 
 

@@ -77,6 +77,7 @@ class Plan:
         "accumulate",
         "captured_gradients",
         "compiled",
+        "device_type",
         "gradients",
         "guard",
         "kernel",
@@ -91,6 +92,7 @@ class Plan:
     def __init__(self, compiled: CompiledKernel, device: torch.device) -> None:
         self.compiled = compiled
         self.spec = compiled.spec
+        self.device_type = device.type
         self.kernel = compiled.kernel
         kind = type(compiled.kernel)
         self.own_backward = compiled.decision.backward == "own"
