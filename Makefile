@@ -14,13 +14,14 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random demo check lint format types imports docs docs-serve wheels clean
+.PHONY: help setup test test-random demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
+	@echo "make bench        what import, scan and a call's front end cost; fails above a limit"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -58,6 +59,12 @@ types:
 imports:
 	$(READY) test
 	@$(RUN) bench/import_time.py
+
+bench:
+	$(READY) test
+	@$(RUN) bench/import_time.py
+	@$(RUN) bench/registry_scan.py
+	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
 
 docs:
 	$(READY) docs
