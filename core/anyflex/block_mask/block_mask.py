@@ -301,7 +301,9 @@ class BlockMask(BlockStructure):
 
     def on(self, device: torch.device) -> BlockMask:
         """Return this mask on `device`, its captured tensors included, moved once and kept."""
-        if self._is_on(device):
+        if self.offsets.device == device and (
+            self.traced is None or not self.traced.captured or self._is_on(device)
+        ):
             return self
         self.views()  # a copy is stale if this mask was changed
         found = self._moved.get(device)

@@ -19,13 +19,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.spellings import FACTORIES
 from anyflex.mod_graph.symbol import SPELLINGS, Symbol
 from anyflex.mod_graph.trace import TracedMod, captured_name, trace_mod
 
-__all__ = ["clear_traces", "traced"]
+__all__ = ["traced"]
 
 CACHE_SIZE = 1024
 """Traces kept; a mod whose closed-over numbers always change would fill any number."""
@@ -142,7 +143,7 @@ class _Reader:
     def value(self, value: Any) -> None:
         kind = type(value)
         key = self.key
-        if kind is Tensor or kind is torch.nn.Parameter:
+        if kind is Tensor or kind is Parameter:
             tensors = self.tensors
             for i, known in enumerate(tensors):
                 if known is value:
@@ -217,12 +218,6 @@ _entries: dict[tuple[Any, ...], _Entry] = {}
 _lock = threading.Lock()
 
 
-def clear_traces() -> None:
-    """Forget every trace."""
-    with _lock:
-        _entries.clear()
-
-
 def traced(
     function: Callable[..., Any],
     kind: Literal["score", "mask"],
@@ -232,7 +227,10 @@ def traced(
     """Return `trace_mod(function, ...)`, from the cache where it is certain to be the same."""
     reader = _Reader()
     try:
-        reader.value(function)
+        if type(function) is types.FunctionType:
+            reader.function(function)
+        else:
+            reader.value(function)
     except _Uncacheable:
         return _with_names(trace_mod(function, kind, score_dtype, device), function)
     reader.key += (kind, score_dtype, device, torch.get_default_dtype())

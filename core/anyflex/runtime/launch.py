@@ -81,12 +81,14 @@ def launch_backward(
     dq = empty_dense(call.query) if for_query else None
     dk = empty_dense(call.key) if for_key else None
     dv = empty_dense(call.value) if for_value else None
-    accumulators = tuple(
-        [
-            _accumulator(plan, tensor) if wanted else None
-            for tensor, wanted in zip(call.captured, plan.captured_gradients, strict=True)
-        ]
-    )
+    accumulators: tuple[Tensor | None, ...] = ()
+    if call.captured:
+        accumulators = tuple(
+            [
+                _accumulator(plan, tensor) if wanted else None
+                for tensor, wanted in zip(call.captured, plan.captured_gradients, strict=True)
+            ]
+        )
     workspace: tuple[Tensor, ...] = ()
     try:
         if plan.own_backward and plan.works:

@@ -8,9 +8,8 @@ thirty layers whose mods differ in their numbers share two kernels.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-__all__ = ["Bound", "NumberHistory", "forget_numbers", "history_of"]
+__all__ = ["Bound", "NumberHistory", "bind_numbers", "forget_numbers"]
 
 Bound = tuple[int | float | None, ...]
 """Values of the ints, then the floats; None for a run-time scalar."""
@@ -21,22 +20,17 @@ HISTORIES = 4096
 class NumberHistory:
     """What was seen of the numbers of one structure."""
 
-    __slots__ = ("_bound", "_first", "_last", "_lock", "_varying")
+    __slots__ = ("_first", "_lock", "_varying", "bound", "last")
 
     def __init__(self) -> None:
         self._first: tuple[int | float, ...] | None = None
-        self._last: tuple[int | float, ...] | None = None
-        self._bound: Bound = ()
+        self.last: tuple[int | float, ...] | None = None
+        self.bound: Bound = ()
         self._varying: set[int] = set()
         self._lock = threading.Lock()
 
-    def bind(self, ints: Sequence[int], floats: Sequence[float]) -> Bound:
+    def note(self, values: tuple[int | float, ...]) -> Bound:
         """Note these values, and return the constants among them."""
-        values = (*ints, *floats)
-        # One read each: another thread may note other values in between.
-        last, bound = self._last, self._bound
-        if values == last:
-            return bound
         with self._lock:
             if self._first is None:
                 self._first = values
@@ -47,10 +41,10 @@ class NumberHistory:
                     self._varying.add(i)
             varying = self._varying
             bound = tuple(None if i in varying else v for i, v in enumerate(values))
-            # `_bound` is published before `_last`, so a reader that finds its values in `_last`
-            # reads a `_bound` at least as new.
-            self._bound = bound
-            self._last = values if all(v == v for v in values) else None
+            # `bound` is published before `last`, so a reader that finds its values in `last` reads
+            # a `bound` at least as new.
+            self.bound = bound
+            self.last = values if all(v == v for v in values) else None
         return bound
 
 
@@ -58,15 +52,22 @@ _histories: dict[tuple[str, str], NumberHistory] = {}
 _lock = threading.Lock()
 
 
-def history_of(score: str, mask: str) -> NumberHistory:
-    """Return the history of this pair of graph texts."""
+def bind_numbers(
+    score: str, mask: str, ints: tuple[int, ...], floats: tuple[float, ...]
+) -> tuple[NumberHistory, Bound]:
+    """Note the numbers of a call with these graph texts; return the texts' history, and the
+    constants among the numbers."""
     history = _histories.get((score, mask))
     if history is None:
         with _lock:
             if len(_histories) >= HISTORIES:
                 del _histories[next(iter(_histories))]
             history = _histories.setdefault((score, mask), NumberHistory())
-    return history
+    # One read each: another thread may note other values in between.
+    last = history.last
+    bound = history.bound
+    values = (*ints, *floats)
+    return history, bound if values == last else history.note(values)
 
 
 def forget_numbers() -> None:

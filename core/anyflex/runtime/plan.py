@@ -18,7 +18,7 @@ from anyflex.registry.hot_path import generation
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.facts import architecture, determinism, memories, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
-from anyflex.runtime.numbers import Bound, forget_numbers, history_of
+from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
@@ -125,8 +125,7 @@ def plan_for(inputs: Inputs) -> Plan:
     """
     call = inputs.call
     query, key, value = call.query, call.key, call.value
-    history = history_of(inputs.score, inputs.mask)
-    bound = history.bind(call.ints, call.floats)
+    history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
     names = names_in_force(inputs.backend)
     views = call.mask
     _, heads, length, head_dim = query.shape
@@ -141,7 +140,7 @@ def plan_for(inputs: Inputs) -> Plan:
         value.shape[3],
         heads // key.shape[1],
         key.shape[0] != query.shape[0],
-        q_class(length),
+        "long" if length > 64 else q_class(length),
         memories(query, key, value),
         inputs.gradients,
         inputs.lse,
@@ -173,7 +172,8 @@ def plan_for(inputs: Inputs) -> Plan:
 
 def spec_for(inputs: Inputs) -> Spec:
     """Return the spec of this call, without asking any backend."""
-    bound = history_of(inputs.score, inputs.mask).bind(inputs.call.ints, inputs.call.floats)
+    call = inputs.call
+    _, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
     return _spec(inputs, bound)
 
 
