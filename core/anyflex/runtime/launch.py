@@ -78,24 +78,30 @@ def launch_backward(
         PluginError: the kernel raised; what it raised is the cause.
     """
     for_query, for_key, for_value = plan.gradients
-    dq = empty_dense(call.query) if for_query else None
-    dk = empty_dense(call.key) if for_key else None
-    dv = empty_dense(call.value) if for_value else None
-    accumulators: tuple[Tensor | None, ...] = ()
-    if call.captured:
-        accumulators = tuple(
-            [
-                _accumulator(plan, tensor) if wanted else None
-                for tensor, wanted in zip(call.captured, plan.captured_gradients, strict=True)
-            ]
-        )
+    query, key, value = call.query, call.key, call.value
+    dq = dk = dv = None
+    # The usual case is asked for here: a call of empty_dense costs as much as the allocation.
+    if for_query:
+        dq = torch.empty_like(query) if query.is_contiguous() else empty_dense(query)
+    if for_key:
+        dk = torch.empty_like(key) if key.is_contiguous() else empty_dense(key)
+    if for_value:
+        dv = torch.empty_like(value) if value.is_contiguous() else empty_dense(value)
+    accumulators: list[Tensor | None] = []
+    for tensor, dtype in zip(call.captured, plan.accumulators, strict=True):
+        if dtype is None:
+            accumulators.append(None)
+        elif tensor.dtype is dtype and tensor.is_contiguous():
+            accumulators.append(torch.zeros_like(tensor))
+        else:  # an expanded tensor's gradient is dense
+            accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
     workspace: tuple[Tensor, ...] = ()
     try:
         if plan.own_backward and plan.works:
             workspace = _allocate(call, plan.kernel.workspace(call, "backward"))
-        grads = Grads(dq, dk, dv, accumulators, workspace)
-        if plan.guard is None and not torch.is_autocast_enabled(plan.device_type):
-            _backward(plan, call, saved, grad, grads)
+        grads = Grads(dq, dk, dv, tuple(accumulators), workspace)
+        if plan.plain_backward and not torch.is_autocast_enabled(plan.device_type):
+            plan.kernel.backward(call, saved, grad, grads)
         else:
             with _guard(plan):
                 _backward(plan, call, saved, grad, grads)
@@ -103,13 +109,12 @@ def launch_backward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
-    captured = [
-        accumulator
-        if accumulator is None or accumulator.dtype is tensor.dtype
-        else accumulator.to(tensor.dtype)
-        for tensor, accumulator in zip(call.captured, accumulators, strict=True)
-    ]
-    return dq, dk, dv, captured
+    if plan.casts:
+        accumulators = [
+            None if accumulator is None else accumulator.to(tensor.dtype)
+            for tensor, accumulator in zip(call.captured, accumulators, strict=True)
+        ]
+    return dq, dk, dv, accumulators
 
 
 @contextmanager
@@ -130,15 +135,6 @@ def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Gra
         from anyflex.reference.backward import core_backward
 
         core_backward(plan.spec, call, saved, grad, grads)
-
-
-def _accumulator(plan: Plan, tensor: Tensor) -> Tensor:
-    wide = tensor.dtype is torch.float64 or plan.accumulate is torch.float64
-    dtype = torch.float64 if wide else torch.float32
-    if tensor.dtype is dtype and tensor.is_contiguous():
-        return torch.zeros_like(tensor)
-    # An expanded tensor's gradient is dense.
-    return tensor.new_zeros(tensor.shape, dtype=dtype)
 
 
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:

@@ -65,17 +65,20 @@ class Plan:
         kernel: the kernel.
         own_backward: the kernel's own backward is used, not core's.
         saves, works: the kernel declares saved outputs, or workspace.
-        accumulate: dtype of lse and of captured gradients.
+        accumulate: dtype of lse.
+        accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
+        casts: some captured tensor is narrower than its accumulator.
+        plain_backward: backward is the kernel's own, on the current device, from out and lse.
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
-        captured_gradients: a flag for each captured tensor.
         guard: makes a context manager that selects the device, or None where none is needed.
     """
 
     __slots__ = (
         "accumulate",
-        "captured_gradients",
+        "accumulators",
+        "casts",
         "compiled",
         "device_type",
         "gradients",
@@ -83,6 +86,7 @@ class Plan:
         "kernel",
         "max_scores",
         "own_backward",
+        "plain_backward",
         "same_dims",
         "saves",
         "spec",
@@ -102,8 +106,20 @@ class Plan:
         self.same_dims = self.spec.head_dim == self.spec.value_head_dim
         self.max_scores = "max_scores" in self.spec.aux
         self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
-        self.captured_gradients = tuple([facts.needs_grad for facts in self.spec.captured])
         self.guard = _device_guard(device)
+        self.plain_backward = self.own_backward and not self.saves and self.guard is None
+        captured = self.spec.captured
+        wide = {torch.float64: torch.float64}
+        self.accumulators = tuple(
+            [
+                wide.get(facts.dtype, self.accumulate) if facts.needs_grad else None
+                for facts in captured
+            ]
+        )
+        self.casts = any(
+            facts.needs_grad and facts.dtype is not dtype
+            for facts, dtype in zip(captured, self.accumulators, strict=True)
+        )
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:
