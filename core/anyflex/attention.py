@@ -14,9 +14,9 @@ from anyflex.arguments import (
     check_flags,
     check_mask_fits,
     check_scale,
-    check_score_mod,
     check_tensor_types,
     check_tensors,
+    refuse_score_mod,
 )
 from anyflex.aux_outputs import AuxOutput, AuxRequest
 from anyflex.failing import fail
@@ -24,7 +24,14 @@ from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.request import write_request
 
-__all__ = ["ScoreMod", "check", "check_captured_devices", "flex_attention"]
+__all__ = [
+    "ScoreMod",
+    "check",
+    "check_captured_devices",
+    "flex_attention",
+    "is_plain",
+    "op_arguments",
+]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -101,7 +108,7 @@ def flex_attention(
         return_aux,
         backend,
     )
-    if torch.compiler.is_compiling() or not _is_plain(query, key, value):
+    if torch.compiler.is_compiling() or not is_plain(query, key, value):
         out, lse, max_scores = _through_op(
             query, key, value, score_mod, block_mask, scale, aux, options, backend
         )
@@ -129,8 +136,12 @@ def check(
 ) -> tuple[Tensor, Tensor, Tensor, Any, float, AuxRequest, tuple[tuple[str, object], ...]]:
     """Check `flex_attention`'s arguments, and return them in their one form: tensors after
     autocast, a BlockMask of ours, a scale, a request, options as pairs."""
-    check_flags(enable_gqa, return_lse, backend)
-    aux = check_aux(return_lse, return_aux)
+    # Defaults, which most calls leave as they are, need no function to check them.
+    if enable_gqa is not False or return_lse is not False or backend is not None:
+        check_flags(enable_gqa, return_lse, backend)
+    aux = _NO_AUX
+    if return_aux is not None or return_lse:
+        aux = check_aux(return_lse, return_aux)
     check_tensor_types(query, key, value)
     device_type = query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
@@ -146,8 +157,8 @@ def check(
                 "block_mask.mask_mod, a function of the slice's own indices, before the call.",
             )
         check_mask_fits(block_mask.offsets.shape, block_mask.seq_lengths, query, key)
-    if score_mod is not None:
-        check_score_mod(score_mod)
+    if score_mod is not None and not callable(score_mod):
+        refuse_score_mod(score_mod)
     options: tuple[tuple[str, object], ...] = ()
     if kernel_options is not None:
         from anyflex.registry.freeze_options import freeze_options
@@ -156,6 +167,7 @@ def check(
     return query, key, value, block_mask, scale, aux, options
 
 
+_NO_AUX = AuxRequest()
 _loaded: dict[str, Any] = {}
 
 
@@ -213,7 +225,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
-def _is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
     who watches the dispatcher."""
     if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
@@ -250,6 +262,28 @@ def _through_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Call the static op: torch.compile and export see one node."""
+    arguments, _ = op_arguments(
+        query, key, value, score_mod, block_mask, scale, aux, options, backend
+    )
+    out, lse, max_scores = flex_attention_op(query, key, value, *arguments)
+    return out, lse if aux.lse else None, max_scores if aux.max_scores else None
+
+
+def op_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+    every_gradient: bool = False,
+) -> tuple[tuple[list[Tensor], list[Tensor], list[int], list[Tensor], str], list[bool]]:
+    """Return what the static ops take after query, key and value (mask, captured tensors, ints,
+    floats, request), and whether a gradient is wanted of query, key, value and each captured
+    tensor. `every_gradient`: query, key and value need not require it."""
     score = TracedMod("", [], [], [], [])
     if score_mod is not None:
         wide = query.dtype is torch.float64
@@ -258,7 +292,7 @@ def _through_op(
         )
     mask = TracedMod("", [], [], [], [])
     structure: list[Tensor] = []
-    block_size = (0, 0)
+    block_size: tuple[int, ...] = ()
     if block_mask is not None:
         structure = [block_mask.offsets, block_mask.runs]
         block_size = block_mask.BLOCK_SIZE
@@ -275,7 +309,9 @@ def _through_op(
     captured = [*score.captured, *mask.captured]
     check_captured_devices(query.device, captured, [*score.names, *mask.names])
     grad_mode = torch.is_grad_enabled()
-    gradients = [grad_mode and tensor.requires_grad for tensor in (query, key, value)]
+    gradients = [
+        every_gradient or (grad_mode and tensor.requires_grad) for tensor in (query, key, value)
+    ]
     gradients += [grad_mode and tensor.requires_grad for tensor in score.captured]
     gradients += [False for _ in mask.captured]
     needs_backward = any(gradients)
@@ -283,7 +319,6 @@ def _through_op(
         score.text,
         mask.text,
         (len(score.captured), len(score.ints), len(score.floats)),
-        block_size,
         aux.lse,
         aux.max_scores,
         aux.lse or needs_backward,
@@ -294,10 +329,8 @@ def _through_op(
     # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
     one = torch.ones((), dtype=torch.float64)
     numbers = [one * number for number in [scale, *score.floats, *mask.floats]]
-    out, lse, max_scores = flex_attention_op(
-        query, key, value, structure, captured, [*score.ints, *mask.ints], numbers, request
-    )
-    return out, lse if aux.lse else None, max_scores if aux.max_scores else None
+    ints = [*score.ints, *mask.ints, *block_size]
+    return (structure, captured, ints, numbers, request), gradients
 
 
 def check_captured_devices(device: torch.device, captured: list[Tensor], names: list[str]) -> None:

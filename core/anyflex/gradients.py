@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.attention import ScoreMod, check
+from anyflex.attention import ScoreMod, check, is_plain, op_arguments
 from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.runtime.eager import gather
 from anyflex.runtime.launch import launch_backward
+from anyflex.runtime.ops import flex_attention_backward_op
 from anyflex.runtime.plan import plan_for
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
@@ -92,27 +93,49 @@ def flex_attention_backward(
     )
     _check_given(query, value, dout=dout, out=out)
     _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
-    with torch.enable_grad():
-        inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
-    if delta is None:
-        delta = (dout.to(lse.dtype) * out).sum(-1)
-    inputs.gradients = (True, True, True, *inputs.gradients[3:])
-    inputs.needs_lse = True
-    with torch.no_grad():
-        dq, dk, dv, captured = launch_backward(
-            plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
+    if torch.compiler.is_compiling() or not is_plain(query, key, value):
+        captured, found = _through_op(
+            (dout, dlse, delta, query, key, value, out, lse),
+            (score_mod, block_mask, scale, aux, options, backend),
         )
+    else:
+        with torch.enable_grad():
+            inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+        if delta is None:
+            delta = (dout.to(lse.dtype) * out).sum(-1)
+        inputs.gradients = (True, True, True, *inputs.gradients[3:])
+        inputs.needs_lse = True
+        with torch.no_grad():
+            dq, dk, dv, gradients = launch_backward(
+                plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
+            )
+        assert dq is not None and dk is not None and dv is not None
+        captured, found = list(inputs.call.captured), [dq, dk, dv, *gradients]
+    dq, dk, dv, *gradients = found
     assert dq is not None and dk is not None and dv is not None
-    return AttentionGradients(
-        dq,
-        dk,
-        dv,
-        tuple(
-            (tensor, gradient)
-            for tensor, gradient in zip(inputs.call.captured, captured, strict=True)
-            if gradient is not None
-        ),
-    )
+    pairs = [(t, g) for t, g in zip(captured, gradients, strict=True) if g is not None]
+    return AttentionGradients(dq, dk, dv, tuple(pairs))
+
+
+def _through_op(
+    tensors: tuple[Any, ...], call: tuple[Any, ...]
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Call the static op, and return the captured tensors, and the gradients of query, key, value
+    and of each of these, None where none is wanted."""
+    dout, dlse, delta, query, key, value, out, lse = tensors
+    with torch.enable_grad():
+        score_mod, block_mask, scale, aux, options, backend = call
+        arguments, wanted = op_arguments(
+            query, key, value, score_mod, block_mask, scale, aux, options, backend, True
+        )
+    with torch.no_grad():
+        if delta is None:
+            delta = (dout.to(lse.dtype) * out).sum(-1)
+        dq, dk, dv, found = flex_attention_backward_op(
+            dout, dlse, delta, query, key, value, out, lse, *arguments
+        )
+    gradients = [g if flag else None for g, flag in zip(found, wanted[3:], strict=True)]
+    return arguments[1], [dq, dk, dv, *gradients]
 
 
 def _check_given(query: Tensor, value: Tensor, **tensors: Tensor | None) -> None:

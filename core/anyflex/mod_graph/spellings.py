@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anyflex.fixed import fixed
 from anyflex.mod_graph import activations
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import REFUSED, refuse, refuse_function
@@ -295,7 +296,7 @@ def round_to(t: Tracer, x: Any, *, decimals: int = 0) -> Symbol:
         return x
     if isinstance(decimals, int) and decimals == 0:
         return t.unary("round", x)
-    power_of_ten = t.constant(float(10**decimals), x.kind)
+    power_of_ten = t.constant(float(10 ** fixed(decimals)), x.kind)
     return divide(t, t.unary("round", multiply(t, x, power_of_ten)), power_of_ten)
 
 

@@ -454,6 +454,11 @@ class PartialRead:
             "Give one index a dimension.",
         )
 
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":
+            raise AttributeError(name)
+        self.refuse_use()
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -463,6 +468,20 @@ class PartialRead:
             tracer = find_tracer(tuple((kwargs or {}).values()))
         assert tracer is not None
         return dispatch(tracer, func, args, kwargs or {})
+
+
+def _refuse_use(self: PartialRead, *operands: Any) -> NoReturn:
+    self.refuse_use()
+
+
+# Python's defaults would be silent: any two objects are unequal, any object is true, and a loop
+# over one with __getitem__ has no end.
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow and rand or "
+    "ror xor rxor lshift rlshift rshift rrshift matmul rmatmul divmod rdivmod lt le gt ge eq ne "
+    "neg pos abs invert bool int float index complex round len iter contains hash"
+).split():
+    setattr(PartialRead, f"__{_name}__", _refuse_use)
 
 
 def find_tracer(values: Any) -> Tracer | None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph import spellings
+from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
 from anyflex.mod_graph.symbol import (
@@ -124,7 +125,9 @@ def trace_mod(
         device if device is not None else torch.device("cpu"),
     )
     check_signature(function, kind)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        mend_comparisons()
+    else:
         tracer.name_of = lambda tensor: captured_name(function, tensor)
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from anyflex.failing import fail
+from anyflex.fixed import fixed
 
 __all__ = ["KernelOptions", "freeze_options"]
 
@@ -52,7 +53,9 @@ def _sorted_keys(options: dict[Any, object], where: str) -> list[str]:
 def _atom(value: object, where: str, key: str) -> object:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         fail("ArgumentError", f"{where}[{key!r}] must be finite, got {value}")
-    if isinstance(value, (bool, int, float, str)):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return fixed(value)
+    if isinstance(value, (bool, float, str)):
         return value
     fail(
         "ArgumentTypeError",

@@ -20,7 +20,7 @@ from anyflex.runtime.request import read_request
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
 
-__all__ = ["flex_attention_op"]
+__all__ = ["flex_attention_backward_op", "flex_attention_op"]
 
 # torch.library is not annotated.
 _library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
@@ -32,7 +32,8 @@ _library.define(
     f"{_TENSORS}, Tensor out, Tensor lse, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 # mask: offsets and runs of the block mask, or empty. captured, ints: the score mod's, then the
-# mask mod's. floats: 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
+# mask mod's, then with a mask its block size (not in the request: torch.compile may hand it over
+# as a symbol). floats: 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
 # then the score mod's, then the mask mod's. Outputs that nobody asked for have no elements.
 
 
@@ -169,11 +170,15 @@ def _inputs(
             {"reference": "no numbers on device meta"},
         )
     scale, *numbers = [number.item() for number in floats]
+    views = None
+    if mask:
+        *ints, q_block, kv_block = ints
+        views = _views(mask, query, key, (q_block, kv_block))
     call = Call(
         query,
         key,
         value,
-        _views(mask, query, key, request.block_size) if mask else None,
+        views,
         tuple(captured),
         tuple(ints),
         tuple(numbers),
@@ -204,6 +209,9 @@ def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int
     from anyflex.block_mask.views import MaskViews
 
     offsets, runs = mask
+    if offsets.is_inference() or runs.is_inference():  # their changes are not counted
+        made = MaskViews(offsets, runs, query.shape[2], key.shape[2], block_size)
+        return made.on(query.device)
     facts = (
         offsets.data_ptr(),
         runs.data_ptr(),
@@ -252,7 +260,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | N
             "with inputs that require grad"
         )
     captured = others[masks : masks + captureds]
-    dq, dk, dv, dcaptured = torch.ops.anyflex.flex_attention_backward.default(
+    dq, dk, dv, dcaptured = flex_attention_backward_op(
         torch.zeros_like(out) if dout is None else dout,
         dlse if request.lse else None,
         None,
@@ -299,3 +307,4 @@ torch.library.register_autograd(
 torch.library.register_autograd("anyflex::flex_attention_backward", _refuse_twice, lib=_library)
 
 flex_attention_op = torch.ops.anyflex.flex_attention.default
+flex_attention_backward_op = torch.ops.anyflex.flex_attention_backward.default

@@ -21,7 +21,6 @@ class Request:
         score, mask: graph texts, "" for none.
         score_slots: how many captured tensors, ints and floats are the score mod's: the mask
             mod's follow them.
-        block_size: of the block mask, (0, 0) without one.
         lse, max_scores: auxiliary outputs asked for.
         needs_lse: lse is computed, for the caller or for backward.
         gradients: a flag for query, key, value and then each captured tensor.
@@ -32,7 +31,6 @@ class Request:
     score: str
     mask: str
     score_slots: tuple[int, int, int]
-    block_size: tuple[int, int]
     lse: bool
     max_scores: bool
     needs_lse: bool
@@ -45,7 +43,6 @@ def write_request(
     score: str,
     mask: str,
     score_slots: tuple[int, int, int],
-    block_size: tuple[int, int],
     lse: bool,
     max_scores: bool,
     needs_lse: bool,
@@ -60,7 +57,6 @@ def write_request(
         score,
         mask,
         f"{score_slots[0]} {score_slots[1]} {score_slots[2]}",
-        f"{block_size[0]} {block_size[1]}",
         f"{int(lse)}{int(max_scores)}{int(needs_lse)}",
         flags,
         "" if backend is None else backend,
@@ -75,11 +71,10 @@ def read_request(text: str) -> Request:
     """Read a request. Raises ValueError if it is not one of this version."""
     import ast
 
-    version, score, mask, slots, blocks, aux, flags, backend, *options = text.split("\n")
+    version, score, mask, slots, aux, flags, backend, *options = text.split("\n")
     if version != VERSION:
         raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
     captured, ints, floats = map(int, slots.split())
-    q_block, kv_block = map(int, blocks.split())
     pairs = []
     for option in options:
         name, _, value = option.partition("=")
@@ -88,7 +83,6 @@ def read_request(text: str) -> Request:
         score,
         mask,
         (captured, ints, floats),
-        (q_block, kv_block),
         aux[0] == "1",
         aux[1] == "1",
         aux[2] == "1",
