@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import anyflex
@@ -217,6 +218,43 @@ def test_second_derivatives_are_refused(compiled: bool) -> None:
     (first,) = torch.autograd.grad(attend(query, key, value).sum(), query, create_graph=True)
     with pytest.raises(BackendRefused, match="not differentiable twice"):
         torch.autograd.grad(first.sum(), query)
+
+
+def part(dout: Tensor, *given: Tensor) -> list[Tensor]:
+    """Gradients of query, key, value and SLOPES, with lse from outside."""
+    found = anyflex.flex_attention_backward(dout, *given, alibi)
+    return [found.query, found.key, found.value, found.captured[0][1]]
+
+
+def given_from_outside() -> list[Tensor]:
+    query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
+    out, lse = anyflex.flex_attention(query, key, value, alibi, return_lse=True)
+    return [torch.ones_like(out), query, key, value, out.detach(), lse.detach()]
+
+
+def test_gradients_with_lse_from_outside_are_compiled_into_one_graph() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*given_from_outside()), part(*given_from_outside()))
+
+
+def test_gradients_with_lse_from_outside_of_tensors_without_numbers() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in given_from_outside()]
+        assert [found.shape for found in part(*fakes)] == [(1, 2, 6, 4)] * 3 + [(2,)]
+    metas = [tensor.to("meta") for tensor in given_from_outside()]
+    with pytest.raises(BackendRefused, match="meta"):
+        anyflex.flex_attention_backward(*metas)
+
+
+def test_batched_gradients_are_refused() -> None:
+    query, key, value = tensors(1, 2, 6, 4)
+    out = anyflex.flex_attention(query, key, value)
+    with pytest.raises(BackendRefused, match="batched.*one at a time"):
+        torch.autograd.grad(out, query, torch.ones(3, *out.shape).double(), is_grads_batched=True)
+    given = given_from_outside()
+    with pytest.raises(BackendRefused, match="vmap"):
+        torch.vmap(lambda dout: part(dout, *given[1:]))(given[0][None])
 
 
 def test_second_derivatives_by_a_captured_tensor_are_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
-from anyflex.errors import ArgumentError, BackendRefused
+from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 
@@ -83,13 +83,27 @@ class FlexAttention(torch.autograd.Function):
         dlse = aux[0] if with_lse else None
         if dout is None:
             dout = torch.zeros_like(out)
-        dq, dk, dv, dcaptured = launch_backward(
-            ctx.plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
-        )
+        try:
+            dq, dk, dv, dcaptured = launch_backward(
+                ctx.plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
+            )
+        except PluginError as error:
+            if not _is_batched(dout):
+                raise
+            raise BackendRefused(
+                "gradients of flex_attention can't be batched (is_grads_batched=True, "
+                "vectorize=True): ask for one at a time",
+                {"reference": "batched gradients are not implemented"},
+            ) from error
         gradients = [dq, dk, dv, *dcaptured]
         if torch.is_grad_enabled():
             gradients = not_twice(gradients, [query, key, value, dout, *captured])
         return (None, None, *gradients)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
