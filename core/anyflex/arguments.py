@@ -6,7 +6,7 @@ Part of the traced half: plain Python on shapes and types, inlined by Dynamo.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ __all__ = [
     "check_flags",
     "check_mask_fits",
     "check_scale",
-    "check_score_mod",
     "check_tensor_types",
     "check_tensors",
+    "refuse_score_mod",
 ]
 
 STRIDED = torch.strided
@@ -244,14 +244,13 @@ def check_aux(return_lse: bool, return_aux: Any) -> AuxRequest:
     )
 
 
-def check_score_mod(score_mod: Any) -> None:
-    """Check what can be told of a score mod without calling it."""
-    if not callable(score_mod):
-        fail(
-            "ArgumentTypeError",
-            "score_mod must be a function f(score, b, h, q_idx, kv_idx), got "
-            f"{type(score_mod).__name__}.",
-        )
+def refuse_score_mod(score_mod: Any) -> NoReturn:
+    """Refuse a score mod that can't be called."""
+    fail(
+        "ArgumentTypeError",
+        "score_mod must be a function f(score, b, h, q_idx, kv_idx), got "
+        f"{type(score_mod).__name__}.",
+    )
 
 
 def check_mask_fits(
