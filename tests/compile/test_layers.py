@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import anyflex
 from tests.compile.graphs import CountingBackend
@@ -143,3 +144,24 @@ def test_twelve_scales_take_two_graphs() -> None:
     for i in range(12):
         assert torch.equal(compiled(0.1 + 0.05 * i), attend(0.1 + 0.05 * i))
     assert backend.graphs <= 2
+
+
+def test_a_checkpointed_layer_is_compiled_and_gives_the_eager_gradients() -> None:
+    generator = torch.Generator().manual_seed(6)
+    tensors = [torch.randn((1, 2, 12, 4), generator=generator, dtype=torch.float64) for _ in "qkv"]
+    slopes = torch.randn(2, generator=generator, dtype=torch.float64)
+    given = [tensor.requires_grad_() for tensor in (*tensors, slopes)]
+
+    def layer(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return anyflex.flex_attention(
+            query, key, value, lambda s, b, h, q, k: s * 1.5 + slopes[h] * (k - q)
+        )
+
+    def twice(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Any:
+        out = checkpoint(layer, query, key, value, use_reentrant=False)
+        return checkpoint(layer, out, key, value, use_reentrant=False).square().sum()
+
+    wanted = torch.autograd.grad(twice(*given), given)
+    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        torch.testing.assert_close(torch.autograd.grad(compiled(*given), given), wanted)
