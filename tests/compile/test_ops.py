@@ -98,3 +98,13 @@ def _leaf(value: Any, *, learns: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad and learns)
+
+
+def test_a_mask_made_under_inference_mode_goes_through_the_operation() -> None:
+    query = torch.randn(1, 2, 16, 4)
+    with torch.inference_mode():
+        mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 16, 16, BLOCK_SIZE=16)
+    eager = anyflex.flex_attention(query, query, query, block_mask=mask)
+    with Recording():
+        recorded = anyflex.flex_attention(query, query, query, block_mask=mask)
+    torch.testing.assert_close(recorded, eager)
