@@ -37,8 +37,8 @@ def spellings() -> str:
     """What a mod may call, by the namespace that a user writes."""
     import torch
 
-    from anyflex.mod_graph.spellings import FACTORIES
-    from anyflex.mod_graph.symbol import SPELLINGS
+    from anyflex.mod_graph.conversions import FACTORIES
+    from anyflex.mod_graph.spellings import SPELLINGS
 
     known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
     rows = []

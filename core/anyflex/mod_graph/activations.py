@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from anyflex.mod_graph.refusal import refuse
-from anyflex.mod_graph.symbol import CATEGORY, FLOAT, Symbol, Tracer
+from anyflex.mod_graph.symbol import CATEGORY, FLOAT, Symbol
+from anyflex.mod_graph.tracer import Tracer
 
 __all__ = ["SPELLED"]
 

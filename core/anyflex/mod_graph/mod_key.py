@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.operations import DTYPE_NAMES
-from anyflex.mod_graph.spellings import FACTORIES
-from anyflex.mod_graph.symbol import SPELLINGS, Symbol
+from anyflex.mod_graph.spellings import SPELLINGS
+from anyflex.mod_graph.symbol import Symbol
 from anyflex.mod_graph.trace import TracedMod, captured_name, trace_mod
 
 __all__ = ["traced"]

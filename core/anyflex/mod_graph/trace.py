@@ -13,20 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
-from anyflex.mod_graph import spellings
+from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
+from anyflex.mod_graph.spellings import SPELLINGS
 from anyflex.mod_graph.symbol import (
-    SPELLINGS,
     PartialRead,
     Symbol,
-    Tracer,
     dispatch,
     find_tracer,
     refuse_out,
     spell,
 )
+from anyflex.mod_graph.tracer import Tracer
 
 __all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
 
@@ -86,7 +86,7 @@ def on_plain_tensors(
     tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A torch function inside a mod that no symbol takes part in."""
-    make = spellings.FACTORIES.get(func)
+    make = FACTORIES.get(func)
     if make is not None:
         made = make(tracer, *args, **kwargs)
         if made is not NotImplemented:
