@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
+from anyflex.runtime.request import write_request
 from tests.mods import MASK_MODS, SCORE_MODS, Sizes
 
 __all__: list[str] = []
@@ -108,3 +109,23 @@ def test_a_mask_made_under_inference_mode_goes_through_the_operation() -> None:
     with Recording():
         recorded = anyflex.flex_attention(query, query, query, block_mask=mask)
     torch.testing.assert_close(recorded, eager)
+
+
+def test_a_mask_whose_memory_is_written_again_is_another_mask() -> None:
+    masks = [
+        anyflex.create_block_mask(mod, None, None, 32, 32, BLOCK_SIZE=16)
+        for mod in (lambda b, h, q, k: k < 16, lambda b, h, q, k: k >= 16)
+    ]
+    query = torch.randn(1, 1, 32, 8)
+    wanted = [anyflex.flex_attention(query, query, query, block_mask=mask) for mask in masks]
+    offsets, runs = masks[0].offsets.clone(), masks[0].runs.clone()
+    request = write_request("", "", (0, 0, 0), False, False, False, [False] * 3, None, ())
+    scale = torch.tensor(8**-0.5, dtype=torch.float64)
+    for mask, out in zip([*masks, *masks], [*wanted, *wanted], strict=True):
+        # As Inductor does it: without a new object, and uncounted.
+        offsets.numpy()[...] = mask.offsets.numpy()
+        runs.numpy()[...] = mask.runs.numpy()
+        found, _, _ = torch.ops.anyflex.flex_attention(
+            query, query, query, [offsets, runs], [], [16, 16], [scale], request
+        )
+        assert torch.equal(found, out)

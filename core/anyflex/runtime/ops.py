@@ -6,8 +6,6 @@ another process), so a canonical request string carries what is not a tensor or 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.runtime.facts import empty_dense
+from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
 
 if TYPE_CHECKING:
@@ -198,46 +197,33 @@ def _inputs(
     )
 
 
-# Derived views of masks that arrive as bare tensors. The entries hold the tensors, so an address
-# can't be given to another one while it is a key here; masks are kilobytes.
+# Derived views of masks that arrive as bare tensors, found again by content. Identity would not
+# do: a compiled program hands over new objects, and writes its own buffers again without a trace.
 _VIEWS = 64
-_views_by_address: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-_lock = threading.Lock()
+_recent_views: Recent[object, tuple[Any, ...]] = Recent(_VIEWS)
 
 
 def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
     from anyflex.block_mask.views import MaskViews
 
     offsets, runs = mask
-    if offsets.is_inference() or runs.is_inference():  # their changes are not counted
-        made = MaskViews(offsets, runs, query.shape[2], key.shape[2], block_size)
-        return made.on(query.device)
-    facts = (
-        offsets.data_ptr(),
-        runs.data_ptr(),
-        offsets._version,
-        runs._version,
-        offsets.shape,
-        runs.shape,
-        query.shape[2],
-        key.shape[2],
-        block_size,
-        query.device,
-    )
-    with _lock:
-        views = _views_by_address.get(facts)
-        if views is None:
-            # A compiled program hands over tensors that it may write again: keep a copy.
-            made = MaskViews(
-                offsets.clone(), runs.clone(), query.shape[2], key.shape[2], block_size
-            )
-            views = (made.on(query.device), offsets, runs)
-            _views_by_address[facts] = views
-            if len(_views_by_address) > _VIEWS:
-                _views_by_address.popitem(last=False)
-        else:
-            _views_by_address.move_to_end(facts)
-    return views[0]
+    lengths = query.shape[2], key.shape[2]
+    if offsets.device.type != "cpu":  # comparing would synchronise
+        return MaskViews(offsets, runs, *lengths, block_size).on(query.device)
+    facts = (offsets.shape, runs.shape, lengths, block_size, query.device)
+    known = _recent_views.get(facts) or ()
+    for kept_offsets, kept_runs, views in known:
+        if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
+            return views
+    # Copies, since the tensors may be written again.
+    made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
+    views = made.on(query.device)
+    _recent_views.put(facts, ((made.offsets, made.runs, views), *known[:_ALTERNATIVES]))
+    return views
+
+
+_ALTERNATIVES = 7
+"""Masks of one shape beside the newest: layers that take turns."""
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
