@@ -278,3 +278,9 @@ def test_the_result_is_a_block_mask_whose_runs_say_causal() -> None:
     assert mask.runs.tolist() == [[0, 1, 2], [0, 1, 1], [1, 2, 2]]
     assert mask.offsets.tolist() == [[[0, 1, 3]]]
     assert mask.runs.dtype == mask.offsets.dtype == torch.int32
+
+
+def test_a_captured_tensor_without_values_is_refused() -> None:
+    table = torch.zeros(16, device="meta")
+    with pytest.raises(BlockMaskError, match="'table'.*meta"):
+        create_block_mask(lambda b, h, q, k: table[q] > 0, None, None, 16, 16)

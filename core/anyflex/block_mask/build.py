@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.elements import Elements, elements_of
-from anyflex.block_mask.mask_function import MaskMod, trace_mask_mod
+from anyflex.block_mask.mask_function import MaskMod, captured_name, trace_mask_mod
 from anyflex.block_mask.run_checks import checked_block_size, checked_device, checked_length
 from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, pack, runs_of_grid
 from anyflex.errors import BlockMaskError, ModTraceError
@@ -160,9 +160,15 @@ def _sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int, int, tuple[int
 
 
 def _captured_device(traced: TracedMod | None) -> torch.device:
-    for tensor in traced.captured if traced is not None else ():
-        if tensor.device.type != "cpu":
-            return tensor.device
+    if traced is not None:
+        for position, tensor in enumerate(traced.captured):
+            if tensor.device.type == "meta":
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
+                    "and has no values: a mask is built from values"
+                )
+            if tensor.device.type != "cpu":
+                return tensor.device
     return torch.device("cpu")
 
 
