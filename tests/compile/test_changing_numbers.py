@@ -24,6 +24,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -33,6 +34,8 @@ COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 def test_a_comparison_with_a_number_that_changes(
     name: str, number_first: bool, values: tuple[float, ...]
 ) -> None:
+    if number_first and name in ("lt", "le", "ge") and OLDER_TORCH:
+        pytest.skip("torch before 2.13 raises for a number compared with an object, number first")
     compare: Callable[[Any, Any], Any] = getattr(operator, name)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, number: float) -> Any:
