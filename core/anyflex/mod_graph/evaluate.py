@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anyflex.mod_graph.first_calls import make_first_calls
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import Lowering, Rule
 
@@ -236,6 +237,7 @@ class Evaluator:
     """
 
     def __init__(self, nodes: Sequence[Node], wanted: Sequence[int]) -> None:
+        make_first_calls()
         self.nodes = tuple(nodes)
         self.wanted = tuple(wanted)
         needed = set(self.wanted)

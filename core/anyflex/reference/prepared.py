@@ -7,6 +7,7 @@ import functools
 from anyflex.contract.spec import Spec
 from anyflex.mod_graph.differentiate import Derivative, differentiate
 from anyflex.mod_graph.evaluate import Evaluator
+from anyflex.mod_graph.first_calls import make_first_calls
 from anyflex.mod_graph.graph import ModGraph
 from anyflex.mod_graph.simplify import simplify
 
@@ -25,6 +26,7 @@ class Prepared:
     """
 
     def __init__(self, spec: Spec) -> None:
+        make_first_calls()  # of the softmax, where there is no graph
         self.score = _evaluator(spec.score_graph)
         self.mask = _evaluator(spec.mask_graph)
         self.derivative: Derivative | None = None
