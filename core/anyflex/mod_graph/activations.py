@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from anyflex.mod_graph.arithmetic import clamp
 from anyflex.mod_graph.refusal import refuse
 from anyflex.mod_graph.symbol import CATEGORY, FLOAT, Symbol
 from anyflex.mod_graph.tracer import Tracer
@@ -150,7 +151,8 @@ def hardsigmoid(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
 def hardswish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
     middle = x * (x + _const(t, x, 3.0)) / _const(t, x, 6.0)
-    return _below(t, x, -3.0, _const(t, x, 0.0), _above(t, x, 3.0, x, middle))
+    # Not a constant: torch multiplies, so that -inf gives NaN.
+    return _below(t, x, -3.0, x * _const(t, x, 0.0), _above(t, x, 3.0, x, middle))
 
 
 def softshrink(t: Tracer, x: Any, lambd: float = 0.5) -> Symbol:
@@ -174,21 +176,24 @@ def reciprocal(t: Tracer, x: Any) -> Symbol:
 
 
 def fmax(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _number_wins(t, x, y, "maximum", "or")
+    return _number_wins(t, x, y, "ge", "or")
 
 
 def fmin(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _number_wins(t, x, y, "minimum", "and")
+    return _number_wins(t, x, y, "le", "and")
 
 
-def _number_wins(t: Tracer, x: Any, y: Any, operation: str, on_bools: str) -> Symbol:
+def _number_wins(t: Tracer, x: Any, y: Any, comparison: str, on_bools: str) -> Symbol:
     x, y = t.symbol(x), t.symbol(y)
     kind = t.common_kind(x, y)
     x, y = t.as_kind(x, kind), t.as_kind(y, kind)
-    chosen = t.binary(on_bools if kind == "bool" else operation, x, y, kind)
-    if CATEGORY[kind] != FLOAT:
-        return chosen
-    return t.where(x != x, y, t.where(y != y, x, chosen))
+    if kind == "bool":
+        return t.binary(on_bools, x, y, kind)
+    chosen = t.binary(comparison, x, y, kind, "bool")
+    if CATEGORY[kind] == FLOAT:
+        chosen = t.binary("or", chosen, y != y, "bool")
+    # At a tie the whole gradient is the first's, as torch has it.
+    return t.where(chosen, x, y)
 
 
 def nan_to_num(
@@ -215,7 +220,7 @@ def lerp(t: Tracer, x: Any, y: Any, weight: Any) -> Symbol:
 def heaviside(t: Tracer, x: Any, values: Any) -> Symbol:
     x = t.symbol(x)
     zero, one = t.constant(0, x.kind), t.constant(1, x.kind)
-    inside = t.where(x > zero, one, t.where(x < zero, zero, x))
+    inside = t.where(x > zero, one, zero)
     return t.unary("detach", t.where(x == zero, t.as_kind(t.operand(values), x.kind), inside))
 
 
@@ -271,10 +276,13 @@ def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), _float(t, y)
     kind = t.common_kind(x, y)
     x, y = t.as_kind(x, kind), t.as_kind(y, kind)
-    zero = _const(t, x, 0.0)
+    zero, one = _const(t, x, 0.0), _const(t, x, 1.0)
     nothing = x == zero
-    product = x * t.floating("log", t.where(nothing, _const(t, x, 1.0), y))
-    return t.where(y != y, y, t.where(nothing, zero, product))
+    outside = t.binary("or", y <= zero, y == _const(t, x, math.inf), "bool")
+    product = x * t.floating("log", t.where(t.binary("and", nothing, outside, "bool"), one, y))
+    # At 0, 0 the value is 0 and the second operand's slope NaN: 0 times that of a root.
+    origin = t.binary("and", nothing, y == zero, "bool")
+    return t.where(origin, x * t.floating("sqrt", t.where(origin, y, one)), product)
 
 
 def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
@@ -285,7 +293,11 @@ def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
     low = t.where(x >= y, y, x)
     zero, one = _const(t, high, 0.0), _const(t, high, 1.0)
     ratio = low / t.where(high == zero, one, high)
-    return high * t.floating("sqrt", one + ratio * ratio)
+    length = high * t.floating("sqrt", one + ratio * ratio)
+    infinite = _const(t, high, math.inf)
+    # An infinite side wins over a NaN.
+    either = t.binary("or", x == infinite, y == infinite, "bool")
+    return t.where(either, infinite, length)
 
 
 def ldexp(t: Tracer, x: Any, y: Any) -> Symbol:
@@ -312,11 +324,11 @@ def radians_to_degrees(t: Tracer, x: Any) -> Symbol:
 
 def logit(t: Tracer, x: Any, eps: float | None = None) -> Symbol:
     x = _float(t, x)
-    one = _const(t, x, 1.0)
     if eps is not None:
         low = _as(t, x, eps)
-        x = hardtanh(t, x, low, one - low)
-    return t.floating("log", x / (one - x))
+        x = clamp(t, x, low, _const(t, x, 1.0) - low)
+    # Not the logarithm of a quotient: its slope at 0 would be NaN.
+    return t.floating("log", x) - t.floating("log1p", -x)
 
 
 def normal_distribution(t: Tracer, x: Any) -> Symbol:
@@ -326,11 +338,12 @@ def normal_distribution(t: Tracer, x: Any) -> Symbol:
 
 def entropy(t: Tracer, x: Any) -> Symbol:
     x = _float(t, x)
-    zero = _const(t, x, 0.0)
-    positive = x > zero
-    inside = t.where(positive, x, _const(t, x, 1.0))
-    value = t.where(positive, -x * t.floating("log", inside), _const(t, x, -math.inf))
-    return t.where(x != x, x, t.where(x == zero, zero, value))
+    zero, one = _const(t, x, 0.0), _const(t, x, 1.0)
+    at_zero = x == zero
+    product = -x * t.floating("log", t.where(at_zero, one, x))
+    value = t.where(x < zero, _const(t, x, -math.inf), product)
+    # At 0 the value is 0 and the slope infinite, as a root's.
+    return t.where(at_zero, t.floating("sqrt", t.where(at_zero, x, one)), value)
 
 
 SPELLED: dict[str, Callable[..., Any]] = {
