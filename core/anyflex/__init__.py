@@ -26,12 +26,14 @@ from anyflex.errors import (
 )
 
 if TYPE_CHECKING:
+    from anyflex import masks, mods
     from anyflex.block_mask.block_mask import BlockMask
     from anyflex.block_mask.build import create_block_mask, create_mask
     from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
     from anyflex.explanation import explain
     from anyflex.gradients import flex_attention_backward
     from anyflex.registry.selection import use_backend
+    from anyflex.sinks import with_sinks
 
 __version__ = "0.1.0"
 
@@ -56,9 +58,12 @@ __all__ = [
     "explain",
     "flex_attention",
     "flex_attention_backward",
+    "masks",
+    "mods",
     "noop_mask",
     "or_masks",
     "use_backend",
+    "with_sinks",
 ]
 
 _LATER = {
@@ -71,8 +76,12 @@ _LATER = {
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
     "use_backend": "anyflex.registry.selection",
+    "with_sinks": "anyflex.sinks",
 }
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""
+
+_MODULES_LATER = ("masks", "mods")
+"""Public modules, likewise."""
 
 
 def __getattr__(name: str) -> Any:
@@ -82,6 +91,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
         return value
+    if name in _MODULES_LATER:
+        import importlib
+
+        return importlib.import_module(f"anyflex.{name}")
     raise AttributeError(f"module 'anyflex' has no attribute {name!r}")
 
 

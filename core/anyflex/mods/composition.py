@@ -1,0 +1,34 @@
+"""Score mods one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from anyflex.factory_arguments import check_callable
+
+__all__ = ["ScoreMod", "compose"]
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
+"""``f(score, b, h, q_idx, kv_idx) -> score``."""
+
+
+def compose(*score_mods: ScoreMod) -> ScoreMod:
+    """Return the score mod that applies `score_mods` in order, each to what the one before gave.
+
+    Without any, scores stay as they are.
+
+    Raises:
+        ArgumentTypeError: an argument that is not callable; names its position.
+    """
+    for position, score_mod in enumerate(score_mods):
+        check_callable(f"compose: argument {position}", score_mod, "score mod")
+
+    def composed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        for score_mod in score_mods:
+            score = score_mod(score, b, h, q_idx, kv_idx)
+        return score
+
+    return composed
