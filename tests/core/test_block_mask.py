@@ -17,7 +17,7 @@ from torch import Tensor
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import and_masks, noop_mask
-from anyflex.block_mask.mask_function import RebuiltMaskMod
+from anyflex.block_mask.mask_function import RebuiltMaskMod, sliced_mask_mod
 from anyflex.block_mask.saved_form import FORMAT
 from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.errors import AnyflexError, BlockMaskError
@@ -30,6 +30,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def by_batch_and_head(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q + 20 * b >= k + 30 * h
+
+
+def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return by_batch_and_head(b, h, q, k) & (torch.special.bessel_j0((q - k).float()) < 2)
 
 
 def int32(values: Any) -> Tensor:
@@ -440,21 +444,74 @@ def test_a_slice_has_the_length_of_its_rows() -> None:
     assert mask[:, :, ::-1].shape == (2, 3, 80, 90)
 
 
-def test_a_slice_keeps_the_mask_mod_where_no_index_shifts() -> None:
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize(
+    "index",
+    [
+        1,
+        (slice(None), slice(1, None)),
+        (slice(None), slice(None), slice(1, 4)),
+        (-1, 2, slice(2, None)),
+        (1, [2, 0], slice(3, None)),
+        (slice(None, None, -1), slice(None, None, 2), slice(3, None)),
+        (1, slice(1, 3), torch.tensor([3, 0, 1])),
+    ],
+)
+def test_the_mask_mod_of_a_slice_sees_the_indices_of_the_whole_mask(
+    index: Any, traced: bool
+) -> None:
+    mod = by_batch_and_head
+    if not traced:
+        mod = untraceable
+    mask = create_block_mask(mod, 2, 3, 70, 90, BLOCK_SIZE=16)
+    assert (mask.opaque is None) == traced
+    live = dense_mask(mod, 2, 3, 80, 90).view(2, 3, 5, 16, 90)
+    for axis, chosen in enumerate(index if isinstance(index, tuple) else (index,)):
+        positions = torch.arange(live.shape[axis]).numpy()[
+            chosen.numpy() if isinstance(chosen, Tensor) else chosen
+        ]
+        live = live.index_select(axis, torch.as_tensor(positions.copy()).reshape(-1))
+    sliced = mask[index]
+    rows = sliced.seq_lengths[0]
+    live = live.flatten(2, 3)[:, :, :rows]
+    assert not sliced.needs_mask_mod and (sliced.opaque is None) == traced
+    assert torch.equal(dense_mask(sliced.mask_mod, *live.shape), live)
+    again = sliced[:, :, 1:]
+    assert torch.equal(dense_mask(again.mask_mod, *live.shape[:2], rows - 16, 90), live[:, :, 16:])
+    sliced.mask_mod = causal
+    assert sliced.mask_mod is causal
+
+
+def test_a_slice_keeps_the_function_itself_where_no_index_shifts() -> None:
     mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
     assert mask[0].mask_mod is by_batch_and_head
     assert mask[:, :2, :3].mask_mod is by_batch_and_head
-    for sliced in (mask[1], mask[:, 1:], mask[:, :, 1:]):
-        assert sliced.needs_mask_mod and sliced.traced is None and sliced.mask_mod is not None
-        with pytest.raises(BlockMaskError, match="assign `mask.mask_mod"):
-            sliced.mask_mod(*torch.zeros(4, 1, dtype=torch.int64))
-        assert pickle.loads(pickle.dumps(sliced)).needs_mask_mod
-        sliced.mask_mod = causal
-        assert not sliced.needs_mask_mod and sliced.traced is not None
-    per_head = create_block_mask(lambda b, h, q, k: q >= k + h, 1, 3, 70, 90, BLOCK_SIZE=16)
-    assert not per_head[:, :2].needs_mask_mod and per_head[:, 1:].needs_mask_mod
+    per_head = create_block_mask(lambda b, h, q, k: k <= 9 * h, 1, 3, 70, 90, BLOCK_SIZE=16)
+    assert per_head[:, :, 2:].mask_mod is per_head.mask_mod
     full = runs_mask([0, 1, 2], [(0, 1, 1), (0, 2, 1)], mask_mod=None)
-    assert not full[:, :, 1].needs_mask_mod
+    assert full[:, :, 1].mask_mod is None
+
+
+def test_slices_at_different_places_share_one_graph() -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    slices = [mask[1, 1, 1:], mask[1, 2, 3:], mask[1:, 1:, 1:][:, 1, 2:], mask[1, 2, 1:][0]]
+    assert len({sliced.traced.text for sliced in slices}) == 1
+    assert slices[0].traced.text != mask.traced.text
+
+
+def torch_slice() -> BlockMask:
+    """A mask whose mask mod is still to be assigned."""
+    return lists_mask([1, 2], [[0, 0], [0, 1]], mask_mod=sliced_mask_mod)
+
+
+def test_a_slice_of_torch_needs_a_mask_mod_and_stays_so() -> None:
+    for mask in (torch_slice(), torch_slice()[:, :, 1:], torch_slice().row_slice(16, 32)):
+        assert mask.needs_mask_mod and mask.traced is None and mask.mask_mod is not None
+        with pytest.raises(BlockMaskError, match="assign `mask.mask_mod"):
+            mask.mask_mod(*torch.zeros(4, 1, dtype=torch.int64))
+        assert pickle.loads(pickle.dumps(mask)).needs_mask_mod
+        mask.mask_mod = causal
+        assert not mask.needs_mask_mod and mask.traced is not None
 
 
 @pytest.mark.parametrize(

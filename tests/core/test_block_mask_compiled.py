@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask, create_mask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
-from anyflex.block_mask.mask_function import RebuiltMaskMod
+from anyflex.block_mask.mask_function import RebuiltMaskMod, sliced_mask_mod
 from anyflex.errors import ArgumentTypeError
 from anyflex.mod_graph.trace import trace_mod
 
@@ -72,7 +72,8 @@ def test_a_tree_map_reaches_the_captured_tensors() -> None:
 
 
 def test_a_slice_without_a_mask_mod_stays_one() -> None:
-    mask = documents_mask(70)[:, :, 1:]
+    counts, indices = torch.ones(1, 1, 2).int(), torch.zeros(1, 1, 2, 1).int()
+    mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, mask_mod=sliced_mask_mod)
     leaves, spec = torch_pytree.tree_flatten(mask)
     assert torch_pytree.tree_unflatten(leaves, spec).needs_mask_mod
 

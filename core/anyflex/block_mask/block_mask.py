@@ -2,54 +2,40 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import pytree, saved_form, slicing
+from anyflex.block_mask import pytree, row_slicing, slicing
 from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.content import MaskContent
 from anyflex.block_mask.index_lists import runs_of_lists
-from anyflex.block_mask.mask_function import (
-    MaskMod,
-    RebuiltMaskMod,
-    captured_name,
-    moved,
-    same_mod,
-    sliced_mask_mod,
-    trace_mask_mod,
-)
+from anyflex.block_mask.mask_function import MaskMod, sliced_mask_mod, trace_mask_mod
 from anyflex.block_mask.run_checks import (
     check_runs,
     checked_block_size,
-    checked_device,
     checked_lengths,
     row_name,
 )
 from anyflex.block_mask.runs import PARTIAL, block_count, pack, padded, unpack
-from anyflex.block_mask.structure import BlockStructure
+from anyflex.block_mask.shifted_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.block_mask.views import MaskViews
-from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
-from anyflex.mod_graph.trace import TracedMod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["BlockMask"]
 
-# One lock for all masks: it is held only while a mask is looked at for the first time, and an
-# object with a lock of its own could not be made under torch.compile.
-_LOCK = threading.RLock()
 
-
-class BlockMask(BlockStructure):
+class BlockMask(MaskContent):
     """For each row of blocks a short list of runs of kv blocks, FULL or PARTIAL.
 
     Structure wins: in FULL blocks the mask mod is not applied, blocks that no run covers are not
     visited, whatever the mask mod says. FULL means that every element inside the lengths is live.
-    Made by `create_block_mask`, `from_runs`, `from_kv_blocks` or `from_torch`.
+    Made by `create_block_mask`, `from_runs`, `from_kv_blocks` or `from_torch`. Masks of equal
+    content are equal and hash alike, wherever they are.
 
     Attributes:
         offsets: int32 [B', H', Qb + 1]; the runs of row r are ``runs[offsets[r]:offsets[r + 1]]``.
@@ -59,14 +45,9 @@ class BlockMask(BlockStructure):
         BLOCK_SIZE: (q, kv) in elements.
         traced: the mask mod as plain data, or None.
         opaque: a mask mod that could not be traced but is pure, or None.
-        needs_mask_mod: there are PARTIAL runs and no mask mod: a slice, to which `mask_mod` must
-            be assigned before it is used.
+        needs_mask_mod: there are PARTIAL runs and no mask mod: a slice of torch's, to which
+            `mask_mod` must be assigned before it is used.
     """
-
-    # Plain attributes, as the structure has: a call reads them under torch.compile.
-    traced: TracedMod | None
-    opaque: MaskMod | None
-    needs_mask_mod: bool
 
     def __init__(
         self,
@@ -102,40 +83,6 @@ class BlockMask(BlockStructure):
         traced, opaque = (None, None) if mask_mod is None else trace_mask_mod(mask_mod)
         self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
         self.views()
-
-    def _fill(
-        self,
-        offsets: Tensor,
-        runs: Tensor,
-        seq_lengths: tuple[int, int],
-        block_size: tuple[int, int],
-        traced: TracedMod | None,
-        opaque: MaskMod | None,
-        mask_mod: MaskMod | None,
-        *,
-        needs_mask_mod: bool = False,
-        from_captured: bool = False,
-    ) -> None:
-        self.offsets = offsets
-        self.runs = runs
-        self.seq_lengths = seq_lengths
-        self.BLOCK_SIZE = block_size
-        self.traced = traced
-        self.opaque = opaque
-        self.needs_mask_mod = needs_mask_mod
-        self._mask_mod = mask_mod
-        # Whether the structure was computed from the captured tensors' values.
-        self._from_captured = from_captured
-        self._structure: MaskViews | None = None
-        self._watch: Watch | None = None
-        self._moved: dict[torch.device, BlockMask] = {}
-
-    @classmethod
-    def _assembled(cls, *parts: Any, **flags: Any) -> Self:
-        """Make a mask of parts that need no check; arguments of `_fill`."""
-        mask = cls.__new__(cls)
-        mask._fill(*parts, **flags)
-        return mask
 
     @classmethod
     def from_runs(
@@ -240,142 +187,93 @@ class BlockMask(BlockStructure):
 
         return torch_mask(self)
 
-    @property
-    def mask_mod(self) -> MaskMod | None:
-        """The mask mod of the PARTIAL blocks; assigning traces it. Structure stays as it is."""
-        if self._mask_mod is None and self.traced is not None:
-            return RebuiltMaskMod(self.traced)
-        return self._mask_mod
-
-    @mask_mod.setter
-    def mask_mod(self, function: MaskMod | None) -> None:
-        if function is None:
-            if self.has_partial():
-                raise BlockMaskError(
-                    "mask_mod can't be None: there are PARTIAL runs; assign noop_mask if every "
-                    "element of them is live"
-                )
-            traced, opaque = None, None
-        else:
-            traced, opaque = trace_mask_mod(function)
-        with _LOCK:
-            self._mask_mod, self.traced, self.opaque = function, traced, opaque
-            self.needs_mask_mod = False
-            self._from_captured = False
-            self._watch = None
-            self._moved.clear()
-
-    def views(self, device: torch.device | None = None) -> MaskViews:
-        """Return the structure for kernels on `device` (default: the mask's), copied once.
-
-        Raises BlockMaskError if a tensor of the mask was changed in place or resized since.
-        """
-        structure = self._structure
-        if structure is None or self._watch is None:
-            structure = self._start_watching()
-        else:
-            self._watch.check()
-        if structure.offsets is not self.offsets or structure.runs is not self.runs:
-            raise BlockMaskError(
-                "offsets or runs of this block mask were assigned; build a new one with from_runs"
-            )
-        return structure if device is None else structure.on(device)
-
-    def _start_watching(self) -> MaskViews:
-        with _LOCK:
-            if self._structure is None:
-                self._structure = MaskViews(
-                    self.offsets, self.runs, *self.seq_lengths, self.BLOCK_SIZE
-                )
-            if self._watch is None:
-                watch = Watch()
-                watch.add("offsets", self.offsets)
-                watch.add("runs", self.runs)
-                if self.traced is not None:
-                    for position, tensor in enumerate(self.traced.captured):
-                        # Values matter only to a structure that was computed from them.
-                        name = captured_name(self.traced, position)
-                        watch.add(name, tensor, values=self._from_captured)
-                self._watch = watch
-            return self._structure
-
-    def on(self, device: torch.device) -> BlockMask:
-        """Return this mask on `device`, its captured tensors included, moved once and kept."""
-        if self.offsets.device == device and (
-            self.traced is None or not self.traced.captured or self._is_on(device)
-        ):
-            return self
-        self.views()  # a copy is stale if this mask was changed
-        found = self._moved.get(device)
-        if found is None:
-            with _LOCK:
-                found = self._moved.get(device)
-                if found is None:
-                    found = self._moved[device] = self.to(device)
-        return found
-
-    def _is_on(self, device: torch.device) -> bool:
-        if self.offsets.device != device:
-            return False
-        if self.traced is not None:
-            for tensor in self.traced.captured:  # on the hot path: no generator
-                if tensor.device != device:
-                    return False
-        return True
-
-    def to(self, device: torch.device | str | int) -> BlockMask:
-        """Return the mask, its captured tensors included, on `device`; itself if it is there."""
-        target = checked_device(device)
-        if self._is_on(target):
-            return self
-        if self.device.type == "meta":
-            raise BlockMaskError(
-                f"this block mask is on meta, where it has no values, and can't move to {target}"
-            )
-        structure = self.views().on(target)
-        traced = self.traced
-        copy = self._assembled(
-            structure.offsets,
-            structure.runs,
-            self.seq_lengths,
-            self.BLOCK_SIZE,
-            moved(traced, target) if traced is not None else None,
-            self.opaque,
-            self._mask_mod if traced is None or not traced.captured else None,
-            needs_mask_mod=self.needs_mask_mod,
-            from_captured=self._from_captured,
-        )
-        copy._structure = structure
-        return copy
-
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of chosen batch entries, heads and rows of q blocks.
 
         Up to three indices: ints (the dimension stays, with length 1), slices, or one vector of
         positions. Chosen rows are packed: they become rows 0, 1, ... and Q_LEN is theirs. kv is
-        never sliced. The mask mod is kept where it would see the same indices; else `mask_mod`
-        must be assigned before the slice is used. Raises BlockMaskError for an index out of range.
+        never sliced. The mask mod goes along: it sees the indices that it saw in the whole mask.
+        (torch's slices need another one assigned; that works here too.) Raises BlockMaskError for
+        an index out of range.
         """
-        offsets, runs, q_length, shifted = slicing.select(self, index)
+        offsets, runs, q_length, shifts = slicing.select(self, index)
+        return self._derived(offsets, runs, (q_length, self.seq_lengths[1]), shifts)
+
+    def row_slice(self, start: int, stop: int, *, kv_len: int | None = None) -> Self:
+        """Return the mask of the query rows start..stop, counted in elements: one step of decoding
+        or one chunk of a prefill.
+
+        The mask mod sees the rows' own numbers. Slices that differ in `start` share one kernel.
+        Rows that begin where a block does, and rows of one block, are copied where they are, with
+        no synchronisation; others are combined on the host: a block is FULL or left out if all
+        that it is made of is, else PARTIAL.
+
+        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+        >>> mask.row_slice(255, 256).shape
+        (1, 1, 1, 256)
+
+        Args:
+            start, stop: 0 <= start <= stop <= Q_LEN.
+            kv_len: keep the first `kv_len` keys only, at most KV_LEN; None keeps all.
+
+        Raises:
+            BlockMaskError: out of range; or a block would mix kinds, and the structure was not
+                built from the mask mod, which therefore can't tell its elements.
+        """
+        views, shifts = row_slicing.sliced_rows(self, start, stop, kv_len)
+        lengths = (views.q_length, views.kv_length)
+        return self._derived(views.offsets, views.runs, lengths, shifts, views)
+
+    def extend(
+        self, kv_len: int, q_len: int | None = None, *, mask_mod: MaskMod | None = None
+    ) -> Self:
+        """Return the mask for longer keys (and queries): only what is new is built.
+
+        For a mask of `create_block_mask` the result is what that would make for the new lengths.
+
+        Args:
+            kv_len: at least KV_LEN.
+            q_len: at least Q_LEN; None keeps it.
+            mask_mod: the mask mod from now on, where the old one's captured tensors have grown or
+                were filled in place. The caller promises that it says the same of the old part.
+
+        Raises:
+            BlockMaskError: a length shrinks; there is no mask mod; or the last block is ragged
+                and the structure was not built from the mask mod, which would have to decide it.
+            ModTraceError, ModIndexError: as `create_block_mask` raises them.
+        """
+        from anyflex.block_mask.extend import extended
+
+        return extended(self, kv_len, q_len, mask_mod)
+
+    def _derived(
+        self,
+        offsets: Tensor,
+        runs: Tensor,
+        lengths: tuple[int, int],
+        shifts: Shifts,
+        views: MaskViews | None = None,
+    ) -> Self:
+        """Return a mask of other rows with this one's mask mod."""
         traced, opaque, mask_mod = self.traced, self.opaque, self._mask_mod
-        needs = self.needs_mask_mod
-        if shifted and not needs:
-            partial = unpack(offsets.cpu(), runs.cpu()).kind == PARTIAL
-            traced, opaque, mask_mod = None, None, sliced_mask_mod
-            needs = bool(partial.any())
-        sliced = self._assembled(
+        if shifts and traced is not None:
+            traced, mask_mod = shifted_mod(traced, shifts), None
+        elif shifts and opaque is not None:
+            opaque = mask_mod = shifted_opaque(opaque, shifts)
+        made = self._assembled(
             offsets,
             runs,
-            (q_length, self.seq_lengths[1]),
+            lengths,
             self.BLOCK_SIZE,
             traced,
             opaque,
             mask_mod,
-            needs_mask_mod=needs,
+            needs_mask_mod=self.needs_mask_mod,
             from_captured=self._from_captured,
         )
-        sliced.views()
-        return sliced
+        made._structure = views
+        made.views()
+        return made
 
     def __repr__(self) -> str:
         return (
@@ -383,37 +281,6 @@ class BlockMask(BlockStructure):
             f"runs={int(self.runs.shape[0])}, device={str(self.offsets.device)!r}, "
             f"mask_mod={getattr(self._mask_mod, '__name__', self.mask_mod)})"
         )
-
-    def __eq__(self, other: object) -> bool:
-        """Same device, lengths, block size, blocks, and mask mod, captured values included."""
-        if not isinstance(other, BlockMask):
-            return NotImplemented
-        return (
-            self.seq_lengths == other.seq_lengths
-            and self.BLOCK_SIZE == other.BLOCK_SIZE
-            and self.device == other.device
-            and self.needs_mask_mod == other.needs_mask_mod
-            and self.opaque is other.opaque
-            and torch.equal(self.offsets, other.offsets)
-            and all(
-                torch.equal(a, b)
-                for a, b in zip(
-                    unpack(self.offsets.cpu(), self.runs.cpu()),
-                    unpack(other.offsets.cpu(), other.runs.cpu()),
-                    strict=True,
-                )
-            )
-            and same_mod(self.traced, other.traced)
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.seq_lengths, self.BLOCK_SIZE, tuple(self.offsets.shape)))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return saved_form.state_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        saved_form.restore(self, state)
 
 
 pytree.register(BlockMask)

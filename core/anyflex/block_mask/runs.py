@@ -17,12 +17,15 @@ __all__ = [
     "PARTIAL",
     "RunList",
     "block_count",
+    "cut",
     "expand_rows",
+    "gathered",
     "pack",
     "padded",
     "runs_of_grid",
     "transpose",
     "unpack",
+    "unpack_rows",
 ]
 
 FULL = 1
@@ -88,6 +91,28 @@ def unpack(offsets: Tensor, runs: Tensor) -> RunList:
     row = torch.arange(counts.numel()).repeat_interleave(counts)
     used = runs[: row.numel()].to(torch.int64)
     return RunList(row, used[:, 0], used[:, 1], used[:, 2])
+
+
+def unpack_rows(offsets: Tensor, runs: Tensor) -> RunList:
+    """The same for offsets of some of the rows, which need not follow each other: int [B', H',
+    rows + 1], where each grid's rows do. They may be expanded."""
+    flat = offsets.to(torch.int64)
+    return gathered(flat[..., :-1].reshape(-1), flat[..., 1:].reshape(-1), runs)
+
+
+def gathered(begins: Tensor, ends: Tensor, runs: Tensor) -> RunList:
+    """Return, as runs of row i, ``runs[begins[i]:ends[i]]``; int64 [rows] each."""
+    counts = ends - begins
+    row = torch.arange(counts.numel()).repeat_interleave(counts)
+    inside = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
+    return RunList(row, *runs[begins[row] + inside].to(torch.int64).unbind(1))
+
+
+def cut(runs: RunList, columns: int) -> RunList:
+    """Return what the runs have of the first `columns` columns."""
+    chosen = (runs.first < columns).nonzero().squeeze(1)
+    row, first, end, kind = (field[chosen] for field in runs)
+    return RunList(row, first, end.clamp(max=columns), kind)
 
 
 def runs_of_grid(grid: Tensor, first_row: int) -> RunList:

@@ -9,14 +9,14 @@ from anyflex.errors import BlockMaskError
 from anyflex.mod_graph.trace import TracedMod
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.block_mask import BlockMask
+    from anyflex.block_mask.content import MaskContent
 
 __all__ = ["FORMAT", "restore", "state_of"]
 
 FORMAT = 1
 
 
-def state_of(mask: BlockMask) -> dict[str, Any]:
+def state_of(mask: MaskContent) -> dict[str, Any]:
     """Return what `restore` reads."""
     # A traced mask mod is plain data and says all; the function itself may not be picklable.
     traced = mask.traced
@@ -35,7 +35,7 @@ def state_of(mask: BlockMask) -> dict[str, Any]:
     }
 
 
-def restore(mask: BlockMask, state: dict[str, Any]) -> None:
+def restore(mask: MaskContent, state: dict[str, Any]) -> None:
     """Fill an empty mask. Raises BlockMaskError for a state of another format."""
     found = state.get("format")
     if found != FORMAT:

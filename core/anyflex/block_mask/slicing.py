@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.runs import RunList, pack
+from anyflex.block_mask.runs import gathered, pack
+from anyflex.block_mask.shifted_mod import indices_read
 from anyflex.errors import BlockMaskError
-from anyflex.mod_graph.graph import parse_graph
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.block_mask import BlockMask
+    from anyflex.block_mask.content import MaskContent
 
 __all__ = ["select"]
 
 _AXES = ("batch", "head", "q block")
-_INPUTS = ("b", "h", "q_idx")
 
 
-def select(mask: BlockMask, index: Any) -> tuple[Tensor, Tensor, int, bool]:
-    """Return (offsets, runs, q length, shifted) of a slice.
+def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str, int | Tensor]]:
+    """Return (offsets, runs, q length, shifts) of a slice.
 
-    `shifted`: an index that the mask mod reads changes its meaning.
+    `shifts`: what the mask mod's indices b, h and q_idx mean in the whole mask, where it reads
+    them and they changed; see `anyflex.block_mask.shifted_mod`.
     """
     indices = index if isinstance(index, tuple) else (index,)
     if len(indices) > 3:
@@ -37,29 +37,45 @@ def select(mask: BlockMask, index: Any) -> tuple[Tensor, Tensor, int, bool]:
     host = views.on(torch.device("cpu"))
     sizes = (host.offsets.shape[0], host.offsets.shape[1], host.q_blocks)
     padded = (*indices, slice(None), slice(None), slice(None))[:3]
-    chosen = [
+    b, h, r = (
         _positions(i, size, axis) for i, size, axis in zip(padded, sizes, _AXES, strict=True)
-    ]
-    reads = (
-        parse_graph(mask.traced.text).inputs() if mask.traced is not None else frozenset(_INPUTS)
-    )
-    shifted = any(
-        name in reads and not torch.equal(positions, torch.arange(positions.numel()))
-        for positions, name in zip(chosen, _INPUTS, strict=True)
-    )
-    counts = (host.offsets[..., 1:] - host.offsets[..., :-1]).to(torch.int64)
-    begins = host.offsets[..., :-1].to(torch.int64)
-    b, h, r = chosen
-    place = (b[:, None, None], h[:, None], r)
-    counts, begins = counts[place].reshape(-1), begins[place].reshape(-1)
-    row = torch.arange(counts.numel()).repeat_interleave(counts)
-    inside = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
-    runs = host.runs[begins[row] + inside].to(torch.int64)
-    offsets, packed = pack(
-        RunList(row, *runs.unbind(1)), b.numel(), h.numel(), r.numel(), host.kv_blocks
     )
     length = _packed_length(padded[2], r, mask.seq_lengths[0], mask.BLOCK_SIZE[0])
-    return offsets.to(views.device), packed.to(views.device), length, shifted
+    place = (b[:, None, None], h[:, None], r)
+    edges = host.offsets.to(torch.int64)
+    runs = gathered(
+        edges[..., :-1][place].reshape(-1), edges[..., 1:][place].reshape(-1), host.runs
+    )
+    offsets, packed = pack(runs, b.numel(), h.numel(), r.numel(), host.kv_blocks)
+    reads = indices_read(mask.traced, mask.opaque)
+    rows = _row_shift(r, length, mask.seq_lengths[0], mask.BLOCK_SIZE[0])
+    found = {"b": _shift(b), "h": _shift(h), "q_idx": rows}
+    shifts = {
+        name: shift.to(views.device) if isinstance(shift, Tensor) else shift
+        for name, shift in found.items()
+        if name in reads and (isinstance(shift, Tensor) or shift)
+    }
+    return offsets.to(views.device), packed.to(views.device), length, shifts
+
+
+def _shift(positions: Tensor) -> int | Tensor:
+    """What is added to 0, 1, ... to get these positions, or they themselves."""
+    if not positions.numel():
+        return 0
+    first = int(positions[0])
+    consecutive = torch.equal(positions, torch.arange(first, first + positions.numel()))
+    return first if consecutive else positions
+
+
+def _row_shift(rows: Tensor, length: int, q_length: int, block: int) -> int | Tensor:
+    """The same for rows of elements, given the rows of blocks and the length of the slice."""
+    shift = _shift(rows)
+    if isinstance(shift, int) and shift * block + length <= q_length:
+        return shift * block
+    # A ragged row that is taken for a whole one: its last row of elements stands for those
+    # beyond it, which are nobody's.
+    elements = rows[:, None] * block + torch.arange(block)
+    return elements.reshape(-1)[:length].clamp(max=max(q_length - 1, 0))
 
 
 def _packed_length(index: Any, rows: Tensor, q_length: int, block: int) -> int:
@@ -113,5 +129,7 @@ def _tensor_positions(index: Tensor, size: int, axis: str) -> Tensor:
 
 
 def _raise_out_of_range(axis: str, index: int, size: int) -> None:
-    same = f"; the mask is the same for every {axis}: don't index it" if size == 1 else ""
+    same = ""
+    if size == 1 and axis != _AXES[2]:
+        same = f"; the mask is the same for every {axis}: don't index it"
     raise BlockMaskError(f"{axis} index {index} is out of range for size {size}{same}")

@@ -55,8 +55,7 @@ class BlockStructure:
 
     def to_dense(self) -> Tensor:
         """Return int32 [B', H', Qb, Kb]: 1 for a block that is visited."""
-        structure = self.views()
-        return (structure.kind_rows(0, structure.q_blocks) != 0).to(torch.int32)
+        return (self.views().dense() != 0).to(torch.int32)
 
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """Draw the blocks, as torch does: █ all visited, ░ some, a space none.

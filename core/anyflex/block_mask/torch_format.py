@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.index_lists import runs_while_compiling
+from anyflex.block_mask.listing import list_blocks
 from anyflex.block_mask.mask_function import sliced_mask_mod
-from anyflex.block_mask.runs import FULL, PARTIAL, block_count
-from anyflex.block_mask.views import IndexLists, MaskViews, listed
+from anyflex.block_mask.runs import block_count
 from anyflex.errors import ArgumentTypeError, BlockMaskError
 from anyflex.mod_graph.trace import trace_mod
 
@@ -136,7 +136,10 @@ def torch_mask(mask: BlockMask) -> Any:
     """Return torch's BlockMask of `mask`, see `BlockMask.to_torch`."""
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
-    lists = _torch_lists(mask.views())
+    views = mask.views()
+    ragged = views.q_length % views.block_size[0] or views.kv_length % views.block_size[1]
+    # Where no block is ragged the lists are those of the mask itself, which keeps them.
+    lists = list_blocks(views, ragged_is_partial=True) if ragged else views.index_lists()
     return TorchBlockMask.from_kv_blocks(
         lists.kv_num_blocks,
         lists.kv_indices,
@@ -146,14 +149,3 @@ def torch_mask(mask: BlockMask) -> Any:
         mask_mod=mask.mask_mod,
         seq_lengths=mask.seq_lengths,
     )
-
-
-def _torch_lists(views: MaskViews) -> IndexLists:
-    if not views.q_length % views.block_size[0] and not views.kv_length % views.block_size[1]:
-        return views.index_lists()
-    grid: Tensor = views.kind_rows(0, views.q_blocks)
-    if views.q_length % views.block_size[0]:
-        grid[:, :, -1:].masked_fill_(grid[:, :, -1:] == FULL, PARTIAL)
-    if views.kv_length % views.block_size[1]:
-        grid[..., -1:].masked_fill_(grid[..., -1:] == FULL, PARTIAL)
-    return IndexLists(*listed(grid == PARTIAL), *listed(grid == FULL))

@@ -10,34 +10,21 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from anyflex.block_mask.listing import IndexLists, list_blocks
 from anyflex.block_mask.runs import (
     FULL,
     PARTIAL,
-    RunList,
     block_count,
     expand_rows,
     pack,
     transpose,
     unpack,
+    unpack_rows,
 )
 
-__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "listed"]
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
 
 Form = TypeVar("Form")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IndexLists:
-    """torch's layout: counts int32 [B', H', Qb] and block indices int32 [B', H', Qb, Kb].
-
-    The first ``num_blocks`` indices of a row are its blocks, ascending; the others are the row's
-    remaining columns, ascending, and mean nothing.
-    """
-
-    kv_num_blocks: Tensor
-    kv_indices: Tensor
-    full_kv_num_blocks: Tensor
-    full_kv_indices: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +79,18 @@ class MaskViews:
 
     def index_lists(self) -> IndexLists:
         """Return the structure in torch's layout; memory is O(Qb * Kb)."""
-        return self._once("index_lists", IndexLists, self._index_lists)
+        return self._once("index_lists", IndexLists, lambda: list_blocks(self))
+
+    def dense(self) -> Tensor:
+        """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
+        return self._once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
+
+    def with_copy(self, copy: MaskViews) -> MaskViews:
+        """Return these views; from now on `copy` is what `on` gives for its device."""
+        with self._lock:
+            self._derived[copy.device] = copy
+            copy._derived[self.device] = self
+        return self
 
     def kind_rows(self, q_block_begin: int, q_block_end: int) -> Tensor:
         """Return int8 [B', H', rows, Kb]: 0 not visited, 1 FULL, 2 PARTIAL.
@@ -106,12 +104,7 @@ class MaskViews:
             raise IndexError(
                 f"rows {q_block_begin}:{q_block_end} of {self.q_blocks} rows of blocks"
             )
-        window = host.offsets[:, :, q_block_begin : q_block_end + 1].to(torch.int64)
-        counts = (window[..., 1:] - window[..., :-1]).reshape(-1)
-        row = torch.arange(counts.numel()).repeat_interleave(counts)
-        inside = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
-        used = host.runs[window[..., :-1].reshape(-1)[row] + inside].to(torch.int64)
-        runs = RunList(row, *used.unbind(1))
+        runs = unpack_rows(host.offsets[:, :, q_block_begin : q_block_end + 1], host.runs)
         grid = expand_rows(runs, 0, batch * heads * rows, self.kv_blocks)
         return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
 
@@ -134,8 +127,7 @@ class MaskViews:
             self.block_size,
         )
         # The copy derives its forms from this object where this one is on the host already.
-        copy._derived[self.device] = self
-        return copy
+        return copy.with_copy(self)
 
     def _transpose(self) -> MaskViews:
         host = self.on(torch.device("cpu"))
@@ -148,14 +140,3 @@ class MaskViews:
         offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
         sizes = (self.block_size[1], self.block_size[0])
         return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)
-
-    def _index_lists(self) -> IndexLists:
-        grid = self.kind_rows(0, self.q_blocks)
-        return IndexLists(*listed(grid == PARTIAL), *listed(grid == FULL))
-
-
-def listed(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (counts, indices) in torch's layout of a bool grid [..., columns]."""
-    counts = grid.sum(-1, dtype=torch.int32)
-    order = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
-    return counts, order.to(torch.int32)

@@ -22,9 +22,15 @@ class Watch:
         version = tensor._version if values and not tensor.is_inference() else None
         self._entries.append((name, tensor, tensor.shape, version))
 
-    def check(self) -> None:
-        """Raise BlockMaskError, naming the tensor, if one was resized or changed in place."""
+    def check(self, names: tuple[str, ...] | None = None) -> None:
+        """Raise BlockMaskError, naming the tensor, if one was resized or changed in place.
+
+        Args:
+            names: those that are looked at; None means all.
+        """
         for name, tensor, shape, version in self._entries:
+            if names is not None and name not in names:
+                continue
             if tensor.shape != shape:
                 raise BlockMaskError(
                     f"{name} of this block mask had shape {list(shape)} and has "

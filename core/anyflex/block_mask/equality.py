@@ -1,0 +1,81 @@
+"""When two block masks are equal: by content, wherever it is."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.views import MaskViews
+    from anyflex.mod_graph.trace import TracedMod
+
+__all__ = ["same_mod", "same_structure", "structure_hash"]
+
+_CPU = torch.device("cpu")
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def structure_hash(views: MaskViews) -> int:
+    """Return a hash of lengths, block size and runs. Reads a device's runs once, on the host."""
+    host = views.on(_CPU)
+    used = host.runs[: _count(host.offsets)]
+    return hash(
+        (
+            host.q_length,
+            host.kv_length,
+            host.block_size,
+            host.offsets.shape,
+            _content(host.offsets),
+            _content(used),
+        )
+    )
+
+
+def _content(tensor: Tensor) -> bytes:
+    # Not numpy: torch works without it.
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+
+
+def _count(offsets: Tensor) -> int:
+    return int(offsets[-1, -1, -1]) if offsets.numel() else 0
+
+
+def same_structure(a: MaskViews, b: MaskViews) -> bool:
+    """Tell whether two masks visit the same blocks in the same way."""
+    if (a.q_length, a.kv_length, a.block_size) != (b.q_length, b.kv_length, b.block_size):
+        return False
+    a, b = a.on(_CPU), b.on(_CPU)
+    if not torch.equal(a.offsets, b.offsets):
+        return False
+    count = _count(a.offsets)
+    return torch.equal(a.runs[:count], b.runs[:count])
+
+
+def same_mod(a: TracedMod | None, b: TracedMod | None) -> bool:
+    """Tell whether two traced mods compute the same: graph, numbers, captured values.
+
+    Numbers and values are compared by their bits: NaN equals itself, and 0.0 is not -0.0.
+    """
+    if a is None or b is None:
+        return a is b
+    if a.text != b.text or a.ints != b.ints or len(a.captured) != len(b.captured):
+        return False
+    if [float(x).hex() for x in a.floats] != [float(x).hex() for x in b.floats]:
+        return False
+    return all(_same_values(x, y) for x, y in zip(a.captured, b.captured, strict=True))
+
+
+def _same_values(x: Tensor, y: Tensor) -> bool:
+    if x is y:
+        return True
+    if x.dtype != y.dtype or x.shape != y.shape or "meta" in (x.device.type, y.device.type):
+        return False
+    x, y = x.detach(), y.detach().to(x.device)
+    if x.dtype.is_floating_point:
+        bits = _BITS.get(x.dtype.itemsize, torch.uint8)
+        x, y = x.contiguous().view(bits), y.contiguous().view(bits)
+    return torch.equal(x, y)

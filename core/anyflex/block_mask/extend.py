@@ -1,0 +1,164 @@
+"""Growing a block mask: the blocks that are new, or were ragged, are built and spliced in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from anyflex.block_mask.mask_function import (
+    MaskMod,
+    RebuiltMaskMod,
+    moved,
+    trace_mask_mod,
+)
+from anyflex.block_mask.run_checks import checked_length
+from anyflex.block_mask.runs import RunList, block_count, cut, pack, unpack_rows
+from anyflex.block_mask.shifted_mod import indices_read, shifted_mod, shifted_opaque
+from anyflex.errors import BlockMaskError
+from anyflex.mod_graph.trace import TracedMod
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.block_mask import BlockMask
+
+__all__ = ["build_region", "extended"]
+
+_CPU = torch.device("cpu")
+
+Mask = TypeVar("Mask", bound="BlockMask")
+
+
+def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None) -> Mask:
+    """See `BlockMask.extend`."""
+    q_old, kv_old = mask.seq_lengths
+    q_new = q_old if q_len is None else _grown("q_len", "Q_LEN", q_len, q_old)
+    kv_new = _grown("kv_len", "KV_LEN", kv_len, kv_old)
+    traced, opaque = _mod(mask, mask_mod)
+    q_block, kv_block = mask.BLOCK_SIZE
+    # Rows and columns of blocks that stay: a ragged last one is decided again.
+    rows = block_count(q_old, q_block) if q_new == q_old else q_old // q_block
+    columns = block_count(kv_old, kv_block) if kv_new == kv_old else kv_old // kv_block
+    ragged = rows * q_block < q_old or columns * kv_block < kv_old
+    if ragged and not mask._from_captured:
+        raise BlockMaskError(
+            f"lengths {q_old, kv_old} end inside of a block of {mask.BLOCK_SIZE}, which its "
+            "mask mod would have to decide anew, and this mask's structure was not built from its "
+            "mask mod: make it with create_block_mask, or with lengths of whole blocks"
+        )
+    # With a new mask mod, what was captured before may have changed.
+    views = mask.views() if mask_mod is None else mask.unchanged_structure()
+    host = views.on(_CPU)
+    batch, heads, _ = host.offsets.shape
+    new_rows = block_count(q_new, q_block)
+    kept = cut(unpack_rows(host.offsets[:, :, : rows + 1], host.runs), columns)
+    parts = [_placed(kept, rows, new_rows, 0, 0)]
+    on_host = traced if traced is None else moved(traced, _CPU)
+    for first_row, first_column, q_end in (
+        (0, columns, min(rows * q_block, q_new)),
+        (rows, 0, q_new),
+    ):
+        q_range = (first_row * q_block, q_end)
+        kv_range = (first_column * kv_block, kv_new)
+        if q_range[0] >= q_end or kv_range[0] >= kv_new:
+            continue
+        region = build_region(
+            on_host, opaque, mask.device, (batch, heads), q_range, kv_range, mask.BLOCK_SIZE
+        )
+        height = block_count(q_end - q_range[0], q_block)
+        parts.append(_placed(region, height, new_rows, first_row, first_column))
+    runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    offsets, packed = pack(runs, batch, heads, new_rows, block_count(kv_new, kv_block))
+    at_home = traced
+    if traced is not None and any(t.device != mask.device for t in traced.captured):
+        at_home = moved(traced, mask.device)
+    function = mask._mask_mod if mask_mod is None else mask_mod
+    longer = mask._assembled(
+        offsets.to(mask.device),
+        packed.to(mask.device),
+        (q_new, kv_new),
+        mask.BLOCK_SIZE,
+        at_home,
+        opaque,
+        function if at_home is traced else None,
+        from_captured=mask._from_captured,
+    )
+    longer.views()
+    return longer
+
+
+def build_region(
+    traced: TracedMod | None,
+    opaque: MaskMod | None,
+    device: torch.device,
+    grid: tuple[int, int],
+    q_range: tuple[int, int],
+    kv_range: tuple[int, int],
+    block_size: tuple[int, int],
+) -> RunList:
+    """Return the runs of a rectangle of the score matrix, as `create_block_mask` decides them.
+
+    It is built as a mask of its own, whose indices are shifted to where the rectangle begins.
+
+    Args:
+        traced, opaque: the mask mod in one of its forms. Captured tensors are on the CPU.
+        device: where an untraced mask mod runs.
+        grid: B' and H' of the result.
+        q_range, kv_range: elements; each begins where a block does.
+
+    Returns:
+        Runs whose rows count through batch, head and the rectangle's rows of blocks, and whose
+        columns count from the rectangle's first.
+    """
+    from anyflex.block_mask.build import create_block_mask
+
+    shifts = {"q_idx": q_range[0], "kv_idx": kv_range[0]}
+    function: MaskMod
+    if traced is not None:
+        function, device = RebuiltMaskMod(shifted_mod(traced, shifts)), _CPU
+    else:
+        assert opaque is not None
+        function = shifted_opaque(opaque, shifts)
+    lengths = (q_range[1] - q_range[0], kv_range[1] - kv_range[0])
+    region = create_block_mask(function, *grid, *lengths, device=device, BLOCK_SIZE=block_size)
+    host = region.views().on(_CPU)
+    return unpack_rows(host.offsets.expand(*grid, -1), host.runs)
+
+
+def _placed(runs: RunList, rows: int, new_rows: int, first_row: int, first_column: int) -> RunList:
+    """Move a rectangle of `rows` rows of blocks a grid into grids of `new_rows`."""
+    grid, row = runs.row // max(rows, 1), runs.row % max(rows, 1)
+    return RunList(
+        grid * new_rows + row + first_row,
+        runs.first + first_column,
+        runs.end + first_column,
+        runs.kind,
+    )
+
+
+def _grown(name: str, attribute: str, value: Any, old: int) -> int:
+    length = checked_length(name, value)
+    if length < old:
+        raise BlockMaskError(
+            f"{name} must be at least the mask's {attribute}, {old}, got {length}; row_slice() "
+            "makes a mask shorter"
+        )
+    return length
+
+
+def _mod(mask: BlockMask, mask_mod: MaskMod | None) -> tuple[TracedMod | None, MaskMod | None]:
+    """Return the mask mod that decides what is new, checked against the mask."""
+    if mask_mod is None:
+        if mask.traced is None and mask.opaque is None:
+            raise BlockMaskError(
+                "this block mask has no mask_mod, which new blocks are built from: pass mask_mod="
+            )
+        return mask.traced, mask.opaque
+    traced, opaque = trace_mask_mod(mask_mod)
+    new = indices_read(traced, opaque) - indices_read(mask.traced, mask.opaque)
+    for axis, name in enumerate(("b", "h")):
+        if name in new and mask.offsets.shape[axis] == 1 and mask.traced is not None:
+            raise BlockMaskError(
+                f"mask_mod reads {name}, and the mask, whose mask mod didn't, is one for all "
+                f"{('batch entries', 'heads')[axis]}: build it anew with create_block_mask"
+            )
+    return traced, opaque

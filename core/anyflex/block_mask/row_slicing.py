@@ -1,0 +1,169 @@
+"""The structure of a range of rows of a block mask, which need not begin where a block does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.run_checks import checked_length
+from anyflex.block_mask.runs import (
+    FULL,
+    PARTIAL,
+    RunList,
+    block_count,
+    cut,
+    pack,
+    padded,
+    unpack_rows,
+)
+from anyflex.block_mask.shifted_mod import indices_read
+from anyflex.block_mask.views import MaskViews
+from anyflex.errors import BlockMaskError
+
+if TYPE_CHECKING:
+    from anyflex.block_mask.content import MaskContent
+
+__all__ = ["row_range", "sliced_rows"]
+
+_CPU = torch.device("cpu")
+
+
+def sliced_rows(
+    mask: MaskContent, start: Any, stop: Any, kv_len: Any
+) -> tuple[MaskViews, dict[str, int | Tensor]]:
+    """Return the structure of `BlockMask.row_slice`, and what its mask mod's indices mean in the
+    whole mask. Raises BlockMaskError."""
+    q_length, kv_length = mask.seq_lengths
+    start, stop = checked_length("start", start), checked_length("stop", stop)
+    if not start <= stop <= q_length:
+        raise BlockMaskError(
+            f"rows {start}:{stop} are no range of the mask's {q_length} rows; 0 <= start <= stop "
+            f"<= {q_length} is required. extend() makes a mask longer"
+        )
+    if kv_len is not None:
+        kv_len = checked_length("kv_len", kv_len)
+        if kv_len > kv_length:
+            raise BlockMaskError(
+                f"kv_len {kv_len} is more than the mask's KV_LEN {kv_length}: use extend()"
+            )
+        kv_length = kv_len
+    views, place = row_range(mask.views(), start, stop, kv_length)
+    if place is not None and not mask._from_captured:
+        raise BlockMaskError(
+            f"rows {start}:{stop} begin inside of a block of {mask.BLOCK_SIZE[0]} rows, so that "
+            f"row {list(place)} of blocks has a block made of two that differ in kind. Its mask "
+            "mod would have to decide it, and this mask's structure was not built from its mask "
+            "mod: begin where a block does, or make the mask with create_block_mask"
+        )
+    reads = indices_read(mask.traced, mask.opaque)
+    # A start of 0 too: so it shares its graph with the slices that follow.
+    return views, {"q_idx": start} if "q_idx" in reads else {}
+
+
+def row_range(
+    views: MaskViews, start: int, stop: int, kv_length: int
+) -> tuple[MaskViews, tuple[int, int, int] | None]:
+    """Return the structure of rows start..stop and keys 0..kv_length, all in elements.
+
+    A block of it is FULL if all the blocks that its rows come from are, not visited if none of
+    them is, else PARTIAL. Where every block's rows come from one block (`start` is a multiple of
+    the block size, or one block is all there is) rows are copied on the device that they are on,
+    without waiting for it; else they are combined on the host.
+
+    Returns:
+        (views, place): place [b, h, block of rows] of a block made of blocks that differ in kind,
+        or None where there is none. Only the mask mod can tell what such a block holds.
+    """
+    block = views.block_size[0]
+    first = start // block
+    end = block_count(stop, block) if stop > start else first
+    # Whether each block's rows come from one block.
+    whole = start % block == 0 or end - first <= 1
+    host = views.on(_CPU)
+    same_columns = kv_length == views.kv_length
+    if same_columns and whole:
+        sizes = (stop - start, kv_length, views.block_size)
+        taken = _copied_rows(host, host, first, end, sizes)
+        if views is host:
+            return taken, None
+        return _copied_rows(views, host, first, end, sizes).with_copy(taken), None
+    batch, heads, _ = host.offsets.shape
+    sources = unpack_rows(host.offsets[:, :, first : end + 1], host.runs)
+    columns = block_count(kv_length, views.block_size[1])
+    if not same_columns:
+        sources = cut(sources, columns)
+    rows = block_count(stop - start, block)
+    place = None
+    if not whole:
+        sources, wrong = _combined(sources, batch * heads, end - first, rows, columns)
+        if wrong is not None:
+            grid = wrong // max(rows, 1)
+            place = (grid // heads, grid % heads, wrong % max(rows, 1))
+    offsets, runs = pack(sources, batch, heads, rows, columns)
+    made = MaskViews(offsets, runs, stop - start, kv_length, views.block_size)
+    return made.on(views.device), place
+
+
+def _copied_rows(
+    views: MaskViews,
+    host: MaskViews,
+    first: int,
+    end: int,
+    sizes: tuple[int, int, tuple[int, int]],
+) -> MaskViews:
+    """Rows of blocks first..end of `views`; `host` tells their number without asking a device."""
+    edges = views.offsets[:, :, first : end + 1]
+    batch, heads, _ = edges.shape
+    if batch * heads == 1:
+        begin, last = int(host.offsets[0, 0, first]), int(host.offsets[0, 0, end])
+        # Copied, not shared: a kernel may be compiled for where a tensor begins in memory.
+        runs = padded(views.runs[begin:last])
+        return MaskViews(edges - begin, runs if last - begin < 2 else runs.clone(), *sizes)
+    known = host.offsets[:, :, end] - host.offsets[:, :, first]
+    total = int(known.sum())
+    begins = edges[:, :, :1].to(torch.int64)
+    counts = (edges[:, :, -1:] - begins).view(-1)
+    before = counts.cumsum(0) - counts
+    grid = torch.arange(batch * heads, device=views.device)
+    grid = grid.repeat_interleave(counts, output_size=total)
+    place = torch.arange(total, device=views.device) + (begins.view(-1) - before)[grid]
+    offsets = edges - begins + before.view(batch, heads, 1)
+    return MaskViews(offsets.to(torch.int32), padded(views.runs[place]), *sizes)
+
+
+def _combined(
+    sources: RunList, grids: int, source_rows: int, rows: int, columns: int
+) -> tuple[RunList, int | None]:
+    """Return the runs of rows that lie over two source rows each, and the first row that has a
+    block over blocks of different kinds.
+
+    Source row i is half of target row i - 1 and half of target row i. Edges are sorted and summed:
+    between two of them the number of visited, and of FULL, source blocks doesn't change.
+    """
+    grid, row = sources.row // source_rows, sources.row % source_rows
+    stride = columns + 1
+    places, kinds = [], []
+    for target in (row - 1, row):
+        chosen = ((target >= 0) & (target < rows)).nonzero().squeeze(1)
+        here = (grid[chosen] * rows + target[chosen]) * stride
+        places += [here + sources.first[chosen], here + sources.end[chosen]]
+        full = (sources.kind[chosen] == FULL).to(torch.int64)
+        one = torch.ones_like(full)
+        kinds += [torch.stack([one, full]), -torch.stack([one, full])]
+    place, group = torch.unique(torch.cat(places), return_inverse=True)
+    sums = torch.zeros(2, place.numel(), dtype=torch.int64).index_add_(
+        1, group, torch.cat(kinds, 1)
+    )
+    visited, full = sums.cumsum(1)
+    # The last target row may have a single source row left.
+    lone = (place // stride % rows + 1 >= source_rows).to(torch.int64) if rows else place
+    wanted = 2 - lone
+    kind = torch.where(visited == 0, 0, torch.where(full == wanted, FULL, PARTIAL))
+    begin = kind.nonzero().squeeze(1)
+    same = (full == wanted) | ((full == 0) & (visited == wanted))
+    differ = ((visited > 0) & ~same).nonzero()
+    line = place // stride
+    runs = RunList(line[begin], place[begin] % stride, place[begin + 1] % stride, kind[begin])
+    return runs, int(line[differ[0]]) if differ.numel() else None
