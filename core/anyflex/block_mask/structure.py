@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 from anyflex.block_mask import picture
 from anyflex.block_mask.runs import PARTIAL, unpack
 from anyflex.block_mask.views import MaskViews
+from anyflex.errors import BlockMaskError
 
 __all__ = ["BlockStructure"]
 
@@ -65,6 +68,37 @@ class BlockStructure:
             limit: most (batch, head) pairs that are drawn.
         """
         return picture.draw(self.views(), grid_size, limit)
+
+    def plot(self, path: str | os.PathLike[str], batch: int = 0, head: int = 0) -> None:
+        """Write a PNG picture of the blocks of one batch entry and head; needs no library.
+
+        FULL is dark, PARTIAL light blue, what is not visited grey; queries go down, keys to the
+        right. Of a mask of more than 512 blocks a side, a pixel shows the mean of several.
+
+        Raises:
+            BlockMaskError: `path` doesn't end in .png, or `batch` or `head` is out of range.
+            OSError: the file can't be written.
+        """
+        if not os.fspath(path).lower().endswith(".png"):
+            raise BlockMaskError(f"path must end in .png, the one format of plot, got {path!r}")
+        for name, value, size in (
+            ("batch", batch, self.offsets.shape[0]),
+            ("head", head, self.offsets.shape[1]),
+        ):
+            if not isinstance(value, int) or not 0 <= value < size:
+                raise BlockMaskError(f"{name} must be in 0..{size - 1}, got {value!r}")
+        with open(path, "wb") as file:
+            file.write(picture.png(self.views(), batch, head))
+
+    def _repr_png_(self) -> bytes | None:
+        """The picture of the first batch entry and head, for notebooks."""
+        if not self.offsets.shape[0] * self.offsets.shape[1]:
+            return None
+        return picture.png(self.views(), 0, 0)
+
+    def _repr_html_(self) -> str:
+        """Pictures of the first four batch entries and heads with a legend, for notebooks."""
+        return picture.html(self, 4)
 
     def __str__(self) -> str:
         drawn = self.to_string().strip()
