@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import refuse
-from anyflex.mod_graph.symbol import BOOL, CATEGORY, INT, PartialRead, Symbol
+from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 from anyflex.mod_graph.tracer import Tracer
 
 __all__ = [
@@ -18,12 +18,16 @@ __all__ = [
     "cast_to",
     "detach",
     "dropout",
+    "elements",
     "factory",
     "filled",
     "get_item",
+    "is_floating",
     "kind_named",
     "like",
+    "never",
     "new",
+    "new_tensor",
     "same",
     "select",
     "to",
@@ -140,6 +144,24 @@ FACTORIES: dict[Any, Callable[..., Any]] = {
     torch.ones: factory(1),
 }
 """Functions that make a scalar constant; they answer NotImplemented for anything else."""
+
+
+def is_floating(t: Tracer, x: Any) -> bool:
+    return CATEGORY[t.symbol(x).kind] == FLOAT
+
+
+def never(t: Tracer, x: Any) -> bool:
+    return False
+
+
+def elements(t: Tracer, x: Any) -> int:
+    return 1
+
+
+def new_tensor(t: Tracer, x: Any, data: Any, *, dtype: Any = None, **_: Any) -> Symbol:
+    if isinstance(data, Symbol):
+        refuse("a copy of a symbol by new_tensor", "new_tensor", "Use `.clone()`.")
+    return new(None)(t, x, (), data, dtype=dtype)
 
 
 def dropout(

@@ -60,9 +60,13 @@ from anyflex.mod_graph.conversions import (
     cast_to,
     detach,
     dropout,
+    elements,
     get_item,
+    is_floating,
     like,
+    never,
     new,
+    new_tensor,
     same,
     select,
     to,
@@ -181,6 +185,10 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "long": cast_to(torch.int64),
     "short": cast_to(torch.int16),
     "bool": cast_to(torch.bool),
+    "new_tensor": new_tensor,
+    "is_floating_point": is_floating,
+    "is_complex": never,
+    "numel": elements,
     "dropout": dropout,
     "select": select,
     **activations.SPELLED,
@@ -212,6 +220,16 @@ def _install() -> None:
     for name, spelled in _NAMED.items():
         if hasattr(Tensor, name) and not hasattr(Symbol, name):
             setattr(Symbol, name, _method(where_method if name == "where" else spelled))
+    setattr(  # noqa: B010
+        Symbol,
+        "__array__",
+        _refusal(
+            "NumPy on a symbol: a NumPy function of one, or a NumPy array indexed by one",
+            "numpy",
+            "Use torch's function, as torch.tanh for numpy.tanh, and capture "
+            "torch.from_numpy(table) instead of a NumPy table.",
+        ),
+    )
     for name in dir(Tensor):
         if not name.startswith("_") and not hasattr(Symbol, name):
             function = getattr(Tensor, name)

@@ -13,8 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
+from anyflex.mod_graph.calling import call_mod, functorch_level
 from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
+from anyflex.mod_graph.dynamo_symbols import mend_symbols
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
 from anyflex.mod_graph.spellings import SPELLINGS
@@ -26,6 +28,7 @@ from anyflex.mod_graph.symbol import (
     refuse_out,
     spell,
 )
+from anyflex.mod_graph.tensor_symbol import tensor_symbol
 from anyflex.mod_graph.tracer import Tracer
 
 __all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
@@ -94,7 +97,11 @@ def on_plain_tensors(
     refuse_out(kwargs)
     refused = PLAIN_REFUSED.get(func)
     if refused is not None:
-        refuse(refused[0], refused[1], refused[2])
+        on = ""
+        if args and isinstance(args[0], Tensor):
+            on = f", on {tracer.describe(args[0])}"
+        refuse(refused[0] + on, refused[1], refused[2])
+    tracer.refuse_transform()
     spelling = SPELLINGS.get(func)
     if spelling is not None:
         scalars = 0
@@ -127,17 +134,24 @@ def trace_mod(
     check_signature(function, kind)
     if torch.compiler.is_compiling():
         mend_comparisons()
+        mend_symbols()
     else:
         tracer.name_of = lambda tensor: captured_name(function, tensor)
+        tracer.make_symbol = tensor_symbol
+        tracer.transform_level = functorch_level
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":
         score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
-        with TraceMode(tracer):
-            result = function(score, *symbols)
-        output = _score_result(tracer, result, score.kind)
-    else:
+        symbols = [score, *symbols]
+    if torch.compiler.is_compiling():
         with TraceMode(tracer):
             result = function(*symbols)
+    else:
+        with TraceMode(tracer):
+            result = call_mod(function, symbols)
+    if kind == "score":
+        output = _score_result(tracer, result, symbols[0].kind)
+    else:
         output = _mask_result(tracer, result)
     return TracedMod(
         tracer.text(output),

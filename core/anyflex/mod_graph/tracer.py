@@ -27,6 +27,8 @@ class Tracer:
     def __init__(self, default_float: str, device: torch.device) -> None:
         self.default_float = default_float
         self.device = device
+        # How an eager trace makes symbols; Dynamo inlines plain ones.
+        self.make_symbol: Callable[[Tracer, int, str], Symbol] = Symbol
         self.lines: list[str] = []
         self.positions: dict[str, int] = {}
         self.captured: list[Tensor] = []
@@ -36,6 +38,8 @@ class Tracer:
         self.read_facts = False
         # Names a captured tensor for an error message; Dynamo can't look into frames for it.
         self.name_of: Callable[[Tensor], str] | None = None
+        # How deep functorch's transforms are nested, where that can be asked.
+        self.transform_level: Callable[[], int | None] | None = None
 
     def describe(self, tensor: Tensor) -> str:
         """A captured tensor, for an error message."""
@@ -52,7 +56,7 @@ class Tracer:
             position = len(self.lines)
             self.positions[line] = position
             self.lines.append(line)
-        return Symbol(self, position, kind)
+        return self.make_symbol(self, position, kind)
 
     def constant(self, value: float | int | bool, kind: str) -> Symbol:
         """A value that is part of the structure, not a closed-over number."""
@@ -84,7 +88,17 @@ class Tracer:
         self.read_facts = read_facts
         return rank
 
+    def refuse_transform(self) -> None:
+        """Raise ModTraceError inside of a transform: what it hands out is no captured tensor."""
+        if self.transform_level is not None and self.transform_level() is not None:
+            refuse(
+                "a transform (vmap, grad, jvp) inside a mod",
+                "torch.func",
+                "A mod computes one score from scalars: transform tensors outside of it.",
+            )
+
     def load(self, tensor: Tensor, arguments: str) -> Symbol:
+        self.refuse_transform()
         read_facts = self.read_facts
         dtype = tensor.dtype
         kind = DTYPE_NAMES.get(dtype)

@@ -1,0 +1,102 @@
+"""What torch.compile would not leave to a symbol: ``~x``, four activations, is it a tensor.
+
+Dynamo (2.13) has no ``~`` for objects, knows nothing of ``__torch_function__`` for the functions
+of `NOT_OVERRIDABLE`, and answers ``isinstance(x, torch.Tensor)`` and ``torch.is_tensor(x)`` by an
+object's type. Its tables get entries that speak up for a `Symbol` alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["NOT_OVERRIDABLE", "mend_symbols"]
+
+NOT_OVERRIDABLE = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
+_state = {"mended": False}
+
+
+def mend_symbols() -> None:
+    """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it."""
+    if _state["mended"]:
+        return
+    _state["mended"] = True
+    try:
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+        handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+        for function in NOT_OVERRIDABLE:
+            handlers[function] = _overridden
+        handlers[torch.is_tensor] = _is_tensor(handlers[torch.is_tensor])
+        builtin: Any = BuiltinVariable
+        builtin.call_isinstance = _is_instance(builtin.call_isinstance)
+        builtin.call_invert = _invert(getattr(builtin, "call_invert", None))
+        builtin.call_function_handler_cache.clear()
+    except (ImportError, AttributeError, KeyError) as error:
+        warnings.warn(
+            f"torch {torch.__version__} compiles `~x`, F.sigmoid(x), F.tanh(x), F.hardsigmoid(x), "
+            f"F.hardswish(x) and isinstance(x, torch.Tensor) in a way that anyflex doesn't know "
+            f"({error}): under torch.compile, write torch.logical_not(x), torch.sigmoid(x) and "
+            "torch.tanh(x) instead.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+# The same mark as in anyflex.failing.
+mend_symbols._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_symbol(variable: Any) -> bool:
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    from anyflex.mod_graph.symbol import Symbol
+
+    variable = variable.realize()
+    return isinstance(variable, UserDefinedObjectVariable) and variable.python_type() is Symbol
+
+
+def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._dynamo.variables.torch_function import dispatch_torch_function
+
+    if any(map(_is_symbol, (*args, *kwargs.values()))):
+        return dispatch_torch_function(tx, function, args, kwargs)
+    return None
+
+
+def _is_tensor(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(function: Any, tx: Any, value: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        return (
+            ConstantVariable.create(True) if _is_symbol(value) else otherwise(function, tx, value)
+        )
+
+    return answer
+
+
+def _is_instance(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def call_isinstance(self: Any, tx: Any, value: Any, kind: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable
+
+        if _is_symbol(value):
+            kinds = kind.as_python_constant()
+            if torch.Tensor in (kinds if isinstance(kinds, tuple) else (kinds,)):
+                return ConstantVariable.create(True)
+        return otherwise(self, tx, value, kind)
+
+    return call_isinstance
+
+
+def _invert(otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
+    def call_invert(self: Any, tx: Any, value: Any) -> Any:
+        if _is_symbol(value):
+            return value.call_method(tx, "__invert__", [], {})
+        return None if otherwise is None else otherwise(self, tx, value)
+
+    return call_invert
