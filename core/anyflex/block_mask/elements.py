@@ -11,7 +11,9 @@ from torch import Tensor
 from anyflex.block_mask.mask_function import MaskMod, captured_name
 from anyflex.errors import BlockMaskError, ModIndexError
 from anyflex.mod_graph.evaluate import Evaluator
+from anyflex.mod_graph.expression import expression
 from anyflex.mod_graph.graph import parse_graph
+from anyflex.mod_graph.simplify import simplify
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.reference.opaque import apply_mask, apply_score
 
@@ -46,38 +48,51 @@ class TracedElements:
         self.device = device
         self.kind = kind
         self._traced = traced
-        self._graph = parse_graph(traced.text)
-        self._evaluator = Evaluator(self._graph.nodes, (self._graph.output,))
-        self._captured = [tensor.detach().to(device) for tensor in traced.captured]
-        self.depends = self._graph.inputs()
+        numbers: dict[str, int | float] = {f"i{i}": n for i, n in enumerate(traced.ints)}
+        numbers |= {f"f{i}": n for i, n in enumerate(traced.floats)}
+        self.graph = simplify(parse_graph(traced.text).bind(constants=numbers))
+        self.captured = [tensor.detach().to(device) for tensor in traced.captured]
+        self._evaluator = Evaluator(self.graph.nodes, (self.graph.output,))
+        self.depends = self.graph.inputs()
+
+    def expression(self, position: int) -> str:
+        """Return a node of the graph as the user might have written it."""
+        names = [name or f"captured[{i}]" for i, name in enumerate(self._traced.names)]
+        return expression(self.graph.nodes, position, names)
 
     def live(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return bool [b, h, q, k].
+        """Return bool [b, h, q, k]. Raises as `at` does."""
+        live = self.at(b[:, None, None, None], h[:, None, None], q[:, None], k)
+        return live.expand(b.numel(), h.numel(), q.numel(), k.numel())
+
+    def at(self, b: Tensor | int, h: Tensor | int, q: Tensor, k: Tensor) -> Tensor:
+        """Return whether elements are live, in the broadcast shape of the indices.
 
         Raises:
             ModIndexError: a live element reads outside of a captured tensor.
         """
         inputs = {
-            "b": b[:, None, None, None],
-            "h": h[:, None, None],
-            "q_idx": q[:, None],
+            "b": torch.as_tensor(b, device=self.device),
+            "h": torch.as_tensor(h, device=self.device),
+            "q_idx": q,
             "kv_idx": k,
             "score": torch.zeros((), device=self.device),
         }
         outside: list[tuple[int, Tensor]] = []
-        live = self._live(inputs, self._captured, outside)
+        live = self._live(inputs, self.captured, outside)
         for position, where in outside:
             if not where.any():
                 continue
             reads = where & live
-            table = self._captured[position]
+            table = self.captured[position]
             if table.dtype is torch.bool:
                 # Had the read given the other value, the element might have been live.
-                other = [~t if i == position else t for i, t in enumerate(self._captured)]
+                other = [~t if i == position else t for i, t in enumerate(self.captured)]
                 reads = reads | (where & self._live(inputs, other, None))
             if reads.any():
                 self._raise_out_of_range(position, reads, inputs)
-        return live.expand(b.numel(), h.numel(), q.numel(), k.numel())
+        indices = (inputs["b"], inputs["h"], q, k)
+        return live.expand(torch.broadcast_tensors(*indices)[0].shape)  # type: ignore[no-untyped-call]
 
     def _live(
         self,
@@ -85,30 +100,31 @@ class TracedElements:
         captured: list[Tensor],
         outside: list[tuple[int, Tensor]] | None,
     ) -> Tensor:
-        traced = self._traced
-        result = self._evaluator(inputs, captured, traced.ints, traced.floats, outside)[0]
+        result = self._evaluator(inputs, captured, (), (), outside)[0]
         return ~torch.isneginf(result) if self.kind == "score" else result
 
     def _raise_out_of_range(self, position: int, reads: Tensor, inputs: dict[str, Tensor]) -> None:
-        table = self._captured[position]
+        table = self.captured[position]
         name = captured_name(self._traced, position)
-        nodes = self._graph.nodes
+        nodes = self.graph.nodes
         for node in nodes:
             if node.operation != "load" or node.attribute != position:
                 continue
-            traced = self._traced
-            indices = Evaluator(nodes, node.arguments)(
-                inputs, self._captured, traced.ints, traced.floats
-            )
+            indices = Evaluator(nodes, node.arguments)(inputs, self.captured, (), ())
             for dimension, (index, size) in enumerate(zip(indices, table.shape, strict=True)):
-                index, where = torch.broadcast_tensors(index, reads)  # type: ignore[no-untyped-call]
-                values = index[where]
-                low, high = int(values.min()), int(values.max())
-                if low < -size or high >= size:
+                names = ("b", "h", "q_idx", "kv_idx")
+                index, where, *places = torch.broadcast_tensors(  # type: ignore[no-untyped-call]
+                    index, reads, *(inputs[axis] for axis in names)
+                )
+                where = where & ((index < -size) | (index >= size))
+                if where.any():
+                    first = tuple(where.nonzero()[0])
+                    element = zip(names, (int(place[first]) for place in places), strict=True)
+                    at = ", ".join(f"{axis} {place}" for axis, place in element)
                     raise ModIndexError(
                         f"{self.kind}_mod reads {name} of shape {list(table.shape)} outside of "
-                        f"it: in dimension {dimension} of size {size} the index of live elements "
-                        f"runs from {low} to {high}",
+                        f"it: in dimension {dimension} of size {size} the index is "
+                        f"{int(index[first])} at the live element {at}",
                         operation="indexing",
                         hint="Make the tensor as long as the lengths, or mask these elements.",
                     )

@@ -1,0 +1,250 @@
+"""Equality of two reads, ``doc[q] == doc[k]``: what packed documents and segments are.
+
+Equality survives any relabelling that keeps different values different. Ids relabelled in the
+order of their first appearance are sorted wherever each document is in one piece, so ranges of
+labels decide them. Where they are not sorted, the set of labels of each block, as bits, tells
+whether any pair is equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anyflex.intervals.ends import Verdict, lesser
+from anyflex.intervals.flags import Flag, both
+from anyflex.intervals.loads import bounded_range, fixed_row
+from anyflex.intervals.tables import RowTable, SegmentTable, SortedTable, is_sorted, segments
+from anyflex.mod_graph.graph import Node
+from anyflex.mod_graph.lowering import type_class
+
+if TYPE_CHECKING:
+    from anyflex.intervals.analysis import Analysis, Evaluation
+
+__all__ = ["ReadEquality", "read_equality"]
+
+_MOST_LABELS = 4096
+"""Labels that get a bit each; of more, two may share one: then only "no pair" can be told."""
+_SET_WORDS = 1 << 19
+"""Words of sets that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two reads: its node, and the table and labels [R, N] of its captured tensor."""
+
+    node: Node
+    table: RowTable
+    labels: Tensor
+
+
+class ReadEquality:
+    """``captured[..., i] == captured[..., j]`` with i moving along q and j along kv."""
+
+    def __init__(self, analysis: Analysis, q_node: Node, kv_node: Node) -> None:
+        q_rows, kv_rows = (_rows(analysis, node) for node in (q_node, kv_node))
+        same = q_node.attribute == kv_node.attribute
+        if is_sorted(q_rows) and (same or is_sorted(kv_rows)):
+            tables: list[RowTable] = [SortedTable(q_rows)]
+            tables.append(tables[0] if same else SortedTable(kv_rows))
+            labels, self._count = [q_rows, kv_rows], None
+        else:
+            together = (
+                q_node.arguments[:-1] == kv_node.arguments[:-1]
+                and q_rows.shape[0] == kv_rows.shape[0]
+            )
+            tables, labels, self._count = _relabelled(
+                [q_rows] if same else [q_rows, kv_rows], by_row=together
+            )
+        self._q, self._kv = (
+            _Side(node, table, label)
+            for node, table, label in zip((q_node, kv_node), tables, labels, strict=True)
+        )
+        self._domain = analysis.domain
+        self._sets: tuple[_BlockSets, _BlockSets] | None = None
+        forms = [analysis.forms[node.arguments[-1]] for node in (q_node, kv_node)]
+        plain = [
+            form.is_atom(position) if form else False
+            for form, position in zip(
+                forms, (analysis.input("q_idx"), analysis.input("kv_idx")), strict=True
+            )
+        ]
+        self._by_position = all(plain)
+
+    def verdict(self, evaluation: Evaluation) -> Verdict | None:
+        """Return what is known of the equality; None where an index may leave its tensor."""
+        found = []
+        for side in (self._q, self._kv):
+            index = evaluation.range(side.node.arguments[-1])
+            if index is None:
+                return None
+            low, high, _, kept = bounded_range(index, side.labels.shape[1])
+            row, inside = fixed_row(evaluation, side.node, (len(side.node.arguments) - 1,))
+            if kept is not True or inside is not True:
+                return None
+            found.append((row, *side.table.look_up(row, low, high)[:2], low, high))
+        (q_row, a, b, _, _), (kv_row, c, d, _, _) = found
+        true = (a == b) & (c == d) & (a == c)
+        false = (b < c) | (d < a)
+        mixed: Flag = False
+        if self._by_position and self._count is not None:
+            true, false, mixed = self._by_sets(evaluation, q_row, kv_row, true, false)
+        return Verdict(true, false, mixed)
+
+    def _by_sets(
+        self,
+        evaluation: Evaluation,
+        q_row: Tensor | int,
+        kv_row: Tensor | int,
+        true: Tensor,
+        false: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Decide cells that are one whole block by their sets of labels."""
+        cells, (q_block, kv_block) = evaluation.cells, self._domain.block_size
+        mixed = torch.zeros_like(true)
+        q_length, kv_length = self._domain.lengths
+        # Boxes inside a block are not meant: what the block's sets show may lie outside of them.
+        whole = both(
+            cells.q_low % q_block == 0,
+            cells.q_high + 1 == lesser(cells.q_low + q_block, q_length),
+            cells.kv_low % kv_block == 0,
+            cells.kv_high + 1 == lesser(cells.kv_low + kv_block, kv_length),
+        )
+        chosen = (whole & ~true & ~false).nonzero().squeeze(1)
+        if not chosen.numel():
+            return true, false, mixed
+        if self._sets is None:
+            assert self._count is not None
+            # A ragged block owns only the labels inside the lengths.
+            self._sets = (
+                _BlockSets(self._q.labels[:, :q_length], q_block, self._count),
+                _BlockSets(self._kv.labels[:, :kv_length], kv_block, self._count),
+            )
+        q_sets, kv_sets = self._sets
+        q_place = q_sets.place(_at(q_row, chosen), torch.as_tensor(cells.q_low)[chosen])
+        kv_place = kv_sets.place(_at(kv_row, chosen), torch.as_tensor(cells.kv_low)[chosen])
+        some = torch.empty(chosen.numel(), dtype=torch.bool)
+        step = max(1, _SET_WORDS // q_sets.words.shape[1])
+        for begin in range(0, chosen.numel(), step):
+            part = slice(begin, begin + step)
+            shared = q_sets.words[q_place[part]] & kv_sets.words[kv_place[part]]
+            some[part] = (shared != 0).any(1)
+        single = (q_sets.sizes[q_place] == 1) & (kv_sets.sizes[kv_place] == 1)
+        true, false = true.clone(), false.clone()
+        false[chosen] = ~some
+        if q_sets.exact:
+            true[chosen] = some & single
+            mixed[chosen] = some & ~single
+        return true, false, mixed
+
+
+class _BlockSets:
+    """The set of labels of each block of rows [R, N], as bits of words int64 [R * blocks, W]."""
+
+    def __init__(self, labels: Tensor, block: int, count: int) -> None:
+        self._block = block
+        self.exact = count <= _MOST_LABELS
+        bits = min(count, _MOST_LABELS)
+        rows, length = labels.shape
+        self._blocks = -(-length // block)
+        width = -(-bits // 64)
+        owner = torch.arange(rows)[:, None] * self._blocks + torch.arange(length) // block
+        key = torch.unique(owner.reshape(-1) * bits + labels.reshape(-1).to(torch.int64) % bits)
+        place, label = key // bits, key % bits
+        words = torch.zeros(rows * self._blocks * width, dtype=torch.int64)
+        words.scatter_add_(0, place * width + label // 64, torch.ones_like(label) << (label % 64))
+        self.words = words.view(-1, width)
+        self.sizes = torch.bincount(place, minlength=rows * self._blocks)
+
+    def place(self, row: Tensor | int, element: Tensor) -> Tensor:
+        """Return where the sets of the blocks that hold these elements are."""
+        return row * self._blocks + element // self._block
+
+
+def read_equality(analysis: Analysis, left: int, right: int) -> ReadEquality | None:
+    """Return the equality of two integer nodes if they are reads that it can decide."""
+    nodes = [_read_below(analysis, position) for position in (left, right)]
+    q_node, kv_node = nodes
+    if q_node is None or kv_node is None:
+        return None
+    moving = [analysis.moving[node.arguments[-1]] for node in (q_node, kv_node)]
+    if moving == [frozenset(("kv_idx",)), frozenset(("q_idx",))]:
+        q_node, kv_node = kv_node, q_node
+    if any(not analysis.tables.captured[_position(n)].numel() for n in (q_node, kv_node)):
+        return None
+    return ReadEquality(analysis, q_node, kv_node)
+
+
+def _read_below(analysis: Analysis, position: int) -> Node | None:
+    """Return the read that an integer node is, through conversions that change no value, if its
+    last index moves and no other does."""
+    node = analysis.nodes[position]
+    while node.operation in ("cast", "detach"):
+        (position,) = node.arguments
+        node = analysis.nodes[position]
+        if type_class(node.dtype) != "int" or analysis.unknown(position):
+            return None
+    if node.operation != "load" or not node.arguments:
+        return None
+    *others, last = node.arguments
+    if not analysis.moving[last] or any(analysis.moving[other] for other in others):
+        return None
+    return node
+
+
+def _position(node: Node) -> int:
+    assert isinstance(node.attribute, int)
+    return node.attribute
+
+
+def _rows(analysis: Analysis, node: Node) -> Tensor:
+    captured = analysis.tables.captured[_position(node)]
+    return captured.reshape(-1, captured.shape[-1])
+
+
+def _relabelled(
+    tables: list[Tensor], *, by_row: bool
+) -> tuple[list[RowTable], list[Tensor], int | None]:
+    """Relabel the values of one or two tables [R, N] in the order of their first appearance.
+
+    Args:
+        by_row: equal rows of the tables are compared only: labels may start anew in each.
+
+    Returns:
+        For each side a table of labels and the labels int32 [R, N], and how many labels there
+        are, or None where they are sorted, so that sets would tell nothing more.
+    """
+    cut = [segments(rows) for rows in tables]
+    heads = [
+        torch.stack([begin // rows.shape[1], rows.reshape(-1)[begin].to(torch.int64)], 1)
+        for rows, (_, begin) in zip(tables, cut, strict=True)
+    ]
+    joined = torch.cat(heads)
+    if by_row and tables[0].shape[0] > 1:
+        _, group = torch.unique(joined, dim=0, return_inverse=True)
+    else:
+        _, group = torch.unique(joined[:, 1], return_inverse=True)
+    count = int(group.amax()) + 1
+    appearance = torch.full((count,), group.numel(), dtype=torch.int64)
+    appearance.scatter_reduce_(0, group, torch.arange(group.numel()), "amin")
+    label = torch.empty(count, dtype=torch.int32)
+    label[appearance.argsort()] = torch.arange(count, dtype=torch.int32)
+    of_heads = torch.split(label[group], [begin.numel() for _, begin in cut])
+    found: list[RowTable] = []
+    labels = []
+    for (segment, _), values in zip(cut, of_heads, strict=True):
+        labels.append(values[segment.to(torch.int64)])
+        found.append(
+            SortedTable(labels[-1]) if is_sorted(labels[-1]) else SegmentTable(segment, values)
+        )
+    sorted_ = all(isinstance(table, SortedTable) for table in found)
+    if len(found) == 1:
+        found, labels = found * 2, labels * 2
+    return found, labels, None if sorted_ else count
+
+
+def _at(row: Tensor | int, chosen: Tensor) -> Tensor | int:
+    return row[chosen] if isinstance(row, Tensor) and row.dim() else row

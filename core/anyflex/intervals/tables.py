@@ -1,0 +1,197 @@
+"""Tables that give the smallest and largest value of a captured tensor over a range of indices.
+
+Along one dimension: sorted rows need no table; others are cut into segments of equal values, and a
+sparse table over the segments (Bender and Farach-Colton, "The LCA problem revisited", 2000)
+answers in two reads. Along two dimensions: a mip map of square tiles, four reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from anyflex.intervals.flags import Flag
+
+__all__ = [
+    "GridTable",
+    "RowTable",
+    "SegmentTable",
+    "SortedTable",
+    "is_sorted",
+    "row_table",
+    "segments",
+]
+
+_CHUNK_BITS = 4
+_FEW_SEGMENTS = 1 << 13
+
+
+class RowTable(Protocol):
+    """Values [R, N], looked up along the second dimension."""
+
+    def look_up(self, row: Tensor | int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Flag]:
+        """Return (smallest, largest, they are exact) of ``values[row, low:high + 1]``.
+
+        Args:
+            row, low, high: int64 [n] or broadcastable, inside the table.
+        """
+        ...
+
+
+class SortedTable:
+    """Rows that don't decrease: the ends of a range hold its smallest and largest value."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._flat = values.reshape(-1)
+        self._length = values.shape[1]
+
+    def look_up(self, row: Tensor | int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Flag]:
+        """See `RowTable`."""
+        start = row * self._length
+        return self._flat[start + low], self._flat[start + high], True
+
+
+class SegmentTable:
+    """Rows cut into segments of equal values.
+
+    Args:
+        segment: int32 [R, N], the segment of each element, ascending; none crosses a row.
+        values: [segments].
+    """
+
+    def __init__(self, segment: Tensor, values: Tensor) -> None:
+        self._segment = segment.reshape(-1)
+        self._length = segment.shape[1]
+        self._values = values
+        # Of many segments the ends round outwards to chunks, which costs a sixteenth.
+        self._bits = 0 if values.numel() <= _FEW_SEGMENTS else _CHUNK_BITS
+        low, high = _chunk_extremes(values, 1 << self._bits)
+        lows, highs, starts, start, width = [low], [high], [0], 0, 1
+        while 2 * width <= low.numel():
+            start += lows[-1].numel()
+            starts.append(start)
+            lows.append(torch.minimum(lows[-1][:-width], lows[-1][width:]))
+            highs.append(torch.maximum(highs[-1][:-width], highs[-1][width:]))
+            width *= 2
+        self._low, self._high = torch.cat(lows), torch.cat(highs)
+        self._starts = torch.tensor(starts)
+
+    def look_up(self, row: Tensor | int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Flag]:
+        """See `RowTable`."""
+        start = row * self._length
+        first = self._segment[start + low].to(torch.int64)
+        last = self._segment[start + high].to(torch.int64)
+        left, right = first >> self._bits, last >> self._bits
+        _, exponent = torch.frexp((right - left + 1).to(torch.float64))
+        level = exponent.to(torch.int64) - 1
+        begin = self._starts[level]
+        here, there = begin + left, begin + right + 1 - (1 << level)
+        smallest = torch.minimum(self._low[here], self._low[there])
+        largest = torch.maximum(self._high[here], self._high[there])
+        if self._bits == 0:
+            return smallest, largest, True
+        single = first == last
+        value = self._values[first]
+        smallest = torch.where(single, value, smallest)
+        return smallest, torch.where(single, value, largest), single
+
+
+class GridTable:
+    """Values [R, M, N], looked up over a box of the last two dimensions."""
+
+    def __init__(self, values: Tensor) -> None:
+        levels = [(values, values)]
+        while max(levels[-1][0].shape[1:]) > 1:
+            low, high = levels[-1]
+            levels.append((_halved(low, torch.amin), _halved(high, torch.amax)))
+        starts = [0]
+        for low, _ in levels[:-1]:
+            starts.append(starts[-1] + low.numel())
+        self._starts = torch.tensor(starts)
+        self._rows = torch.tensor([low.shape[1] for low, _ in levels])
+        self._columns = torch.tensor([low.shape[2] for low, _ in levels])
+        self._low = torch.cat([low.reshape(-1) for low, _ in levels])
+        self._high = torch.cat([high.reshape(-1) for _, high in levels])
+
+    def look_up(
+        self, row: Tensor | int, low: tuple[Tensor, Tensor], high: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (smallest, largest) over a box that holds the one asked for.
+
+        Args:
+            row: int64 [n] or an int.
+            low, high: the box's ends in each of the two dimensions, inside the table.
+        """
+        side = torch.maximum(high[0] - low[0], high[1] - low[1]) + 1
+        # Tiles of this level are at least as wide as the box: it meets two in each dimension.
+        _, exponent = torch.frexp((side - 2).clamp(min=0).to(torch.float64))
+        level = exponent.to(torch.int64)
+        columns = self._columns[level]
+        start = self._starts[level] + row * self._rows[level] * columns
+        places = [
+            start + (i >> level) * columns + (j >> level)
+            for i in (low[0], high[0])
+            for j in (low[1], high[1])
+        ]
+        smallest, largest = self._low[places[0]], self._high[places[0]]
+        for place in places[1:]:
+            smallest = torch.minimum(smallest, self._low[place])
+            largest = torch.maximum(largest, self._high[place])
+        return smallest, largest
+
+
+def row_table(values: Tensor) -> RowTable:
+    """Return a table of values [R, N], N not 0."""
+    if is_sorted(values):
+        return SortedTable(values)
+    segment, heads = segments(values)
+    return SegmentTable(segment, values.reshape(-1)[heads])
+
+
+def is_sorted(values: Tensor) -> bool:
+    """Tell whether no row of [R, N] decreases; NaN counts as a decrease."""
+    return bool((values[:, 1:] >= values[:, :-1]).all())
+
+
+def segments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut rows [R, N] into segments of equal values.
+
+    Returns:
+        The segment of each element, int32 [R, N], and the flat position of each segment's first
+        element, int64 [segments].
+    """
+    begins = torch.ones(values.shape, dtype=torch.bool)
+    torch.ne(values[:, 1:], values[:, :-1], out=begins[:, 1:])
+    flat = begins.reshape(-1)
+    segment = flat.cumsum(0, dtype=torch.int32).sub_(1)
+    return segment.view(values.shape), flat.nonzero().squeeze(1)
+
+
+def _chunk_extremes(values: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    if chunk == 1:
+        return values, values
+    whole = values.numel() // chunk * chunk
+    lows, highs = [], []
+    if whole:
+        grid = values[:whole].view(-1, chunk)
+        lows.append(grid.amin(1))
+        highs.append(grid.amax(1))
+    if whole < values.numel():
+        rest = values[whole:]
+        lows.append(rest.amin(0, keepdim=True))
+        highs.append(rest.amax(0, keepdim=True))
+    return torch.cat(lows), torch.cat(highs)
+
+
+def _halved(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    """Reduce pairs of rows and of columns; a last odd one stays alone."""
+    if values.shape[1] % 2:
+        values = torch.cat([values, values[:, -1:]], 1)
+    if values.shape[2] % 2:
+        values = torch.cat([values, values[:, :, -1:]], 2)
+    rows, height, width = values.shape
+    by_rows = reduce(values.view(rows, height // 2, 2, width), 2)
+    return reduce(by_rows.view(rows, height // 2, width // 2, 2), 3)
