@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from anyflex.block_mask import listing
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask
-from anyflex.block_mask.combine import and_masks, noop_mask
-from anyflex.block_mask.mask_function import RebuiltMaskMod, sliced_mask_mod
-from anyflex.block_mask.saved_form import FORMAT
+from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.listing import IndexLists, list_blocks
 from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.errors import AnyflexError, BlockMaskError
-from tests.core.dense_blocks import check_kinds, dense_mask, written_kinds
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-def by_batch_and_head(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q + 20 * b >= k + 30 * h
-
-
-def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return by_batch_and_head(b, h, q, k) & (torch.special.bessel_j0((q - k).float()) < 2)
-
-
-def int32(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def runs_mask(offsets: list[int], runs: list[tuple[int, int, int]], **more: Any) -> BlockMask:
-    """A mask of 2 x 4 blocks of 16."""
-    more.setdefault("mask_mod", causal)
-    return BlockMask.from_runs(
-        int32([[offsets]]), int32(runs).view(-1, 3), seq_lengths=(32, 64), block_size=16, **more
-    )
-
-
-def lists_mask(counts: Any, indices: Any, **more: Any) -> BlockMask:
-    """A mask of 2 x 2 blocks of 16 from torch's index lists."""
-    more = {"mask_mod": causal, "seq_lengths": (32, 32), **more}
-    return BlockMask.from_kv_blocks(int32([[counts]]), int32([[indices]]), BLOCK_SIZE=16, **more)
+from tests.core.dense_blocks import check_kinds, written_kinds
+from tests.core.given_masks import (
+    by_batch_and_head,
+    causal,
+    int32,
+    lists_mask,
+    runs_mask,
+)
 
 
 def random_grid(rng: random.Random, batch: int, heads: int, rows: int, columns: int) -> Tensor:
@@ -135,6 +109,51 @@ def test_views_trust_the_offsets_and_not_the_length_of_runs() -> None:
     assert torch.equal(views.kind_rows(0, 2), written)
     assert torch.equal(views.transposed().kind_rows(0, 4).transpose(2, 3), written)
     assert views.index_lists().full_kv_num_blocks.tolist() == [[[0, 2]]]
+
+
+@pytest.mark.parametrize("room", [1, 20, 1000])
+def test_index_lists_are_made_some_rows_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    grid = random_grid(random.Random(3), 2, 2, 9, 7)
+    offsets, runs = grid_runs(grid)
+    make = functools.partial(MaskViews, offsets, runs, 9 * 16 - 5, 7 * 16 - 5, (16, 16))
+    wanted = [list_blocks(make(), ragged_is_partial=ragged) for ragged in (False, True)]
+    monkeypatch.setattr(listing, "_BLOCKS", room)
+    for ragged in (False, True):
+        lists = list_blocks(make(), ragged_is_partial=ragged)
+        for name in IndexLists.__slots__:
+            assert torch.equal(getattr(lists, name), getattr(wanted[ragged], name))
+
+
+def test_views_are_kept_and_are_where_the_mask_is() -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    elsewhere = mask.to("meta").views()
+    for views, device in ((mask.views(), "cpu"), (elsewhere, "meta")):
+        lists = views.index_lists()
+        assert lists is views.index_lists() and views.dense() is views.dense()
+        tensors = [views.dense(), views.transposed().runs, views.transposed().offsets]
+        tensors += [getattr(lists, name) for name in IndexLists.__slots__]
+        assert {tensor.device.type for tensor in tensors} == {device}
+        assert views.transposed() is views.transposed()
+    dense = mask.to_dense()
+    dense.zero_()
+    assert bool(mask.to_dense().any())
+
+
+def test_the_transpose_of_a_million_tokens_takes_memory_for_its_runs_only() -> None:
+    rows = 2**20 // 128
+    line = torch.arange(rows, dtype=torch.int32)
+    ends = torch.stack([line * 0, line, line * 0 + FULL, line, line + 1, line * 0 + PARTIAL], 1)
+    offsets = torch.cat([line.new_zeros(1), 2 * line + 1])
+    views = MaskViews(offsets[None, None], ends.view(-1, 3)[1:], 2**20, 2**20, (128, 128))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        across = views.transposed()
+    allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
+    assert allocated < 100 * 2**20 < 2 * rows**2
+    # Row r sees columns 0..r, so column c is seen by rows c.., PARTIAL in its first.
+    assert across.runs[:4].tolist() == [[0, 1, 2], [1, rows, 1], [1, 2, 2], [2, rows, 1]]
+    assert across.runs[-1].tolist() == [rows - 1, rows, 2]
 
 
 def test_kind_rows_out_of_range_are_refused() -> None:
@@ -296,93 +315,6 @@ def test_masks_made_under_inference_mode_work() -> None:
     assert mask.views().kind_rows(0, 3).shape == (1, 1, 3, 3)
 
 
-def test_equality_is_by_meaning_and_equal_masks_hash_alike() -> None:
-    documents = torch.arange(40) // 10
-    make = functools.partial(create_block_mask, B=1, H=1, Q_LEN=40, KV_LEN=40, BLOCK_SIZE=16)
-    mod = lambda b, h, q, k: documents[q] == documents[k]  # noqa: E731
-    mask, again = make(mod), make(mod)
-    assert mask == again and hash(mask) == hash(again) and mask != 3
-    padded = BlockMask.from_runs(
-        mask.offsets, mask.runs, seq_lengths=(40, 40), block_size=16, mask_mod=mod, capacity=99
-    )
-    assert padded == mask and hash(padded) == hash(mask)
-    other = documents.clone()
-    same_blocks = lambda b, h, q, k: other[q] == other[k]  # noqa: E731
-    assert make(same_blocks) == mask
-    other[3] += 9
-    assert make(same_blocks) != mask
-    assert make(causal) != mask
-    assert make(causal, BLOCK_SIZE=8) != make(causal)
-    assert make(lambda b, h, q, k: q - 1 >= k) != make(lambda b, h, q, k: q - 2 >= k)
-    assert make(causal, Q_LEN=41) != make(causal)
-
-
-def test_a_pickled_mask_comes_back_with_its_mask_mod_as_data() -> None:
-    documents = torch.arange(40) // 10
-    mask = create_block_mask(
-        lambda b, h, q, k: (documents[q] == documents[k]) & (q - 3 >= k), 1, 1, 40, 40
-    )
-    back = pickle.loads(pickle.dumps(mask))
-    assert back == mask and isinstance(back.mask_mod, RebuiltMaskMod)
-    rebuilt = create_block_mask(back.mask_mod, 1, 1, 40, 40)
-    live = (documents[:, None] == documents) & (torch.arange(40)[:, None] - 3 >= torch.arange(40))
-    assert torch.equal(dense_mask(back.to_torch().mask_mod, 1, 1, 40, 40)[0, 0], live)
-    assert torch.equal(rebuilt.runs, mask.runs)
-    q, k = torch.arange(40)[:, None], torch.arange(40)
-    zero = torch.zeros((), dtype=torch.int64)
-    assert torch.equal(
-        back.mask_mod(zero, zero, q, k), (documents[q] == documents[k]) & (q - 3 >= k)
-    )
-    assert torch.equal(
-        create_block_mask(and_masks(back.mask_mod, causal), 1, 1, 40, 40).runs, mask.runs
-    )
-
-
-def test_a_pickle_of_another_format_names_both() -> None:
-    mask = create_block_mask(causal, 1, 1, 8, 8)
-    state = mask.__getstate__()
-    assert state["format"] == FORMAT == 1
-    for format_ in (0, 2, None):
-        with pytest.raises(BlockMaskError, match=rf"format {format_}, .* reads format 1"):
-            BlockMask.__new__(BlockMask).__setstate__({**state, "format": format_})
-    with pytest.raises(BlockMaskError, match="format None"):
-        BlockMask.__new__(BlockMask).__setstate__({})
-
-
-def test_a_saved_mask_loads_as_plain_data(tmp_path: Path) -> None:
-    documents = torch.arange(40) // 10
-    mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], 1, 1, 40, 40)
-    torch.save(mask, tmp_path / "mask.pt")
-    assert torch.load(tmp_path / "mask.pt", weights_only=True) == mask
-
-
-def test_a_deep_copy_shares_nothing() -> None:
-    table = torch.ones(40, dtype=torch.bool)
-    mask = create_block_mask(lambda b, h, q, k: table[k], 1, 1, 40, 40)
-    twin = copy.deepcopy(mask)
-    assert twin == mask
-    table.zero_()
-    twin.views()
-    assert twin.traced is not None and bool(twin.traced.captured[0].all())
-    assert copy.copy(twin) == twin
-
-
-def test_a_mask_moves_with_its_captured_tensors_once() -> None:
-    table = torch.ones(40, dtype=torch.bool)
-    mask = create_block_mask(lambda b, h, q, k: table[k], 1, 1, 40, 40)
-    assert mask.to("cpu") is mask and mask.on(torch.device("cpu")) is mask
-    moved = mask.on(torch.device("meta"))
-    assert mask.on(torch.device("meta")) is moved and moved.device.type == "meta"
-    assert moved.traced is not None and moved.traced.captured[0].device.type == "meta"
-    assert isinstance(moved.mask_mod, RebuiltMaskMod)
-    mask.mask_mod = causal
-    assert mask.on(torch.device("meta")) is not moved
-    with pytest.raises(BlockMaskError, match="on meta.*move to cpu"):
-        moved.to("cpu")
-    with pytest.raises(BlockMaskError, match="device 'warp'"):
-        mask.to("warp")
-
-
 def test_views_are_derived_once_by_many_threads() -> None:
     mask = create_block_mask(causal, 1, 1, 600, 600, BLOCK_SIZE=16)
     barrier, found = threading.Barrier(8), []
@@ -398,149 +330,6 @@ def test_views_are_derived_once_by_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({tuple(map(id, forms)) for forms in found}) == 1
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        0,
-        -1,
-        (1, 2),
-        (slice(None), 1),
-        (slice(0, 2), slice(1, 3), slice(1, None)),
-        (slice(None), slice(None), 4),
-        (slice(None), slice(None), slice(0, 5, 2)),
-        (slice(None), slice(None), slice(None, None, -1)),
-        (slice(None), slice(None), torch.tensor([3, 0, -1])),
-        (torch.tensor([True, False]),),
-        (slice(None), [2, 0]),
-        (slice(0, 0),),
-    ],
-)
-def test_a_slice_has_the_blocks_of_the_chosen_rows(index: Any) -> None:
-    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
-    grid = mask.views().kind_rows(0, 5)
-    wanted = grid
-    indices = index if isinstance(index, tuple) else (index,)
-    for axis, chosen in enumerate(indices):
-        positions = torch.arange(grid.shape[axis]).numpy()[
-            chosen.numpy() if isinstance(chosen, Tensor) else chosen
-        ]
-        wanted = wanted.index_select(axis, torch.as_tensor(positions.copy()).reshape(-1))
-    sliced = mask[index]
-    columns = mask.views().kv_blocks
-    assert torch.equal(written_kinds(sliced.offsets, sliced.runs, columns), wanted)
-    assert sliced.seq_lengths[1] == 90
-    assert sliced.views().q_blocks == wanted.shape[2]
-
-
-def test_a_slice_has_the_length_of_its_rows() -> None:
-    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
-    assert mask[0].shape == (1, 3, 70, 90)
-    assert mask[:, :, :2].shape == (2, 3, 32, 90)
-    assert mask[:, :, 4].shape == (2, 3, 6, 90)
-    assert mask[:, :, 3:].shape == (2, 3, 22, 90)
-    assert mask[:, :, torch.tensor([4])].shape == (2, 3, 16, 90)
-    assert mask[:, :, ::-1].shape == (2, 3, 80, 90)
-
-
-@pytest.mark.parametrize("traced", [True, False])
-@pytest.mark.parametrize(
-    "index",
-    [
-        1,
-        (slice(None), slice(1, None)),
-        (slice(None), slice(None), slice(1, 4)),
-        (-1, 2, slice(2, None)),
-        (1, [2, 0], slice(3, None)),
-        (slice(None, None, -1), slice(None, None, 2), slice(3, None)),
-        (1, slice(1, 3), torch.tensor([3, 0, 1])),
-    ],
-)
-def test_the_mask_mod_of_a_slice_sees_the_indices_of_the_whole_mask(
-    index: Any, traced: bool
-) -> None:
-    mod = by_batch_and_head
-    if not traced:
-        mod = untraceable
-    mask = create_block_mask(mod, 2, 3, 70, 90, BLOCK_SIZE=16)
-    assert (mask.opaque is None) == traced
-    live = dense_mask(mod, 2, 3, 80, 90).view(2, 3, 5, 16, 90)
-    for axis, chosen in enumerate(index if isinstance(index, tuple) else (index,)):
-        positions = torch.arange(live.shape[axis]).numpy()[
-            chosen.numpy() if isinstance(chosen, Tensor) else chosen
-        ]
-        live = live.index_select(axis, torch.as_tensor(positions.copy()).reshape(-1))
-    sliced = mask[index]
-    rows = sliced.seq_lengths[0]
-    live = live.flatten(2, 3)[:, :, :rows]
-    assert not sliced.needs_mask_mod and (sliced.opaque is None) == traced
-    assert torch.equal(dense_mask(sliced.mask_mod, *live.shape), live)
-    again = sliced[:, :, 1:]
-    assert torch.equal(dense_mask(again.mask_mod, *live.shape[:2], rows - 16, 90), live[:, :, 16:])
-    sliced.mask_mod = causal
-    assert sliced.mask_mod is causal
-
-
-def test_a_slice_keeps_the_function_itself_where_no_index_shifts() -> None:
-    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
-    assert mask[0].mask_mod is by_batch_and_head
-    assert mask[:, :2, :3].mask_mod is by_batch_and_head
-    per_head = create_block_mask(lambda b, h, q, k: k <= 9 * h, 1, 3, 70, 90, BLOCK_SIZE=16)
-    assert per_head[:, :, 2:].mask_mod is per_head.mask_mod
-    full = runs_mask([0, 1, 2], [(0, 1, 1), (0, 2, 1)], mask_mod=None)
-    assert full[:, :, 1].mask_mod is None
-
-
-def test_slices_at_different_places_share_one_graph() -> None:
-    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
-    slices = [mask[1, 1, 1:], mask[1, 2, 3:], mask[1:, 1:, 1:][:, 1, 2:], mask[1, 2, 1:][0]]
-    assert len({sliced.traced.text for sliced in slices}) == 1
-    assert slices[0].traced.text != mask.traced.text
-
-
-def torch_slice() -> BlockMask:
-    """A mask whose mask mod is still to be assigned."""
-    return lists_mask([1, 2], [[0, 0], [0, 1]], mask_mod=sliced_mask_mod)
-
-
-def test_a_slice_of_torch_needs_a_mask_mod_and_stays_so() -> None:
-    for mask in (torch_slice(), torch_slice()[:, :, 1:], torch_slice().row_slice(16, 32)):
-        assert mask.needs_mask_mod and mask.traced is None and mask.mask_mod is not None
-        with pytest.raises(BlockMaskError, match="assign `mask.mask_mod"):
-            mask.mask_mod(*torch.zeros(4, 1, dtype=torch.int64))
-        assert pickle.loads(pickle.dumps(mask)).needs_mask_mod
-        mask.mask_mod = causal
-        assert not mask.needs_mask_mod and mask.traced is not None
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (7, "batch index 7 is out of range for size 2"),
-        (-3, "batch index -3"),
-        ((0, 7), "head index 7 is out of range for size 3"),
-        ((0, 0, 5), "q block index 5 .*size 5"),
-        ((slice(2, 4),), "batch index 2 .*size 2"),
-        ((0, torch.tensor([0, 3])), "head index 3"),
-        ((torch.tensor([True]),), "batch index has 1 bools, and the size is 2"),
-        ((0, torch.tensor([0.5])), "head index must be a vector of ints.*float32"),
-        ((0, 0, 0, 0), "up to 3 indices.*got 4"),
-        ((torch.tensor([0]), torch.tensor([0])), "at most one tensor index"),
-        ("b", "batch index must be an int, slice or vector, got 'b'"),
-        (True, "batch index must be"),
-        (None, "batch index must be"),
-    ],
-)
-def test_a_wrong_slice_is_named(index: Any, message: str) -> None:
-    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
-    with pytest.raises(BlockMaskError, match=message):
-        mask[index]
-
-
-def test_a_mask_that_is_the_same_for_every_head_says_so_when_it_is_sliced() -> None:
-    with pytest.raises(BlockMaskError, match="the mask is the same for every head"):
-        create_block_mask(causal, 4, 4, 8, 8)[0, 2]
 
 
 def test_a_mask_is_printed_with_its_blocks() -> None:

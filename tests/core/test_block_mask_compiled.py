@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 
+import anyflex
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask, create_mask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
@@ -180,3 +183,69 @@ def test_an_exported_program_takes_masks_of_new_lengths(tmp_path: Path) -> None:
 
 def test_a_dense_mask_is_made_inside_of_a_model_that_is_not_compiled() -> None:
     assert bool(create_mask(noop_mask, 1, 1, 3, 3).all())
+
+
+def attend(mask: BlockMask, query: Tensor, key: Tensor) -> Any:
+    return anyflex.flex_attention(query, key, key, block_mask=mask, backend="reference")
+
+
+def test_decoding_steps_share_two_graphs() -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    mask = documents_mask(70)
+    query, key = (torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in "qk")
+    whole = attend(mask, query, key)
+    compiled = torch.compile(attend, backend=count, fullgraph=True)
+    for step in range(0, 70, 3):
+        row = slice(step, step + 1)
+        out = compiled(mask.row_slice(step, step + 1), query[:, :, row], key)
+        torch.testing.assert_close(out, whole[:, :, row], rtol=1e-12, atol=1e-12)
+    assert len(graphs) <= 2
+
+
+def test_work_on_the_host_breaks_the_graph_and_gives_the_same() -> None:
+    query, key = (torch.randn(1, 2, 90, 8, dtype=torch.float64) for _ in "qk")
+    mask = create_block_mask(lambda b, h, q, k: q + 3 >= k, 1, 1, 70, 70, BLOCK_SIZE=16)
+    longer = mask.extend(90, 90)
+    whole = attend(longer, query, key)
+
+    @torch.compile(backend="eager")
+    def work(mask: BlockMask, query: Tensor, key: Tensor) -> Any:
+        grown = mask.extend(90, 90)
+        parts = [
+            attend(grown.row_slice(0, 21), query[:, :, :21], key),
+            attend(grown.row_slice(21, 48), query[:, :, 21:48], key),
+            attend(grown[:, :, 3:], query[:, :, 48:], key),
+        ]
+        return torch.cat(parts, 2), grown == mask, hash(mask)
+
+    out, equal, number = work(mask, query, key)
+    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
+    assert equal is False and number == hash(mask)
+    step = torch.compile(lambda m: m.row_slice(0, 1).runs, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        step(mask)
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "pytree"])
+def test_slices_and_grown_masks_are_data_like_any_other(how: str) -> None:
+    mask = documents_mask(70)
+    for made in (mask[:, :, 1:], mask[:, :, [3, 1]], mask.row_slice(5, 50), mask.row_slice(8, 9)):
+        if how == "pickle":
+            twin = pickle.loads(pickle.dumps(made))
+        elif how == "deepcopy":
+            twin = copy.deepcopy(made)
+        else:
+            twin = torch_pytree.tree_map_only(Tensor, torch.clone, made)
+        assert twin == made and hash(twin) == hash(made)
+        q_length, kv_length = made.seq_lengths
+        rows, columns = torch.arange(q_length)[:, None], torch.arange(kv_length)
+        zero = torch.zeros((), dtype=torch.int64)
+        assert torch.equal(
+            twin.mask_mod(zero, zero, rows, columns), made.mask_mod(zero, zero, rows, columns)
+        )

@@ -15,12 +15,9 @@ from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.errors import BlockMaskError, ModIndexError
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask
+from tests.core.given_masks import causal
 from tests.mods.mask_mods import MASK_MODS
 from tests.mods.mod import Sizes
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
 
 
 def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -9,7 +9,6 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,17 +19,10 @@ from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.coarse import coarse_grid
 from anyflex.block_mask.combine import noop_mask
 from anyflex.errors import BlockMaskError
+from tests.core.given_masks import by_batch_and_head, causal
 
 EMPTY, FULL, PARTIAL = (0xF4, 0xF4, 0xF4), (0x1F, 0x4E, 0x79), (0x8F, 0xB8, 0xDE)
 WHITE = (255, 255, 255)
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-def by_batch_and_head(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q + 20 * b >= k + 30 * h
 
 
 def decoded(data: bytes) -> Tensor:

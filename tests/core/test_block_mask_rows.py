@@ -16,16 +16,9 @@ from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.row_slicing import row_range
 from anyflex.errors import BlockMaskError
 from tests.core.dense_blocks import check_kinds, dense_mask, random_case
+from tests.core.given_masks import by_batch_and_head, causal
 from tests.mods.mask_mods import MASK_MODS
 from tests.mods.mod import Sizes
-
-
-def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-def by_batch_and_head(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q + 20 * b >= k + 30 * h
 
 
 def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -12,6 +12,7 @@ from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.content import MaskContent
 from anyflex.block_mask.index_lists import runs_of_lists
 from anyflex.block_mask.mask_function import MaskMod, sliced_mask_mod, trace_mask_mod
+from anyflex.block_mask.outside_graphs import outside_graphs
 from anyflex.block_mask.run_checks import (
     check_runs,
     checked_block_size,
@@ -187,6 +188,7 @@ class BlockMask(MaskContent):
 
         return torch_mask(self)
 
+    @outside_graphs
     def __getitem__(self, index: Any) -> Self:
         """Return the mask of chosen batch entries, heads and rows of q blocks.
 
@@ -199,6 +201,7 @@ class BlockMask(MaskContent):
         offsets, runs, q_length, shifts = slicing.select(self, index)
         return self._derived(offsets, runs, (q_length, self.seq_lengths[1]), shifts)
 
+    @outside_graphs
     def row_slice(self, start: int, stop: int, *, kv_len: int | None = None) -> Self:
         """Return the mask of the query rows start..stop, counted in elements: one step of decoding
         or one chunk of a prefill.
@@ -224,6 +227,7 @@ class BlockMask(MaskContent):
         lengths = (views.q_length, views.kv_length)
         return self._derived(views.offsets, views.runs, lengths, shifts, views)
 
+    @outside_graphs
     def extend(
         self, kv_len: int, q_len: int | None = None, *, mask_mod: MaskMod | None = None
     ) -> Self:

@@ -17,6 +17,7 @@ from anyflex.block_mask.mask_function import (
     moved,
     trace_mask_mod,
 )
+from anyflex.block_mask.outside_graphs import outside_graphs
 from anyflex.block_mask.run_checks import checked_device
 from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
@@ -197,6 +198,7 @@ class MaskContent(BlockStructure):
         copy._structure = structure
         return copy
 
+    @outside_graphs
     def __eq__(self, other: object) -> bool:
         """Same lengths, block size, blocks and mask mod: its graph, numbers and captured values,
         or the same function where it could not be traced. The device and the room that `runs` has
@@ -212,6 +214,7 @@ class MaskContent(BlockStructure):
             and same_mod(self.traced, other.traced)
         )
 
+    @outside_graphs
     def __hash__(self) -> int:
         # Of the structure alone: mask_mod may be assigned, and values may be on a device.
         if self._hash is None:

@@ -18,7 +18,6 @@ __all__ = [
     "RebuiltMaskMod",
     "captured_name",
     "moved",
-    "same_mod",
     "sliced_mask_mod",
     "trace_mask_mod",
 ]
@@ -107,16 +106,4 @@ def moved(traced: TracedMod, device: torch.device) -> TracedMod:
         list(traced.floats),
         list(traced.names),
         traced.depends_on_facts,
-    )
-
-
-def same_mod(a: TracedMod | None, b: TracedMod | None) -> bool:
-    """Tell whether two traced mods compute the same: graph, numbers, captured values."""
-    if a is None or b is None:
-        return a is b
-    if (a.text, a.ints, a.floats) != (b.text, b.ints, b.floats):
-        return False
-    return len(a.captured) == len(b.captured) and all(
-        x is y or (x.device == y.device and x.dtype == y.dtype and torch.equal(x, y))
-        for x, y in zip(a.captured, b.captured, strict=True)
     )

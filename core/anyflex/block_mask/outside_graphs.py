@@ -1,0 +1,31 @@
+"""Methods that work on the host, and that torch.compile therefore leaves to Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+__all__ = ["outside_graphs"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def outside_graphs(method: Method) -> Method:
+    """Break a compiled graph where `method` is called, once, instead of at each of its steps.
+
+    Under ``fullgraph=True`` torch raises: call it outside.
+    """
+    # Not torch.compiler.disable, and not for every call: both would import the compiler.
+    disabled = _disable_dynamo(method)
+
+    @functools.wraps(method)
+    def called(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return disabled(*arguments, **options)
+        return method(*arguments, **options)
+
+    return called  # type: ignore[return-value]
