@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import anyflex
 from anyflex import mods
@@ -80,6 +83,31 @@ def test_a_mod_that_is_made_inside_of_a_compiled_function(name: str) -> None:
     grads = torch.autograd.grad(found.square().sum(), inputs)
     for a, b in zip([found, *grads], [wanted, *wanted_grads], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (mods.softcap, [20.0, 30.0, 40.0, 50.0]),
+        (lambda cap: mods.softcap(cap, approximate=True), [20.0, 30.0, 40.0, 50.0]),
+        (lambda offset: mods.alibi(4, offset=offset), [0, 1, 2, 3]),
+        (lambda offset: mods.relative_bias(torch.ones(5, 4), offset), [4, 5, 6, 7]),
+    ],
+)
+def test_a_number_that_changes_compiles_twice(
+    make: Callable[..., Any], numbers: list[Any]
+) -> None:
+    query, key, value = tensors(torch.float32)
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+
+    def attend(number: float) -> Tensor:
+        return anyflex.flex_attention(query, key, value, make(number), enable_gqa=True)
+
+    compiled = torch.compile(attend, backend=graphs, fullgraph=True)
+    for number in numbers:
+        torch.testing.assert_close(compiled(number), attend(number))
+    assert graphs.frame_count == 2
 
 
 @pytest.mark.parametrize("name", MOD_CASES)
