@@ -14,7 +14,7 @@ import torch
 from anyflex.failing import fail
 from anyflex.mod_graph.symbol import Symbol
 
-__all__ = ["call_mod", "functorch_level"]
+__all__ = ["call_mod", "codes_of", "functorch_level"]
 
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -77,7 +77,7 @@ def _location(error: BaseException) -> tuple[str | None, int | None]:
 def _compiles(code: types.CodeType) -> bool:
     """Does the mod's own code name ``torch.compile``? A symbol may go through what that returns
     unseen."""
-    for part in _codes(code):
+    for part in codes_of(code):
         if "compile" in part.co_names and "torch" in part.co_names:
             before = None
             for instruction in dis.get_instructions(part):
@@ -87,8 +87,9 @@ def _compiles(code: types.CodeType) -> bool:
     return False
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and those of the functions that it makes."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)

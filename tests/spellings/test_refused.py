@@ -1,0 +1,76 @@
+"""What a mod may not write is refused with its line and the cure, or runs on the reference."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.errors import ModTraceError
+from anyflex.mod_graph.trace import trace_mod
+from tests.oracles.dense import dense_attention
+from tests.spellings.refused import PURE, REFUSED, Refusal
+from tests.spellings.surroundings import function_of, tables
+
+__all__: list[str] = []
+
+COUNT = 85
+
+
+def test_the_list_is_complete() -> None:
+    numbers = [refusal.number for refusal in REFUSED] + list(PURE)
+    assert sorted(numbers) == list(range(1, COUNT + 1))
+
+
+@pytest.mark.parametrize("refusal", REFUSED, ids=str)
+def test_a_refusal_names_the_operation_the_line_and_the_cure(refusal: Refusal) -> None:
+    captured = tables(torch.float32)
+    before = {name: value.clone() for name, value in captured.items() if name != "np_table"}
+    mod = function_of(refusal.expression, captured)
+    with pytest.raises(ModTraceError) as caught:
+        trace_mod(mod, "score")
+    message = str(caught.value)
+    for name in refusal.names:
+        assert re.search(name, message), f"{name!r} is not in: {message}"
+    assert caught.value.operation
+    assert not caught.value.pure
+    for name, value in before.items():
+        assert torch.equal(captured[name], value)
+
+
+@pytest.mark.parametrize("number", PURE)
+def test_an_unknown_pure_operation_runs_on_the_reference(number: int) -> None:
+    expression, operation = PURE[number]
+    mod = function_of(expression.replace("(s", "(0.5 * s"), tables(torch.float32))
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn((1, 1, 7, 4), generator=generator) for _ in range(3))
+    with pytest.warns(anyflex.PerformanceWarning, match=operation):
+        out = anyflex.flex_attention(query, key, value, mod)
+    wanted = dense_attention(query.double(), key.double(), value.double(), mod).out
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_a_symbol_may_be_printed() -> None:
+    seen: list[str] = []
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        seen.append(repr(s))
+        seen.append(f"{q - k}")
+        return s
+
+    trace_mod(mod, "score")
+    assert seen == ["<f32 symbol %4>", "<i64 symbol %5>"]
+
+
+def test_numbers_alone_are_python() -> None:
+    window, table = 100, torch.arange(8.0)
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        reach = min(window, 64) if window > 1 else max(window, 1)
+        return s + sum(table[i] * i for i in range(3)) + (q - k < reach)
+
+    assert trace_mod(mod, "score").ints[-1] == 64
