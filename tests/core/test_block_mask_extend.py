@@ -70,7 +70,7 @@ def test_only_new_and_ragged_blocks_are_built(monkeypatch: pytest.MonkeyPatch) -
     build = extend.build_region
 
     def watched(*arguments: Any) -> Any:
-        regions.append(arguments[-3:-1])
+        regions.append(arguments[-2:])
         return build(*arguments)
 
     monkeypatch.setattr(extend, "build_region", watched)

@@ -189,3 +189,32 @@ def test_rows_on_another_device_keep_their_copy_on_the_host() -> None:
         assert taken.device.type == "meta"
         host = taken.on(torch.device("cpu"))
         assert torch.equal(host.offsets, here.offsets) and torch.equal(host.runs, here.runs)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 40, 40), (2, 0, 40, 40), (2, 2, 0, 40), (2, 2, 40, 0)])
+def test_rows_of_empty_masks_are_legal(sizes: tuple[int, int, int, int]) -> None:
+    mask = create_block_mask(by_batch_and_head, *sizes, BLOCK_SIZE=16)
+    for start, stop in ((0, 0), (0, 20), (16, 40), (5, 6), (5, 40)):
+        if stop > sizes[2]:
+            continue
+        sliced = mask.row_slice(start, stop)
+        assert sliced.shape == (*sizes[:2], stop - start, sizes[3])
+        assert mask.row_slice(start, stop, kv_len=0).seq_lengths == (stop - start, 0)
+        longer = sliced.extend(60, 60)
+        assert longer.shape == (*sizes[:2], 60, 60)
+
+
+def test_rows_of_a_mask_with_room_for_more_runs_are_its_rows() -> None:
+    made = create_block_mask(causal, 1, 1, 70, 70, BLOCK_SIZE=16)
+    roomy = BlockMask.from_runs(
+        made.offsets,
+        made.runs,
+        seq_lengths=(70, 70),
+        block_size=16,
+        mask_mod=causal,
+        capacity=500,
+    )
+    roomy.runs.data[made.runs.shape[0] :] = 77  # past the used runs: it means nothing
+    for rows in ((0, 70), (16, 40), (69, 70)):
+        assert roomy.row_slice(*rows) == made.row_slice(*rows)
+        assert hash(roomy.row_slice(*rows)) == hash(made.row_slice(*rows))

@@ -229,7 +229,12 @@ class BlockMask(MaskContent):
 
     @outside_graphs
     def extend(
-        self, kv_len: int, q_len: int | None = None, *, mask_mod: MaskMod | None = None
+        self,
+        kv_len: int,
+        q_len: int | None = None,
+        *,
+        mask_mod: MaskMod | None = None,
+        exact: bool = False,
     ) -> Self:
         """Return the mask for longer keys (and queries): only what is new is built.
 
@@ -240,6 +245,7 @@ class BlockMask(MaskContent):
             q_len: at least Q_LEN; None keeps it.
             mask_mod: the mask mod from now on, where the old one's captured tensors have grown or
                 were filled in place. The caller promises that it says the same of the old part.
+            exact: as for `create_block_mask`, of the new part.
 
         Raises:
             BlockMaskError: a length shrinks; there is no mask mod; or the last block is ragged
@@ -248,7 +254,7 @@ class BlockMask(MaskContent):
         """
         from anyflex.block_mask.extend import extended
 
-        return extended(self, kv_len, q_len, mask_mod)
+        return extended(self, kv_len, q_len, mask_mod, exact)
 
     def _derived(
         self,

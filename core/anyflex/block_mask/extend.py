@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 Mask = TypeVar("Mask", bound="BlockMask")
 
 
-def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None) -> Mask:
+def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exact: bool) -> Mask:
     """See `BlockMask.extend`."""
     q_old, kv_old = mask.seq_lengths
     q_new = q_old if q_len is None else _grown("q_len", "Q_LEN", q_len, q_old)
@@ -53,6 +53,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None) -> M
     kept = cut(unpack_rows(host.offsets[:, :, : rows + 1], host.runs), columns)
     parts = [_placed(kept, rows, new_rows, 0, 0)]
     on_host = traced if traced is None else moved(traced, _CPU)
+    domain = ((batch, heads), mask.BLOCK_SIZE, exact)
     for first_row, first_column, q_end in (
         (0, columns, min(rows * q_block, q_new)),
         (rows, 0, q_new),
@@ -61,9 +62,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None) -> M
         kv_range = (first_column * kv_block, kv_new)
         if q_range[0] >= q_end or kv_range[0] >= kv_new:
             continue
-        region = build_region(
-            on_host, opaque, mask.device, (batch, heads), q_range, kv_range, mask.BLOCK_SIZE
-        )
+        region = build_region(on_host, opaque, mask.device, *domain, q_range, kv_range)
         height = block_count(q_end - q_range[0], q_block)
         parts.append(_placed(region, height, new_rows, first_row, first_column))
     runs = RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -91,9 +90,10 @@ def build_region(
     opaque: MaskMod | None,
     device: torch.device,
     grid: tuple[int, int],
+    block_size: tuple[int, int],
+    exact: bool,
     q_range: tuple[int, int],
     kv_range: tuple[int, int],
-    block_size: tuple[int, int],
 ) -> RunList:
     """Return the runs of a rectangle of the score matrix, as `create_block_mask` decides them.
 
@@ -103,6 +103,7 @@ def build_region(
         traced, opaque: the mask mod in one of its forms. Captured tensors are on the CPU.
         device: where an untraced mask mod runs.
         grid: B' and H' of the result.
+        block_size, exact: as there.
         q_range, kv_range: elements; each begins where a block does.
 
     Returns:
@@ -119,7 +120,9 @@ def build_region(
         assert opaque is not None
         function = shifted_opaque(opaque, shifts)
     lengths = (q_range[1] - q_range[0], kv_range[1] - kv_range[0])
-    region = create_block_mask(function, *grid, *lengths, device=device, BLOCK_SIZE=block_size)
+    region = create_block_mask(
+        function, *grid, *lengths, device=device, BLOCK_SIZE=block_size, exact=exact
+    )
     host = region.views().on(_CPU)
     return unpack_rows(host.offsets.expand(*grid, -1), host.runs)
 
