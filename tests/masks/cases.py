@@ -336,8 +336,8 @@ def documents_in_any_order(n: int) -> Made:
     rows = []
     for seed in (7, 8):
         lengths = lengths_of(n, seed)
-        names = draw.sample(range(1000), len(lengths)) if len(lengths) < 1000 else None
-        rows.append(spread(names or [17 * i % 9973 for i in range(len(lengths))], lengths))
+        names = draw.sample(range(1000 + 10 * len(lengths)), len(lengths))
+        rows.append(spread(names, lengths))
     mask_mod = masks.document(tensor(rows, torch.int64))
     return Made(mask_mod, lambda b, h, q, k: {rows[b][q]} == {rows[b][k]}, n, n, batch=2)
 

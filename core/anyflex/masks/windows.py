@@ -104,7 +104,8 @@ def dilated(
     position = query_position("dilated: offset", offset)
     step = number_at("dilated: dilation", dilation, "H", 1)
     check_one_device("dilated", dilation=dilation, offset=offset)
-    most = None if window is None else checked_int("dilated: window", window, 1)
+    # Steps to the last key: a bound that is reached is the tightest for ranges.
+    steps = None if window is None else checked_int("dilated: window", window, 1) - 1
     one_sided = checked_bool("dilated: causal", causal)
 
     def dilated_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
@@ -112,10 +113,10 @@ def dilated(
         live = distance % step(h) == 0
         if one_sided:
             live = live & (distance >= 0)
-        if most is not None:
-            live = live & (distance < most * step(h))
+        if steps is not None:
+            live = live & (distance <= steps * step(h))
             if not one_sided:
-                live = live & (-distance < most * step(h))
+                live = live & (-distance <= steps * step(h))
         return live
 
     return dilated_mask
