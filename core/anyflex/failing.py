@@ -13,17 +13,18 @@ import torch
 
 from anyflex import errors
 
-__all__ = ["fail"]
+__all__ = ["fail", "fail_while_compiling"]
 
 
 def fail(name: str, message: str, **attributes: Any) -> NoReturn:
     """Raise ``errors.<name>(message, **attributes)``."""
     if torch.compiler.is_compiling():
-        _fail_while_compiling(name, message, attributes)
+        fail_while_compiling(name, message, attributes)
     raise getattr(errors, name)(message, **attributes) from None
 
 
-def _fail_while_compiling(name: str, message: str, attributes: dict[str, Any]) -> NoReturn:
+def fail_while_compiling(name: str, message: str, attributes: dict[str, Any]) -> NoReturn:
+    """Raise the error as Dynamo has to get it; also for code that Dynamo itself calls."""
     from torch._dynamo.exc import Unsupported
 
     plain = getattr(errors, name)
@@ -40,4 +41,4 @@ def _fail_while_compiling(name: str, message: str, attributes: dict[str, Any]) -
 
 # Dynamo calls functions marked so while it traces, instead of inlining them
 # (torch.compiler.assume_constant_result sets the same mark, but imports Dynamo to do it).
-_fail_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+fail_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -29,7 +29,6 @@ class Row:
         attends: it calls `Attend`; building a mask, say, is the same with any backend.
         line: the error must tell the line of the mod, in this function's source.
         eager: names that need what Dynamo hides: frames, and closures inside of an operation.
-        dynamo: where the compiler itself refuses before the tracer can, what its message names.
     """
 
     number: int
@@ -41,7 +40,6 @@ class Row:
     attends: bool
     line: bool
     eager: tuple[str, ...]
-    dynamo: str | None
 
     def __str__(self) -> str:
         return f"{self.number}-{self.name}"
@@ -62,17 +60,16 @@ class Table:
         attends: bool = True,
         line: bool = False,
         eager: tuple[str, ...] = (),
-        dynamo: str | None = None,
     ) -> Callable[[Callable[[Attend], Any]], Callable[[Attend], Any]]:
         """Enter the decorated function as a wrong use."""
-        details = (compiled, attends, line, eager, dynamo)
+        details = (compiled, attends, line, eager)
         return lambda call: self._enter(number, call, error, names, *details)
 
     def legal(
         self, number: int, *, compiled: bool = False, attends: bool = True
     ) -> Callable[[Callable[[Attend], Any]], Callable[[Attend], Any]]:
         """Enter the decorated function as a use that must succeed."""
-        details = (compiled, attends, False, (), None)
+        details = (compiled, attends, False, ())
         return lambda call: self._enter(number, call, None, (), *details)
 
     def _enter(

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from anyflex.mod_graph.dynamo_refusals import mend_refusals
+
 __all__ = ["mend_comparisons"]
 
 _REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
@@ -26,6 +28,7 @@ def mend_comparisons() -> None:
     if _state["mended"]:
         return
     _state["mended"] = True
+    mend_refusals()
     try:
         from torch._dynamo.variables.builtin import BuiltinVariable
         from torch._dynamo.variables.tensor import SymNodeVariable

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from anyflex.failing import fail
 
-__all__ = ["REFUSED", "branch_hint", "refuse", "refuse_function", "refuse_index"]
+__all__ = [
+    "PLAIN_REFUSED",
+    "REFUSED",
+    "branch_hint",
+    "change_in_place",
+    "refuse",
+    "refuse_function",
+    "refuse_index",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not all of the package: the demo has mods of its own.
@@ -165,9 +173,39 @@ PLAIN_REFUSED = {
 """What may not be done with captured tensors alone: changes of shape are harmless there."""
 
 
+_WRITING = (
+    "setitem delitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift "
+    "irshift"
+).split()
+"""Python's names of what writes; methods have underscores around them."""
+_NOT_WRITING = ("and_", "or_", "not_", "is_")
+_PURE = "Mods are pure: use a new value instead."
+
+
+def change_in_place(func: Any) -> tuple[str, str, str] | None:
+    """Return (problem, operation, cure) for a torch function that writes to what it is given.
+
+    torch's names tell: ``relu_``, ``aten.add_.Tensor``, ``__ior__``, the setter of ``.data``.
+    """
+    name = (getattr(func, "__name__", None) or "").split(".")[0]
+    if name in ("__set__", "__delete__"):
+        name = "." + func.__self__.__name__
+        return (f"a change in place in a mod: {name} is set", name, _PURE)
+    ends = name[-1:] == "_" and name[-2:] != "__" and name not in _NOT_WRITING
+    if ends or name.strip("_") in _WRITING:
+        return (f"a change in place in a mod: {name}", name, _PURE)
+    return None
+
+
+# Dynamo doesn't know the names of methods, but can call this. The mark of anyflex.failing.
+change_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def refuse_function(func: Any) -> NoReturn:
     """Raise ModTraceError for a torch function that the tracer doesn't know or refuses."""
     refused = REFUSED.get(func)
+    if refused is None:
+        refused = change_in_place(func)
     if refused is not None:
         refuse(refused[0], refused[1], refused[2])
     name = getattr(func, "__name__", None) or "a function"

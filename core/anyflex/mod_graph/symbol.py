@@ -51,7 +51,21 @@ SPELLINGS: dict[Any, Callable[..., Any]] = {}
 """Torch function -> what it appends; filled by `anyflex.mod_graph.spellings`."""
 
 
-class Symbol:
+class Traced:
+    """What a mod under trace computes with: torch functions on it go to its tracer."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        tracer = find_tracer(args)
+        if tracer is None:
+            tracer = find_tracer(tuple((kwargs or {}).values()))
+        assert tracer is not None
+        return dispatch(tracer, func, args, kwargs or {})
+
+
+class Symbol(Traced):
     """One scalar of a mod under trace. Methods and operators are those of a 0-d tensor; they are
     installed by `anyflex.mod_graph.spellings`; what would need a value refuses."""
 
@@ -183,18 +197,8 @@ class Symbol:
     def __setitem__(self, index: object, value: object) -> NoReturn:
         refuse("item assignment to a symbol", "__setitem__", "Use torch.where.")
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        tracer = find_tracer(args)
-        if tracer is None:
-            tracer = find_tracer(tuple((kwargs or {}).values()))
-        assert tracer is not None
-        return dispatch(tracer, func, args, kwargs or {})
 
-
-class PartialRead:
+class PartialRead(Traced):
     """A captured tensor with some of its indices given: ``table[h][q]`` is ``table[h, q]``."""
 
     def __init__(self, tracer: Tracer, tensor: Tensor, entries: list[str | None]) -> None:
@@ -280,16 +284,6 @@ class PartialRead:
         if name[:2] == "__":
             raise AttributeError(name)
         self.refuse_use()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        tracer = find_tracer(args)
-        if tracer is None:
-            tracer = find_tracer(tuple((kwargs or {}).values()))
-        assert tracer is not None
-        return dispatch(tracer, func, args, kwargs or {})
 
 
 def _refuse_use(self: PartialRead, *operands: Any) -> NoReturn:

@@ -13,12 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
-from anyflex.mod_graph.calling import call_mod, functorch_level
+from anyflex.mod_graph.calling import call_mod, codes_of, functorch_level
 from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.dynamo_symbols import mend_symbols
+from anyflex.mod_graph.in_place import SetWatch
 from anyflex.mod_graph.operations import DTYPE_NAMES
-from anyflex.mod_graph.refusal import PLAIN_REFUSED, refuse
+from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place, refuse
 from anyflex.mod_graph.spellings import SPELLINGS
 from anyflex.mod_graph.symbol import (
     PartialRead,
@@ -80,9 +81,14 @@ class TraceMode(TorchFunctionMode):
     ) -> Any:
         if kwargs is None:
             kwargs = {}
-        if find_tracer(args) is not None or find_tracer(tuple(kwargs.values())) is not None:
-            return dispatch(self.tracer, func, args, kwargs)
-        return on_plain_tensors(self.tracer, func, args, kwargs)
+        try:
+            if find_tracer(args) is not None or find_tracer(tuple(kwargs.values())) is not None:
+                return dispatch(self.tracer, func, args, kwargs)
+            return on_plain_tensors(self.tracer, func, args, kwargs)
+        except ModTraceError as error:
+            # torch takes a TypeError of `table += 1` for "not my operand", and goes on.
+            self.tracer.refused = error
+            raise
 
 
 def on_plain_tensors(
@@ -96,11 +102,15 @@ def on_plain_tensors(
             return made
     refuse_out(kwargs)
     refused = PLAIN_REFUSED.get(func)
+    if refused is None:
+        refused = change_in_place(func)
     if refused is not None:
         on = ""
         if args and isinstance(args[0], Tensor):
             on = f", on {tracer.describe(args[0])}"
         refuse(refused[0] + on, refused[1], refused[2])
+    if kwargs.get("inplace"):
+        refuse("a change in place in a mod: inplace=True", "inplace", "Leave `inplace` out.")
     tracer.refuse_transform()
     spelling = SPELLINGS.get(func)
     if spelling is not None:
@@ -147,8 +157,10 @@ def trace_mod(
         with TraceMode(tracer):
             result = function(*symbols)
     else:
-        with TraceMode(tracer):
+        with SetWatch(), TraceMode(tracer):
             result = call_mod(function, symbols)
+    if tracer.refused is not None:
+        raise tracer.refused
     if kind == "score":
         output = _score_result(tracer, result, symbols[0].kind)
     else:
@@ -294,9 +306,10 @@ def captured_name(function: Any, tensor: Tensor) -> str:
     if not isinstance(function, types.FunctionType):
         return ""
     code = function.__code__
-    for name in code.co_names:
-        if function.__globals__.get(name) is tensor:
-            return name
+    for part in codes_of(code):
+        for name in part.co_names:
+            if function.__globals__.get(name) is tensor:
+                return name
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             if cell.cell_contents is tensor:

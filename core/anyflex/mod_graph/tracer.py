@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.errors import ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.refusal import refuse
@@ -36,6 +37,8 @@ class Tracer:
         self.floats: list[float] = []
         # A mod that asks for a captured tensor's shape or type depends on more than its values.
         self.read_facts = False
+        # The last refusal, which the mod, or torch, may have caught.
+        self.refused: ModTraceError | None = None
         # Names a captured tensor for an error message; Dynamo can't look into frames for it.
         self.name_of: Callable[[Tensor], str] | None = None
         # How deep functorch's transforms are nested, where that can be asked.

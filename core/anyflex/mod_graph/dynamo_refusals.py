@@ -1,0 +1,162 @@
+"""Misuses of a mod that torch.compile would answer by itself, without asking the symbol.
+
+Dynamo (2.13) has no way for an object to take part in ``range(q_idx)``, ``min(score, 1)`` or
+``math.tanh(score)``: it refuses them in its own words. ``torch.rand_like`` it keeps from
+``__torch_function__``, ``table.data = x`` it compiles without a word, and ``1 in [q_idx]`` is
+False. Its tables get entries in front: where a symbol takes part, or, for what is done to tensors,
+where a mod is under trace, the refusal is the one of an eager call; anything else is left to what
+was there before. Where a torch has no such table, its own refusal stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.failing import fail_while_compiling
+from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place
+
+__all__ = ["mend_refusals", "wrap"]
+
+_BUILTINS = {
+    # of Dynamo's class of builtins -> what CPython asks an operand for
+    "call_range": "__index__",
+    "call_bin": "__index__",
+    "call_oct": "__index__",
+    "call_hex": "__index__",
+    "call_chr": "__index__",
+    "call_min": "__bool__",
+    "call_max": "__bool__",
+    "_call_min_max_binary": "__bool__",  # of min and max of a list
+}
+_ROUNDINGS = {math.floor: "__floor__", math.ceil: "__ceil__", math.trunc: "__trunc__"}
+
+Handler = Callable[..., Any]
+
+
+def mend_refusals() -> None:
+    """Add the entries; called once a process, by Dynamo while it traces."""
+    try:
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        from torch._dynamo.variables.torch import (
+            TorchInGraphFunctionVariable,
+            get_overridable_functions,
+        )
+
+        for name, asked in _BUILTINS.items():
+            _set(BuiltinVariable, name, _asking(getattr(BuiltinVariable, name, None), asked))
+        BuiltinVariable.call_function_handler_cache.clear()
+        handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
+        for function in vars(math).values():
+            if callable(function):
+                asked = _ROUNDINGS.get(function, "__float__")
+                handlers[function] = _asking(handlers.get(function), asked)
+        overridable = get_overridable_functions()
+        for function in (*PLAIN_REFUSED, *filter(_changes, vars(torch).values())):
+            if function not in overridable and function not in handlers:
+                handlers[function] = _left_to_mode
+    except (ImportError, AttributeError):
+        pass  # Dynamo says no by itself
+    wrap("lists", "BaseListVariable", "sq_contains", lambda call: _asking(call, "__bool__"))
+    wrap("builtin", "SetAttrBuiltinVariable", "_call_setattr", _watching_attributes)
+    wrap("misc", "DelayGraphBreakVariable", "call_function", _watching_calls)
+
+
+def _changes(value: Any) -> bool:
+    return isinstance(value, types.BuiltinFunctionType) and change_in_place(value) is not None
+
+
+def _set(owner: type, name: str, handler: Handler) -> None:
+    setattr(owner, name, handler)
+
+
+def wrap(module: str, owner: str, name: str, wrapper: Callable[[Handler], Handler]) -> None:
+    """Put a wrapper around a method of a class of Dynamo, if there is such a one."""
+    import importlib
+
+    try:
+        found = getattr(importlib.import_module(f"torch._dynamo.variables.{module}"), owner)
+        setattr(found, name, wrapper(getattr(found, name)))
+    except (ImportError, AttributeError):
+        return  # another torch, which does what it did
+
+
+def _asking(otherwise: Handler | None, asked: str) -> Handler:
+    """Ask the first symbol among operands, or a list's items, for what CPython would ask it."""
+
+    def call(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        for operand in (*getattr(self, "items", ()), *args, *kwargs.values()):
+            if _is_symbol(operand):
+                return operand.call_method(tx, asked, [], {})
+        return None if otherwise is None else otherwise(self, tx, *args, **kwargs)
+
+    return call if otherwise is None else functools.wraps(otherwise)(call)
+
+
+def _is_symbol(variable: Any) -> bool:
+    # Symbols are made in the trace, so they are never lazy; what is lazy must stay so.
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    from anyflex.mod_graph.symbol import PartialRead, Symbol
+
+    if type(variable) is not UserDefinedObjectVariable:
+        return False
+    return variable.value_type in (Symbol, PartialRead)
+
+
+def _in_mod(tx: Any) -> bool:
+    """Whether a mod is under trace."""
+    from torch._dynamo.variables.torch_function import TorchFunctionModeVariable
+
+    from anyflex.mod_graph.trace import TraceMode
+
+    for mode in tx.symbolic_torch_function_state.mode_stack:
+        if type(mode) is TorchFunctionModeVariable and mode.python_type() is TraceMode:
+            return True
+    return False
+
+
+def _left_to_mode(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._dynamo.variables.torch_function import dispatch_torch_function
+
+    return dispatch_torch_function(tx, self, args, kwargs) if _in_mod(tx) else None
+
+
+def _watching_attributes(otherwise: Handler) -> Handler:
+    """Of ``setattr``: refuse one of a tensor's own attributes."""
+
+    @functools.wraps(otherwise)
+    def call(self: Any, tx: Any, changed: Any, name: Any, value: Any) -> Any:
+        if _in_mod(tx) and changed.is_tensor() and name.is_python_constant():
+            setter = getattr(getattr(Tensor, name.as_python_constant(), None), "__set__", None)
+            if setter is not None:
+                _refuse_change(setter)
+        return otherwise(self, tx, changed, name, value)
+
+    return call
+
+
+def _watching_calls(otherwise: Handler) -> Handler:
+    """Of methods that Dynamo (2.13) knows to be refused when called, as ``table.resize_``."""
+
+    @functools.wraps(otherwise)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        method = getattr(Tensor, getattr(self.source, "member", ""), None)
+        if method is not None and _in_mod(tx):
+            _refuse_change(method)
+        return otherwise(self, tx, args, kwargs)
+
+    return call
+
+
+def _refuse_change(function: Any) -> None:
+    refused = change_in_place(function)
+    if refused is not None:
+        problem, operation, hint = refused
+        fail_while_compiling("ModTraceError", problem, {"operation": operation, "hint": hint})
