@@ -17,7 +17,13 @@ from torch import Tensor
 from anyflex.intervals.ends import Verdict, lesser
 from anyflex.intervals.flags import Flag, both
 from anyflex.intervals.loads import bounded_range, fixed_row
-from anyflex.intervals.tables import RowTable, SegmentTable, SortedTable, is_sorted, segments
+from anyflex.intervals.tables import (
+    RowTable,
+    SegmentTable,
+    SortedTable,
+    is_ascending,
+    segment_heads,
+)
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
 
@@ -34,45 +40,64 @@ _SET_WORDS = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two reads: its node, and the table and labels [R, N] of its captured tensor."""
+    """One of the two reads: its node, the table of its labels, and its captured tensor [R, N].
+
+    Where labels are the values themselves, `segments` is None.
+    """
 
     node: Node
     table: RowTable
+    rows: Tensor
+    segments: _Segments | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Where the runs of equal values of rows [R, N] begin, and the label of each."""
+
+    heads: Tensor
     labels: Tensor
+
+    def spread(self, shape: torch.Size) -> Tensor:
+        """Return the label of each element, int32."""
+        ends = torch.cat([self.heads[1:], self.heads.new_tensor([shape.numel()])])
+        return self.labels.repeat_interleave(ends - self.heads).view(shape)
 
 
 class ReadEquality:
     """``captured[..., i] == captured[..., j]`` with i moving along q and j along kv."""
 
     def __init__(self, analysis: Analysis, q_node: Node, kv_node: Node) -> None:
-        q_rows, kv_rows = (_rows(analysis, node) for node in (q_node, kv_node))
-        same = q_node.attribute == kv_node.attribute
-        if is_sorted(q_rows) and (same or is_sorted(kv_rows)):
-            tables: list[RowTable] = [SortedTable(q_rows)]
-            tables.append(tables[0] if same else SortedTable(kv_rows))
-            labels, self._count = [q_rows, kv_rows], None
+        nodes = (q_node, kv_node)
+        rows = [_rows(analysis, node) for node in nodes]
+        if q_node.attribute == kv_node.attribute:
+            rows[1] = rows[0]
+        self._count: int | None = None
+        """How many labels there are; None where they ascend, so that sets would tell no more."""
+        tables: list[RowTable]
+        segments: list[_Segments | None] = [None, None]
+        if all(is_ascending(values) for values in rows):
+            tables = [SortedTable(values) for values in rows]
         else:
-            together = (
-                q_node.arguments[:-1] == kv_node.arguments[:-1]
-                and q_rows.shape[0] == kv_rows.shape[0]
+            by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
+                rows[0].shape[0] == rows[1].shape[0] > 1
             )
-            tables, labels, self._count = _relabelled(
-                [q_rows] if same else [q_rows, kv_rows], by_row=together
-            )
-        self._q, self._kv = (
-            _Side(node, table, label)
-            for node, table, label in zip((q_node, kv_node), tables, labels, strict=True)
-        )
+            found, count = _relabelled(rows, by_row=by_row)
+            cut = [
+                SegmentTable(one.heads, one.labels, values.shape[1])
+                for one, values in zip(found, rows, strict=True)
+            ]
+            tables, segments = [*cut], [*found]
+            self._count = None if all(table.ascending for table in cut) else count
+        self._q, self._kv = map(_Side, nodes, tables, rows, segments)
         self._domain = analysis.domain
         self._sets: tuple[_BlockSets, _BlockSets] | None = None
-        forms = [analysis.forms[node.arguments[-1]] for node in (q_node, kv_node)]
-        plain = [
-            form.is_atom(position) if form else False
-            for form, position in zip(
-                forms, (analysis.input("q_idx"), analysis.input("kv_idx")), strict=True
-            )
-        ]
-        self._by_position = all(plain)
+        inputs = (analysis.input("q_idx"), analysis.input("kv_idx"))
+        forms = [analysis.forms[node.arguments[-1]] for node in nodes]
+        self._by_position = all(
+            form is not None and form.is_atom(position)
+            for form, position in zip(forms, inputs, strict=True)
+        )
 
     def verdict(self, evaluation: Evaluation) -> Verdict | None:
         """Return what is known of the equality; None where an index may leave its tensor."""
@@ -81,7 +106,7 @@ class ReadEquality:
             index = evaluation.range(side.node.arguments[-1])
             if index is None:
                 return None
-            low, high, _, kept = bounded_range(index, side.labels.shape[1])
+            low, high, _, kept = bounded_range(index, side.rows.shape[1])
             row, inside = fixed_row(evaluation, side.node, (len(side.node.arguments) - 1,))
             if kept is not True or inside is not True:
                 return None
@@ -118,10 +143,13 @@ class ReadEquality:
             return true, false, mixed
         if self._sets is None:
             assert self._count is not None
+            assert self._q.segments is not None and self._kv.segments is not None
+            q_labels = self._q.segments.spread(self._q.rows.shape)
+            kv_labels = self._kv.segments.spread(self._kv.rows.shape)
             # A ragged block owns only the labels inside the lengths.
             self._sets = (
-                _BlockSets(self._q.labels[:, :q_length], q_block, self._count),
-                _BlockSets(self._kv.labels[:, :kv_length], kv_block, self._count),
+                _BlockSets(q_labels[:, :q_length], q_block, self._count),
+                _BlockSets(kv_labels[:, :kv_length], kv_block, self._count),
             )
         q_sets, kv_sets = self._sets
         q_place = q_sets.place(_at(q_row, chosen), torch.as_tensor(cells.q_low)[chosen])
@@ -205,45 +233,33 @@ def _rows(analysis: Analysis, node: Node) -> Tensor:
     return captured.reshape(-1, captured.shape[-1])
 
 
-def _relabelled(
-    tables: list[Tensor], *, by_row: bool
-) -> tuple[list[RowTable], list[Tensor], int | None]:
-    """Relabel the values of one or two tables [R, N] in the order of their first appearance.
+def _relabelled(rows: list[Tensor], *, by_row: bool) -> tuple[list[_Segments], int]:
+    """Relabel the values of two tables [R, N] in the order of their first appearance.
 
     Args:
-        by_row: equal rows of the tables are compared only: labels may start anew in each.
+        rows: the second may be the first.
+        by_row: only equal rows are compared, so that they may have labels of their own.
 
     Returns:
-        For each side a table of labels and the labels int32 [R, N], and how many labels there
-        are, or None where they are sorted, so that sets would tell nothing more.
+        The segments of both and how many labels there are.
     """
-    cut = [segments(rows) for rows in tables]
-    heads = [
-        torch.stack([begin // rows.shape[1], rows.reshape(-1)[begin].to(torch.int64)], 1)
-        for rows, (_, begin) in zip(tables, cut, strict=True)
-    ]
-    joined = torch.cat(heads)
-    if by_row and tables[0].shape[0] > 1:
-        _, group = torch.unique(joined, dim=0, return_inverse=True)
+    distinct = rows[:1] if rows[0] is rows[1] else rows
+    heads = [segment_heads(values) for values in distinct]
+    values = torch.cat([v.reshape(-1)[h] for v, h in zip(distinct, heads, strict=True)])
+    if by_row:
+        row = torch.cat([h // v.shape[1] for v, h in zip(distinct, heads, strict=True)])
+        pairs = torch.stack([row, values.to(torch.int64)], 1)
+        _, group = torch.unique(pairs, dim=0, return_inverse=True)
     else:
-        _, group = torch.unique(joined[:, 1], return_inverse=True)
+        _, group = torch.unique(values, return_inverse=True)
     count = int(group.amax()) + 1
     appearance = torch.full((count,), group.numel(), dtype=torch.int64)
     appearance.scatter_reduce_(0, group, torch.arange(group.numel()), "amin")
     label = torch.empty(count, dtype=torch.int32)
     label[appearance.argsort()] = torch.arange(count, dtype=torch.int32)
-    of_heads = torch.split(label[group], [begin.numel() for _, begin in cut])
-    found: list[RowTable] = []
-    labels = []
-    for (segment, _), values in zip(cut, of_heads, strict=True):
-        labels.append(values[segment.to(torch.int64)])
-        found.append(
-            SortedTable(labels[-1]) if is_sorted(labels[-1]) else SegmentTable(segment, values)
-        )
-    sorted_ = all(isinstance(table, SortedTable) for table in found)
-    if len(found) == 1:
-        found, labels = found * 2, labels * 2
-    return found, labels, None if sorted_ else count
+    parts = torch.split(label[group], [h.numel() for h in heads])
+    found = [_Segments(h, part) for h, part in zip(heads, parts, strict=True)]
+    return (found if len(found) == 2 else found * 2), count
 
 
 def _at(row: Tensor | int, chosen: Tensor) -> Tensor | int:

@@ -20,13 +20,14 @@ __all__ = [
     "RowTable",
     "SegmentTable",
     "SortedTable",
-    "is_sorted",
+    "is_ascending",
     "row_table",
-    "segments",
+    "segment_heads",
 ]
 
 _CHUNK_BITS = 4
 _FEW_SEGMENTS = 1 << 13
+_GLANCE = 4096
 
 
 class RowTable(Protocol):
@@ -55,24 +56,32 @@ class SortedTable:
 
 
 class SegmentTable:
-    """Rows cut into segments of equal values.
+    """Rows [R, N] cut into segments of equal values.
 
     Args:
-        segment: int32 [R, N], the segment of each element, ascending; none crosses a row.
-        values: [segments].
+        heads: flat position of each segment's first element, int64 [segments], ascending; each
+            row begins one.
+        values: of the segments.
+        length: N.
+
+    Attributes:
+        ascending: no row decreases.
     """
 
-    def __init__(self, segment: Tensor, values: Tensor) -> None:
-        self._segment = segment.reshape(-1)
-        self._length = segment.shape[1]
+    def __init__(self, heads: Tensor, values: Tensor, length: int) -> None:
+        self._heads = heads
+        self._length = length
         self._values = values
+        same_row = heads[1:] % length != 0
+        self.ascending = not bool((same_row & ~(values[1:] >= values[:-1])).any())
+        if self.ascending:
+            return
         # Of many segments the ends round outwards to chunks, which costs a sixteenth.
         self._bits = 0 if values.numel() <= _FEW_SEGMENTS else _CHUNK_BITS
         low, high = _chunk_extremes(values, 1 << self._bits)
-        lows, highs, starts, start, width = [low], [high], [0], 0, 1
+        lows, highs, starts, width = [low], [high], [0], 1
         while 2 * width <= low.numel():
-            start += lows[-1].numel()
-            starts.append(start)
+            starts.append(starts[-1] + lows[-1].numel())
             lows.append(torch.minimum(lows[-1][:-width], lows[-1][width:]))
             highs.append(torch.maximum(highs[-1][:-width], highs[-1][width:]))
             width *= 2
@@ -82,8 +91,9 @@ class SegmentTable:
     def look_up(self, row: Tensor | int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Flag]:
         """See `RowTable`."""
         start = row * self._length
-        first = self._segment[start + low].to(torch.int64)
-        last = self._segment[start + high].to(torch.int64)
+        first, last = self._segment(start + low), self._segment(start + high)
+        if self.ascending:
+            return self._values[first], self._values[last], True
         left, right = first >> self._bits, last >> self._bits
         _, exponent = torch.frexp((right - left + 1).to(torch.float64))
         level = exponent.to(torch.int64) - 1
@@ -97,6 +107,9 @@ class SegmentTable:
         value = self._values[first]
         smallest = torch.where(single, value, smallest)
         return smallest, torch.where(single, value, largest), single
+
+    def _segment(self, position: Tensor) -> Tensor:
+        return torch.searchsorted(self._heads, position, right=True) - 1
 
 
 class GridTable:
@@ -145,29 +158,24 @@ class GridTable:
 
 def row_table(values: Tensor) -> RowTable:
     """Return a table of values [R, N], N not 0."""
-    if is_sorted(values):
+    if is_ascending(values):
         return SortedTable(values)
-    segment, heads = segments(values)
-    return SegmentTable(segment, values.reshape(-1)[heads])
+    heads = segment_heads(values)
+    return SegmentTable(heads, values.reshape(-1)[heads], values.shape[1])
 
 
-def is_sorted(values: Tensor) -> bool:
+def is_ascending(values: Tensor) -> bool:
     """Tell whether no row of [R, N] decreases; NaN counts as a decrease."""
-    return bool((values[:, 1:] >= values[:, :-1]).all())
+    # Rows that are not ascending mostly show it soon.
+    begin = values[:, :_GLANCE]
+    return all(bool((v[:, 1:] >= v[:, :-1]).all()) for v in (begin, values))
 
 
-def segments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Cut rows [R, N] into segments of equal values.
-
-    Returns:
-        The segment of each element, int32 [R, N], and the flat position of each segment's first
-        element, int64 [segments].
-    """
+def segment_heads(values: Tensor) -> Tensor:
+    """Return the flat positions in [R, N] where a row or a run of equal values begins, int64."""
     begins = torch.ones(values.shape, dtype=torch.bool)
     torch.ne(values[:, 1:], values[:, :-1], out=begins[:, 1:])
-    flat = begins.reshape(-1)
-    segment = flat.cumsum(0, dtype=torch.int32).sub_(1)
-    return segment.view(values.shape), flat.nonzero().squeeze(1)
+    return begins.reshape(-1).nonzero().squeeze(1)
 
 
 def _chunk_extremes(values: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
