@@ -255,6 +255,21 @@ for number, name, statement, expected in (
     refused(number, "in place", expected)(row)
 
 
+@refused(107, "in place", "add_", line=True, compiled=False)
+def captured_tensor_is_changed_after_what_no_graph_holds(attend: Attend) -> None:
+    table = torch.zeros(16)
+
+    def changes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        gamma = torch.lgamma(s.abs() + 1.0)
+        table.add_(1.0)
+        return gamma
+
+    try:
+        attend(*inputs(), changes)
+    finally:
+        assert not table.any()
+
+
 @refused(109, "table", "meta", "cpu", error=ArgumentError, compiled=False)
 def captured_tensor_is_on_another_device(attend: Attend) -> None:
     table = torch.zeros(16, device="meta")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ModIndexError
+from anyflex.mod_graph.refusal import change_in_place, refuse
 
 __all__ = ["apply_mask", "apply_score", "every_read", "read_tensors", "score_gradients"]
 
@@ -97,6 +98,9 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        refused = change_in_place(func)
+        if refused is not None and args and id(args[0]) not in self.made:
+            refuse(*refused)  # the trace ended before it came to this
         for value in _flat((*args, *kwargs.values())):
             if isinstance(value, Tensor) and id(value) not in self.made:
                 self.found.setdefault(id(value), value)
