@@ -13,18 +13,16 @@ from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.chunks import chunked_runs, element_boxes, live_elements
 from anyflex.block_mask.elements import Elements, TracedElements, elements_of
 from anyflex.block_mask.mask_function import MaskMod, captured_name, trace_mask_mod
-from anyflex.block_mask.open_blocks import Budget
+from anyflex.block_mask.open_blocks import DEFAULT_BUDGET, Budget
 from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.block_mask.run_checks import checked_block_size, checked_device, checked_length
 from anyflex.block_mask.runs import PARTIAL, RunList, block_count, pack
 from anyflex.errors import BlockMaskError, ModTraceError, PerformanceWarning
 from anyflex.intervals.analysis import Domain
 from anyflex.mod_graph.trace import TracedMod, mod_kind, trace_mod
+from anyflex.registry.isolation import user_stacklevel
 
 __all__ = ["create_block_mask", "create_mask"]
-
-_STACK_LEVEL = 4
-"""Frames from the warning up to the caller of create_block_mask."""
 
 
 def create_block_mask(
@@ -118,7 +116,7 @@ def _create(
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
     batch = batch if "b" in elements.depends else 1
     heads = heads if "h" in elements.depends else 1
-    budget = Budget(None) if exact else Budget()
+    budget = Budget(None if exact else DEFAULT_BUDGET)
     runs = _decided_runs(elements, Domain(batch, heads, lengths, block_size), budget)
     rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
     if not separate_full_blocks:
@@ -147,7 +145,7 @@ def _decided_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList
             f"is {undecided}. Pass exact=True to look at all elements, or build the mask from "
             "runs.",
             PerformanceWarning,
-            stacklevel=_STACK_LEVEL,
+            stacklevel=user_stacklevel(),
         )
     return runs
 

@@ -31,7 +31,7 @@ class Budget:
         exceeded: there were more.
     """
 
-    def __init__(self, elements: int | None = DEFAULT_BUDGET) -> None:
+    def __init__(self, elements: int | None) -> None:
         self._limit = elements
         self.spent = 0
         self.exceeded = False

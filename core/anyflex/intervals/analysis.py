@@ -20,7 +20,7 @@ from anyflex.intervals.cells import Cells
 from anyflex.intervals.ends import End, Range, Verdict
 from anyflex.intervals.equality import ReadEquality, read_equality
 from anyflex.intervals.flags import Flag, both, either, inverse
-from anyflex.intervals.floats import FLOAT_RULES
+from anyflex.intervals.floats import APPROXIMATE, FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.loads import CapturedTables, load_range, load_verdict
 from anyflex.intervals.verdicts import BOOL_RULES
@@ -67,6 +67,11 @@ class Analysis:
         for node in self.nodes:
             here = {str(node.attribute)} & {"q_idx", "kv_idx"} if node.operation == "input" else ()
             self.moving.append(frozenset(here).union(*(self.moving[a] for a in node.arguments)))
+        self._approximate: list[bool] = []
+        """Whether the last bits of a node's value may depend on how many are computed."""
+        for node in self.nodes:
+            operands = any(self._approximate[a] for a in node.arguments)
+            self._approximate.append(operands or node.operation in APPROXIMATE)
         self.forms: list[AffineForm | None] = [None] * len(self.nodes)
         self._ranges: list[Range | None] = [None] * len(self.nodes)
         self._differences: dict[tuple[int, int], AffineForm] = {}
@@ -130,6 +135,10 @@ class Analysis:
         if form is None:
             form = self._differences[left, right] = x.plus(y, -1)
         return form
+
+    def is_fixed(self, position: int) -> bool:
+        """Tell whether a node has one exact value a cell, whatever q_idx and kv_idx are."""
+        return not self.moving[position] and not self._approximate[position]
 
     def fixed(self, position: int, b: End, h: End) -> tuple[Tensor, Flag]:
         """Return the exact value of a node that doesn't depend on q_idx and kv_idx, and where its
@@ -277,7 +286,7 @@ class Evaluation:
             return None
         if node.operation == "input":
             return self._input(str(node.attribute))
-        if not self.static and not self.moving(position):
+        if not self.static and self.analysis.is_fixed(position):
             value = self.fixed(position)
             if is_float:
                 return Range(value, value)
@@ -333,7 +342,7 @@ class Evaluation:
         node = self.nodes[position]
         if node.operation == "const":
             return Verdict(bool(node.attribute), not node.attribute)
-        if not self.static and not self.moving(position):
+        if not self.static and self.analysis.is_fixed(position):
             value = self.fixed(position)
             return Verdict(value, ~value)
         if node.operation == "load":

@@ -18,17 +18,21 @@ from torch import Tensor
 from anyflex.intervals.ends import Range
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.operations import FUNCTIONS
 
 if TYPE_CHECKING:
     from anyflex.intervals.analysis import Evaluation
 
-__all__ = ["FLOAT_RULES", "spoilt_where"]
+__all__ = ["APPROXIMATE", "FLOAT_RULES", "spoilt_where"]
 
 Rule = Callable[["Evaluation", Node], Range | None]
 Ends = tuple[Tensor, Tensor]
 
 _WIDENING = 8
 """Units in the last place by which torch's vector functions may stray from a monotone curve."""
+
+APPROXIMATE = frozenset((*FUNCTIONS, "pow", "atan2")) - {"sqrt"}
+"""Operations whose last bits torch may compute one way for one value and another for many."""
 
 _MONOTONE = "exp exp2 expm1 log log2 log10 log1p sinh asinh atan tanh sigmoid erf atanh"
 _EXACT_MONOTONE = "floor ceil round trunc sign sqrt"

@@ -1,0 +1,1 @@
+"""The abstract evaluation of mask graphs, against all elements of a cell."""
