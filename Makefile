@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -22,6 +22,7 @@ help:
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan and a call's front end cost; fails above a limit"
+	@echo "make soak         2,000 random mods against autograd (the tests run 200)"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -34,6 +35,11 @@ test:
 test-random:
 	$(READY) test
 	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests/random_configurations $(ARGS)
+
+# Other long random runs join this one: each reads its own variable.
+soak:
+	$(READY) test
+	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 
 demo:
 	$(READY) demo

@@ -125,5 +125,5 @@ PURE = {
     84: ("torch.polygamma(1, s)", "polygamma"),
     85: ("torch.gcd(q, k)", "gcd"),
 }
-"""Number -> (spelling, operation) of what torch can vmap and a graph can't hold: the reference runs
-it, with a warning that names the operation."""
+"""Number -> (spelling, operation) of what torch can vmap and a graph can't hold: the reference
+runs it, with a warning that names the operation."""

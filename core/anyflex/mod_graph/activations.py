@@ -150,14 +150,18 @@ def hardsigmoid(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
 
 def hardswish(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
     x = _float(t, x)
-    middle = x * (x + _const(t, x, 3.0)) / _const(t, x, 6.0)
-    # Not a constant: torch multiplies, so that -inf gives NaN.
-    return _below(t, x, -3.0, x * _const(t, x, 0.0), _above(t, x, 3.0, x, middle))
+    three, zero = _const(t, x, 3.0), _const(t, x, 0.0)
+    below = x < three
+    inside = t.where(below, x, zero)
+    middle = inside * (inside + three) / _const(t, x, 6.0)
+    # Not the constant 0: torch multiplies, so that -inf gives NaN.
+    return _below(t, x, -3.0, t.unary("detach", x) * zero, t.where(below, middle, x))
 
 
 def softshrink(t: Tracer, x: Any, lambd: float = 0.5) -> Symbol:
     x = _float(t, x)
-    inside = t.where(x < -_as(t, x, lambd), x + lambd, x * _const(t, x, 0.0))
+    nothing = t.unary("detach", x) * _const(t, x, 0.0)  # NaN stays NaN
+    inside = t.where(x < -_as(t, x, lambd), x + lambd, nothing)
     return t.where(x > lambd, x - lambd, inside)
 
 
@@ -280,6 +284,8 @@ def x_log_y(t: Tracer, x: Any, y: Any) -> Symbol:
     nothing = x == zero
     outside = t.binary("or", y <= zero, y == _const(t, x, math.inf), "bool")
     product = x * t.floating("log", t.where(t.binary("and", nothing, outside, "bool"), one, y))
+    # 0 times a negative logarithm is -0.0, torch's 0 is positive.
+    product = t.where(nothing, product + zero, product)
     # At 0, 0 the value is 0 and the second operand's slope NaN: 0 times that of a root.
     origin = t.binary("and", nothing, y == zero, "bool")
     return t.where(origin, x * t.floating("sqrt", t.where(origin, y, one)), product)
@@ -289,15 +295,14 @@ def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
     x, y = _float(t, x), _float(t, y)
     kind = t.common_kind(x, y)
     x, y = t.unary("abs", t.as_kind(x, kind)), t.unary("abs", t.as_kind(y, kind))
+    zero, one, infinite = (_const(t, x, value) for value in (0.0, 1.0, math.inf))
+    # An infinite side wins over a NaN, and its own slopes would be NaN.
+    either = t.binary("or", x == infinite, y == infinite, "bool")
+    x, y = t.where(either, zero, x), t.where(either, zero, y)
     high = t.where(x >= y, x, y)
     low = t.where(x >= y, y, x)
-    zero, one = _const(t, high, 0.0), _const(t, high, 1.0)
     ratio = low / t.where(high == zero, one, high)
-    length = high * t.floating("sqrt", one + ratio * ratio)
-    infinite = _const(t, high, math.inf)
-    # An infinite side wins over a NaN.
-    either = t.binary("or", x == infinite, y == infinite, "bool")
-    return t.where(either, infinite, length)
+    return t.where(either, infinite, high * t.floating("sqrt", one + ratio * ratio))
 
 
 def ldexp(t: Tracer, x: Any, y: Any) -> Symbol:

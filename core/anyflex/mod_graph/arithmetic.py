@@ -253,20 +253,25 @@ def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
         refuse("torch.clamp without bounds", "torch.clamp", "Give min, max or both.")
     x = t.symbol(x)
     kind = x.kind
-    bounds = [("maximum", "lt", min), ("minimum", "gt", max)]
-    for _, _, bound in bounds:
+    bounds = [("maximum", "ge", "lt", min), ("minimum", "le", "gt", max)]
+    for *_, bound in bounds:
         if bound is not None:
             kind = t.common_kind(t.add("const", kind, "-", "0"), t.operand(bound))
-    for operation, outside, bound in bounds:
+    for operation, inside, outside, bound in bounds:
         if bound is None:
             continue
         bound = t.operand(bound)
-        if isinstance(bound, Symbol):
-            # At a bound the whole gradient is x's, as torch has it; maximum would halve it.
-            x, bound = t.as_kind(x, kind), t.as_kind(bound, kind)
-            x = t.where(t.binary(outside, x, bound, kind, "bool"), bound, x, kind)
-        else:
+        if not isinstance(bound, Symbol):
             x = t.binary(operation, x, bound, kind)
+            continue
+        # At a bound the whole gradient is x's, as torch has it; maximum would halve it. A NaN
+        # gets none, and comes from either.
+        x, bound = t.as_kind(x, kind), t.as_kind(bound, kind)
+        beyond = bound
+        if CATEGORY[kind] == FLOAT:
+            neither = t.unary("detach", t.binary("add", x, bound, kind))
+            beyond = t.where(t.binary(outside, x, bound, kind, "bool"), bound, neither, kind)
+        x = t.where(t.binary(inside, x, bound, kind, "bool"), x, beyond, kind)
     return x
 
 

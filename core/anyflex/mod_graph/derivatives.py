@@ -64,6 +64,13 @@ class Formulas:
     def dropped(self, condition: int, grad: int) -> int:
         return self.select(condition, self.const(0.0, grad), grad)
 
+    def is_number(self, position: int) -> bool:
+        """Is it a Python number, converted or not?"""
+        node = self.node(position)
+        while node.operation == "cast":
+            node = self.node(node.arguments[0])
+        return node.operation in ("const", "number")
+
     def wanted(self, position: int, which: int) -> bool:
         return self.node(position).arguments[which] in self.active
 
@@ -110,15 +117,16 @@ def _extremum(loses: str, holds: str) -> Formula:
 
     def formula(f: Formulas, position: int, grad: int) -> Gradients:
         x, y = f.node(position).arguments
-        both = f.wanted(position, 0) and f.wanted(position, 1)
-        if not both:
-            # Against what has no gradient it is a clamp: at the bound the whole gradient passes,
-            # and none at NaN.
-            if f.wanted(position, 0):
-                return f.kept(f.test(holds, x, y), grad), None
+        # Against a number it is a clamp: at the bound the whole gradient passes, none at NaN.
+        if f.is_number(y):
+            return f.kept(f.test(holds, x, y), grad), None
+        if f.is_number(x):
             return None, f.kept(f.test(holds, y, x), grad)
         halved = f.select(f.test("eq", x, y), f.times(grad, 0.5), grad)
-        return f.dropped(f.test(loses, x, y), halved), f.dropped(f.test(loses, y, x), halved)
+        return (
+            f.dropped(f.test(loses, x, y), halved) if f.wanted(position, 0) else None,
+            f.dropped(f.test(loses, y, x), halved) if f.wanted(position, 1) else None,
+        )
 
     return formula
 
