@@ -47,8 +47,9 @@ torch.square(torch.sin(x)) | x.clamp(-1.2, 0.9) | torch.clamp(x, min=0.2)
 torch.clamp_max(x, 0.4) | F.hardtanh(x) | 1.0 - x | F.relu6(x) | F.hardswish(x)
 F.softshrink(x, 0.3) | F.threshold(x, 0.1, 0.0) | torch.frac(x) | torch.floor(x) * 0.25
 torch.round(x, decimals=1) | x.ceil() + x | torch.trunc(x) - x | x.sign() + x
-torch.special.ndtr(x) | torch.special.entr(x.abs() + 0.1) | torch.logit(torch.sigmoid(x)) | x * x
-torch.reciprocal(x * x + 0.7) | torch.nan_to_num(x, 0.0) | x.detach() * x | 2.0 ** torch.tanh(x)
+torch.special.ndtr(x) | torch.special.entr(x.abs() + 0.1) | x * x
+torch.logit(torch.sigmoid(x) * 0.9 + 0.04) | torch.reciprocal(x * x + 0.7)
+torch.nan_to_num(x, 0.0) | x.detach() * x | 2.0 ** torch.tanh(x)
 (x + 0.3).float().double() | torch.rad2deg(x) * 0.01 | x % 0.75 | torch.fmod(x, 0.6)
 x ** 3 * 0.1
 """
