@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES, OPERATIONS
+from anyflex.mod_graph.printing import printed
 
 __all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "parse_graph"]
 
@@ -43,7 +44,8 @@ class Node:
 class ModGraph:
     """A traced mod: nodes in evaluation order and the position of the result.
 
-    Two graphs are equal when their texts are.
+    Two graphs are equal when their texts are. Printed, a graph is what
+    `anyflex.mod_graph.printing` makes of it.
     """
 
     nodes: tuple[Node, ...]
@@ -62,8 +64,7 @@ class ModGraph:
         return hash(self.text)
 
     def __str__(self) -> str:
-        lines = [f"%{i} = {node}" for i, node in enumerate(self.nodes)]
-        return "\n".join([*lines, f"return %{self.output}"])
+        return printed(self.nodes, self.output)
 
     @property
     def dtype(self) -> torch.dtype:
