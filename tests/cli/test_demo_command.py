@@ -90,6 +90,18 @@ def test_a_backend_with_wrong_gradients_is_found(command: RunCommand) -> None:
     assert "FAIL" in result.out
 
 
+def test_pictures_of_the_mask_and_the_loss_are_written(
+    command: RunCommand, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra demo is not installed")
+    facts = json.loads(command(*SHORT, "--json", "--plots", str(tmp_path / "new")).out)
+    assert facts["pictures"] == [
+        str(tmp_path / "new" / name) for name in ("block_mask.png", "loss.png")
+    ]
+    for path in facts["pictures"]:
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
+
+
 def test_pictures_need_matplotlib(
     command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from anyflex import masks, mods
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.registry import register
 from tests.cli.backends import ForwardOnly, Right
@@ -24,17 +25,75 @@ def test_a_call_from_names_shows_backend_variant_and_trace(command: RunCommand) 
     assert "bfloat16" in result.out
 
 
-@pytest.mark.parametrize("mask", ["none", "causal", "window:16", "document"])
-@pytest.mark.parametrize("mod", ["none", "alibi", "softcap:30"])
-def test_every_name_makes_its_graph(command: RunCommand, mask: str, mod: str) -> None:
-    result = command(*SMALL, "--mask", mask, "--mod", mod, "--backward", "--json")
+MASK_ARGUMENTS = {
+    "block_causal": ":16",
+    "block_diffusion": ":100,16",
+    "causal": "",
+    "causal_bottom_right": "",
+    "causal_window": ":16",
+    "chunked": ":64",
+    "dilated": ":3,window=5,causal=False",
+    "document": f":{[i // 60 for i in range(200)]}",
+    "document_offsets": ":[0,60,200]",
+    "global_and_window": ":4,left=16",
+    "neighbourhood": ":(10,20),3",
+    "padding": ":[150]",
+    "prefix_lm": ":20",
+    "shared_prefix": f":{[-1] * 20 + [i // 60 for i in range(180)]}",
+    "sinks_and_window": ":4,16",
+    "sliding_window": ":None,8",
+    "tree": f":{[(i - 1) // 2 for i in range(200)]}",
+}
+MOD_ARGUMENTS = {
+    "alibi": "",
+    "dense_bias": f":{[[0.5] * 200] * 200}",
+    "relative_bias": f":{[[0.1] * 4] * 3}",
+    "softcap": ":30,approximate=True",
+    "t5_bias": f":{[[0.1] * 4] * 32},128,False",
+    "table_bias": f":{[[0.1] * 4] * 2},{[[1] * 200] * 200}",
+}
+
+
+def _spec(out: str) -> dict[str, str]:
+    return dict(part.split("=", 1) for part in json.loads(out)["spec"].split("|"))
+
+
+@pytest.mark.parametrize("name", masks.__all__)
+def test_every_ready_made_mask_has_its_name(command: RunCommand, name: str) -> None:
+    result = command(*SMALL, "--mask", name + MASK_ARGUMENTS[name], "--backward", "--json")
     assert result.code == ExitCode.OK, result.err
-    facts = json.loads(result.out)
-    spec = dict(part.split("=", 1) for part in facts["spec"].split("|"))
-    assert (spec["mask_graph"] == "None") == (mask == "none")
-    assert (spec["score_graph"] == "None") == (mod == "none")
+    spec = _spec(result.out)
+    assert spec["mask_graph"].startswith("g:") and spec["score_graph"] == "None"
     assert spec["gradients"] != "()"
-    assert [line["backend"] for line in facts["trace"]][-1] == "reference"
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*mods.__all__} - {"alibi_slopes", "t5_buckets", "compose"})
+)
+def test_every_ready_made_mod_has_its_name(command: RunCommand, name: str) -> None:
+    result = command(*SMALL, "--mod", name + MOD_ARGUMENTS[name], "--json")
+    assert result.code == ExitCode.OK, result.err
+    spec = _spec(result.out)
+    assert spec["score_graph"].startswith("g:") and spec["mask_graph"] == "None"
+
+
+def test_names_that_are_repeated_are_combined(command: RunCommand) -> None:
+    def graph(field: str, *arguments: str) -> str:
+        return _spec(command(*SMALL, *arguments, "--json").out)[field]
+
+    causal, documents = ("--mask", "causal"), ("--mask", "document_offsets:[0,60,200]")
+    assert (
+        len({graph("mask_graph", *line) for line in (causal, documents, causal + documents)}) == 3
+    )
+    alibi, cap = ("--mod", "alibi"), ("--mod", "softcap:30")
+    orders = (alibi, cap, alibi + cap, cap + alibi)
+    assert len({graph("score_graph", *line) for line in orders}) == 4
+
+
+def test_a_mask_of_several_batch_entries_and_heads(command: RunCommand) -> None:
+    shapes = ("explain", "--q", "2x4x1x16", "--kv", "2x4x300x16", "--mask", "causal:[12,200]")
+    result = command(*shapes, "--mask", "causal_window:[16,32,64,128],offset=250")
+    assert result.code == ExitCode.OK, result.err
 
 
 def test_unused_options_are_listed_and_not_warned_of(
@@ -65,11 +124,21 @@ def test_a_forced_backend_that_refuses_is_not_run(command: RunCommand) -> None:
     [
         (("explain",), "give FILE.py::function or --q"),
         (("explain", "--q", "1x4x200"), "must be four numbers"),
-        ((*SMALL, "--mask", "diagonal"), "there is no 'diagonal'"),
-        ((*SMALL, "--mask", "window"), "window needs a positive number"),
-        ((*SMALL, "--mask", "window:2.5"), "SIZE must be a whole number"),
-        ((*SMALL, "--mask", "causal:2"), "causal takes no number"),
-        ((*SMALL, "--mod", "softcap:-1"), "softcap needs a positive number"),
+        ((*SMALL, "--mask", "diagonal"), "no 'diagonal' in anyflex.masks; known: block_causal,"),
+        ((*SMALL, "--mod", "compose"), "no 'compose' in anyflex.mods; known: alibi,"),
+        (
+            (*SMALL, "--mask", "causal_window"),
+            "causal_window(size, offset=0): missing a required argument: 'size'",
+        ),
+        ((*SMALL, "--mask", "causal:1,2"), "causal(offset=0): too many positional arguments"),
+        ((*SMALL, "--mask", "causal:x=2"), "causal(offset=0): got an unexpected keyword"),
+        ((*SMALL, "--mask", "causal:len"), "takes numbers as Python writes them, and lists"),
+        ((*SMALL, "--mask", "causal:1)+(2"), "takes numbers as Python writes them, and lists"),
+        ((*SMALL, "--mask", "causal:,"), "takes numbers as Python writes them, and lists"),
+        ((*SMALL, "--mask", "causal:['a']"), "takes numbers as Python writes them, and lists"),
+        ((*SMALL, "--mask", "causal_window:2.5"), "causal_window: size must be an int"),
+        ((*SMALL, "--mask", "document:[0,1]"), "outside"),
+        ((*SMALL, "--mod", "softcap:-1"), "softcap: cap must be positive"),
         ((*SMALL, "--option", "BLOCK_M"), "must be KEY=VALUE"),
         ((*SMALL, "--option", "BLOK_M=64"), "BLOCK_M"),
         ((*SMALL, "--kv", "1x3x200x16"), "multiple"),

@@ -9,7 +9,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
-from anyflex.cli.named_mods import MASKS, MODS, mask_named, mod_named
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +52,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--dtype", choices=(*_DTYPES, *_DTYPES.values()))
     parser.add_argument("--device", help="default: cpu")
-    parser.add_argument("--mask", metavar="NAME", help=f"{MASKS} (default: none)")
-    parser.add_argument("--mod", metavar="NAME", help=f"{MODS} (default: none)")
+    parser.add_argument(
+        "--mask",
+        action="append",
+        help=(
+            "a function of anyflex.masks with its arguments: causal, causal_window:128, "
+            "dilated:3,window=5, document_offsets:[0,100,256] (a list is a tensor); may be "
+            "repeated: all of them hold"
+        ),
+    )
+    parser.add_argument(
+        "--mod",
+        action="append",
+        help=(
+            "a function of anyflex.mods, likewise: alibi, softcap:30; may be repeated: one after "
+            "the other"
+        ),
+    )
     parser.add_argument(
         "--backward", action="store_true", help="query, key and value need gradients"
     )
@@ -127,6 +141,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
     import anyflex
     from anyflex.cli.device_argument import present_device
+    from anyflex.cli.named_mods import mask_mods, score_mods
 
     if args.q is None:
         raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")
@@ -140,18 +155,21 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
         torch.empty(shape, dtype=dtype, device=device, requires_grad=args.backward)
         for shape in (q_shape, kv_shape, kv_shape)
     )
+    batch, heads = q_shape[:2]
     lengths = q_shape[2], kv_shape[2]
-    mask_mod = mask_named(args.mask or "none", max(lengths), device)
-    mask = None
-    if mask_mod is not None:
-        mask = anyflex.create_block_mask(mask_mod, None, None, *lengths, device=device)
+    mask = score_mod = None
+    if args.mask:
+        mask_mod = anyflex.and_masks(*mask_mods(args.mask, lengths, device))
+        mask = anyflex.create_block_mask(mask_mod, batch, heads, *lengths, device=device)
+    if args.mod:
+        score_mod = anyflex.mods.compose(*score_mods(args.mod, heads, device))
     return {
         "query": query,
         "key": key,
         "value": value,
-        "score_mod": mod_named(args.mod or "none", q_shape[1], device),
+        "score_mod": score_mod,
         "block_mask": mask,
-        "enable_gqa": q_shape[1] != kv_shape[1],
+        "enable_gqa": heads != kv_shape[1],
         "kernel_options": dict(args.option) if args.option else None,
         "backend": args.backend,
     }

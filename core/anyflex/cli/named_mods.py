@@ -1,99 +1,106 @@
-"""The masks and score mods that ``anyflex explain --mask ... --mod ...`` has names for."""
+"""``anyflex explain --mask ... --mod ...``: functions of `anyflex.masks` and `anyflex.mods`.
+
+A name, and after a colon arguments as Python writes them: ``causal``, ``causal_window:128``,
+``dilated:3,window=5``, ``neighbourhood:(4,6),3``. A list is a tensor:
+``document_offsets:[0,100,256]``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from anyflex import masks, mods
 from anyflex.cli.exit_codes import WrongUsage
 
-__all__ = ["MASKS", "MODS", "mask_named", "mod_named"]
+__all__ = ["MASKS", "MODS", "mask_mods", "score_mods"]
 
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MASKS = tuple(masks.__all__)
 
-MASKS = "none, causal, window:SIZE, document"
-MODS = "none, alibi, softcap:LIMIT"
+MODS = tuple(
+    # These return tables, and take functions.
+    name
+    for name in mods.__all__
+    if name not in ("alibi_slopes", "t5_buckets", "compose")
+)
 
-_DOCUMENTS = 8
-"""Documents that ``document`` packs into a row."""
 
-
-def mask_named(text: str, length: int, device: torch.device) -> MaskMod | None:
-    """Return the mask function that `text` names, or None for ``none``.
+def mask_mods(
+    texts: Sequence[str], lengths: tuple[int, int], device: torch.device
+) -> list[Callable[..., Any]]:
+    """Return the mask mods that `texts` name.
 
     Args:
-        length: of the longer of query and key.
+        lengths: of query and key. `causal_bottom_right` has them unless it is given others.
 
     Raises:
-        WrongUsage: the name is unknown, or its number is missing or wrong.
+        WrongUsage: an unknown name, or arguments that the function doesn't take.
+        ArgumentError, ArgumentTypeError: as the function.
     """
-    name, number = _split(text, "--mask", MASKS)
-
-    def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return q_idx >= kv_idx
-
-    if name == "none":
-        return None
-    if name == "causal":
-        return causal
-    if name == "window":
-        size = int(number)
-        if size != number:
-            raise WrongUsage(f"--mask {text}: SIZE must be a whole number")
-
-        def window(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return (q_idx >= kv_idx) & (q_idx - kv_idx < size)
-
-        return window
-    ids = torch.arange(length, device=device) * _DOCUMENTS // max(length, 1)
-
-    def document(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])
-
-    return document
+    of_the_call = {"causal_bottom_right": lengths}
+    return [_made("--mask", text, masks, MASKS, of_the_call, device) for text in texts]
 
 
-def mod_named(text: str, heads: int, device: torch.device) -> ScoreMod | None:
-    """Return the score mod that `text` names, or None for ``none``.
+def score_mods(texts: Sequence[str], heads: int, device: torch.device) -> list[Callable[..., Any]]:
+    """Return the score mods that `texts` name. Raises as `mask_mods`.
 
-    Raises:
-        WrongUsage: the name is unknown, or its number is missing or wrong.
+    Args:
+        heads: of query. `alibi` has their published slopes unless it is given others.
     """
-    name, number = _split(text, "--mod", MODS)
-    if name == "none":
-        return None
-    if name == "softcap":
-        limit = number
-
-        def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            return limit * torch.tanh(score / limit)
-
-        return softcap
-    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
-
-    def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[h] * (q_idx - kv_idx)
-
-    return alibi
+    of_the_call = {"alibi": (heads,)}
+    return [_made("--mod", text, mods, MODS, of_the_call, device) for text in texts]
 
 
-def _split(text: str, option: str, known: str) -> tuple[str, float]:
-    """Return name and number (0.0 where the name takes none)."""
-    name, colon, number = text.partition(":")
-    takes_number = {item.partition(":")[0]: ":" in item for item in known.split(", ")}
-    if name not in takes_number:
-        raise WrongUsage(f"{option} {text}: there is no {name!r}; known: {known}")
-    if not takes_number[name]:
-        if colon:
-            raise WrongUsage(f"{option} {text}: {name} takes no number")
-        return name, 0.0
+def _made(
+    option: str,
+    text: str,
+    module: ModuleType,
+    known: tuple[str, ...],
+    of_the_call: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+) -> Callable[..., Any]:
+    name, colon, written = text.partition(":")
+    if name not in known:
+        raise WrongUsage(
+            f"{option} {text}: there is no {name!r} in {module.__name__}; known: "
+            f"{', '.join(known)}"
+        )
+    function = getattr(module, name)
+    signature = inspect.signature(function)
+    parameters = (
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    )
+    wrong = f"{option} {text}: {name}({', '.join(map(str, parameters))})"
     try:
-        value = float(number)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise WrongUsage(f"{option} {text}: {name} needs a positive number; known: {known}")
-    return name, value
+        positional, keywords = _arguments(written, device)
+    except (SyntaxError, ValueError, TypeError, RuntimeError) as error:
+        raise WrongUsage(f"{wrong} takes numbers as Python writes them, and lists") from error
+    if not colon:
+        positional = list(of_the_call.get(name, ()))
+    try:
+        signature.bind(*positional, **keywords)
+    except TypeError as error:
+        raise WrongUsage(f"{wrong}: {error}") from error
+    # What a function makes of numbers, for example slopes, is made where the call's tensors are.
+    with device:
+        made: Callable[..., Any] = function(*positional, **keywords)
+    return made
+
+
+def _arguments(written: str, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    call = ast.parse(f"_({written})", mode="eval").body
+    if not isinstance(call, ast.Call):
+        raise SyntaxError(written)
+
+    def value(node: ast.expr) -> Any:
+        read = ast.literal_eval(node)
+        return torch.tensor(read, device=device) if isinstance(read, list) else read
+
+    keywords = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
+    return [value(node) for node in call.args], keywords

@@ -1,27 +1,26 @@
 """A byte-level causal transformer whose attention is `anyflex.flex_attention`.
 
 Two functions make it more than plain attention: the mask keeps a position inside its own document
-and before itself, and the score mod adds what each head has learned about distances.
+and before itself, and the score mod adds what each head has learned about distances. The mask is
+made of ready-made ones, the score mod of a ready-made one and one of the model's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from anyflex import BlockMask, and_masks, create_block_mask, masks, mods
 from anyflex.demo.corpus import document_ids
-
-if TYPE_CHECKING:
-    from anyflex import BlockMask
 
 __all__ = ["Attention", "ByteTransformer", "Mask", "ModelSize", "packed_mask"]
 
-Mask: TypeAlias = "BlockMask | Tensor"
+Mask: TypeAlias = BlockMask | Tensor
 """A block mask for anyflex; the dense formula of the gradient check takes a matrix."""
 
 Attention: TypeAlias = Callable[..., Any]
@@ -53,22 +52,10 @@ def packed_mask(tokens: Tensor) -> BlockMask:
     Args:
         tokens: int64 [rows, length].
     """
-    import anyflex
-
-    document = document_ids(tokens)
-
-    def same_document_before(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (q_idx >= kv_idx) & (document[b, q_idx] == document[b, kv_idx])
-
+    packed = and_masks(masks.causal(), masks.document(document_ids(tokens)))
     rows, length = tokens.shape
-    return anyflex.create_block_mask(
-        same_document_before,
-        rows,
-        None,
-        length,
-        length,
-        device=tokens.device,
-        BLOCK_SIZE=_BLOCK,
+    return create_block_mask(
+        packed, rows, None, length, length, device=tokens.device, BLOCK_SIZE=_BLOCK
     )
 
 
@@ -81,26 +68,23 @@ class SelfAttention(nn.Module):
         self.heads = size.heads
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
-        slopes = torch.tensor(
-            [2.0 ** (-8 * (head + 1) / size.heads) for head in range(size.heads)]
-        )
-        self.slopes = nn.Parameter(slopes)
+        self.slopes = nn.Parameter(mods.alibi_slopes(size.heads))
         self.near = nn.Parameter(torch.zeros(size.heads, size.distances))
         # Every layer begins as the identity.
         nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Tensor, mask: Mask, attention: Attention) -> Tensor:
-        slopes, near, last = self.slopes, self.near, self.near.shape[1] - 1
+        near, last = self.near, self.near.shape[1] - 1
 
-        def learned_distance(
+        def near_distance(
             score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
         ) -> Tensor:
-            distance = q_idx - kv_idx
-            return score - slopes[h] * distance + near[h, distance.clamp(0, last)]
+            return score + near[h, (q_idx - kv_idx).clamp(0, last)]
 
+        score_mod = mods.compose(mods.alibi(self.slopes), near_distance)
         rows, length, width = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = attention(q, k, v, score_mod=learned_distance, block_mask=mask)
+        y = attention(q, k, v, score_mod=score_mod, block_mask=mask)
         return self.out(y.transpose(1, 2).reshape(rows, length, width))  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,7 @@ import anyflex
 from anyflex.demo.corpus import Corpus, read_corpus, sample_rows
 from anyflex.demo.gradient_check import GradientCheck, check_gradients
 from anyflex.demo.model import ByteTransformer, ModelSize, packed_mask
-from anyflex.demo.plots import plot_block_mask, plot_loss
+from anyflex.demo.plots import plot_loss
 from anyflex.demo.sampling import sample_text
 from anyflex.demo.training import Budget, TrainingRun, held_out_loss, train
 
@@ -197,6 +197,6 @@ def _draw(
     # A training row has few blocks: a longer one shows the structure.
     generator = torch.Generator().manual_seed(seed)
     row = sample_rows(corpus.training, 1, min(_PLOT_BYTES, len(corpus.training) - 1), generator)
-    plot_block_mask(packed_mask(row[:, :-1]), mask_file)
+    packed_mask(row[:, :-1]).plot(mask_file)
     plot_loss(run.losses, held_out, loss_file)
     return mask_file, loss_file
