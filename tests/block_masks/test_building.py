@@ -20,10 +20,10 @@ from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.open_blocks import Budget
 from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.intervals.analysis import Domain
+from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
 from tests.block_masks.test_random_masks import CHECKED, dense, kinds
 from tests.masks import CASES, Made
-from tests.oracles.dense import dense_attention
 
 __all__: list[str] = []
 

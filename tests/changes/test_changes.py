@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, differences
 from tests.changes.ways import WAYS, ScoreMod
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, differences
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from tests.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
 
 __all__: list[str] = []
 

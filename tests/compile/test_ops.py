@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
 from anyflex.runtime.request import write_request
-from tests.mods import MASK_MODS, SCORE_MODS, Sizes
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 
 __all__: list[str] = []
 

@@ -14,10 +14,10 @@ from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.errors import BlockMaskError, ModIndexError
+from anyflex.testing.mods.mask_mods import MASK_MODS
+from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask
 from tests.core.given_masks import causal
-from tests.mods.mask_mods import MASK_MODS
-from tests.mods.mod import Sizes
 
 
 def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:

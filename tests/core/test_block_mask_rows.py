@@ -15,10 +15,10 @@ from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.row_slicing import row_range
 from anyflex.errors import BlockMaskError
+from anyflex.testing.mods.mask_mods import MASK_MODS
+from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import check_kinds, dense_mask, random_case
 from tests.core.given_masks import by_batch_and_head, causal
-from tests.mods.mask_mods import MASK_MODS
-from tests.mods.mod import Sizes
 
 
 def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:

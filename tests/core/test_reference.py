@@ -10,11 +10,11 @@ import torch
 from anyflex.block_mask.views import FULL, PARTIAL
 from anyflex.errors import ModIndexError
 from anyflex.reference import backward, chunks, spoilt
+from anyflex.testing.mods.mod import Sizes
+from anyflex.testing.mods.score_mods import SCORE_MODS
+from anyflex.testing.oracle import dense_attention
+from anyflex.testing.results import Forward, Results, differences, gradients
 from tests.core.reference_case import ReferenceCase
-from tests.mods.mod import Sizes
-from tests.mods.score_mods import SCORE_MODS
-from tests.oracles.dense import dense_attention
-from tests.oracles.results import Forward, Results, differences, gradients
 
 F64 = torch.float64
 

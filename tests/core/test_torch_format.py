@@ -20,9 +20,9 @@ from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.torch_format import converted
 from anyflex.errors import ArgumentTypeError, BlockMaskError
+from anyflex.testing.mods.mask_mods import MASK_MODS
+from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
-from tests.mods.mask_mods import MASK_MODS
-from tests.mods.mod import Sizes
 
 DATA = Path(__file__).parent.parent / "data"
 VERSIONS = ("2.11", "2.13", "2.15")

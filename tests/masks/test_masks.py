@@ -7,9 +7,9 @@ import torch
 
 import anyflex
 from anyflex.mod_graph.mod_key import traced
+from anyflex.testing.oracle import dense_attention
+from anyflex.testing.results import Forward, Results, differences
 from tests.masks import CASES
-from tests.oracles.dense import dense_attention
-from tests.oracles.results import Forward, Results, differences
 from tests.oracles.runs import dense_to_runs
 
 __all__: list[str] = []

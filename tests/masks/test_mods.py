@@ -14,9 +14,9 @@ from torch._dynamo.testing import CompileCounter
 import anyflex
 from anyflex import mods
 from anyflex.mod_graph.mod_key import traced
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, differences, gradients
 from tests.masks.mod_cases import MOD_CASES, SIZES, t5_bucket
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, differences, gradients
 
 __all__: list[str] = []
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import anyflex
-from tests.mods import MASK_MODS, SCORE_MODS, Sizes
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, differences, gradients
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, differences, gradients
 
 __all__: list[str] = []
 

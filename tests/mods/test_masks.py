@@ -7,9 +7,9 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 import anyflex
-from tests.mods import MASK_MODS, SCORE_MODS, Sizes
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, differences
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, differences
 from tests.oracles.runs import dense_to_runs
 
 __all__: list[str] = []

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import anyflex
-from tests.mods import SCORE_MODS, Mod, Sizes
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, gradients
+from anyflex.testing.mods import SCORE_MODS, Mod, Sizes
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, gradients
 
 __all__: list[str] = []
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch import Tensor
 
-from tests.mods import Mod
-from tests.oracles.results import Forward
+from anyflex.testing.mods import Mod
+from anyflex.testing.results import Forward
 
 __all__ = ["NotTaken", "torch_attention"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.mods import MASK_MODS, SCORE_MODS, Mod
-from tests.oracles.dense import dense_attention, dense_mask
-from tests.oracles.results import Forward, Results, gradients
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, gradients
 from tests.oracles.torch_flex import NotTaken, torch_attention
 from tests.random_configurations.configuration import Configuration, Memory
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.mods import MASK_MODS, SCORE_MODS, Sizes
-from tests.mods.mod import FORMS, Form
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
+from anyflex.testing.mods.mod import FORMS, Form
 
 __all__ = ["COUNT", "SEED", "TRAITS", "Configuration", "asked_for", "configurations"]
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 
 import anyflex
-from tests.oracles.dense import dense_mask
-from tests.oracles.results import Forward, Results, differences
+from anyflex.testing.oracle import dense_mask
+from anyflex.testing.results import Forward, Results, differences
 from tests.oracles.runs import dense_to_runs
 from tests.oracles.torch_flex import NotTaken
 from tests.random_configurations.case import (

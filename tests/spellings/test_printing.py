@@ -1,4 +1,4 @@
-"""A printed graph reads like its mod; numbers that a mod closes over are no part of its structure."""
+"""A printed graph reads like its mod; closed-over numbers are no part of its structure."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import anyflex
 from anyflex.errors import ModTraceError
 from anyflex.mod_graph.trace import trace_mod
-from tests.oracles.dense import dense_attention
+from anyflex.testing.oracle import dense_attention
 from tests.spellings.refused import PURE, REFUSED, Refusal
 from tests.spellings.surroundings import function_of, tables
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tests.mods.leaves import booleans, floats, integers
-from tests.mods.mod import Entry
-from tests.mods.register import register
+from anyflex.testing.mods.leaves import booleans, floats, integers
+from anyflex.testing.mods.mod import Entry
+from anyflex.testing.mods.register import register
 
 __all__ = ["SCORE_MODS"]
 
@@ -31,42 +31,42 @@ def identity() -> ScoreMod:
 
 
 @score_mod("S2", slope=floats("H", grad=True))
-def alibi_learned(slope) -> ScoreMod:
+def alibi_learned(slope: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + slope[h] * (k - q)
 
 
 @score_mod("S3", slope=floats("H"))
-def alibi_abs(slope) -> ScoreMod:
+def alibi_abs(slope: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s - slope[h] * (q - k).abs()
 
 
 @score_mod("S4", numbers=lambda sizes: (1.75,))
-def softcap(cap) -> ScoreMod:
+def softcap(cap: Any) -> ScoreMod:
     return lambda s, b, h, q, k: cap * torch.tanh(s / cap)
 
 
 @score_mod("S5", bucket=integers("63", 0, 8), emb=floats("8 H", grad=True))
-def t5_buckets(bucket, emb) -> ScoreMod:
+def t5_buckets(bucket: Any, emb: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + emb[bucket[(q - k).clamp(-31, 31) + 31], h]
 
 
 @score_mod("S6", emb=floats("8 H", grad=True))
-def t5_log(emb) -> ScoreMod:
+def t5_log(emb: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + emb[torch.log2(1.0 + (q - k).abs()).int().clamp(max=7), h]
 
 
 @score_mod("S7", w=floats("M", grad=True))
-def bias_twice(w) -> ScoreMod:
+def bias_twice(w: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w[q] * torch.sigmoid(w[k])
 
 
 @score_mod("S8", w=floats("M", grad=True), views=lambda sizes, w: (w, w.view(-1)))
-def bias_alias(w, v) -> ScoreMod:
+def bias_alias(w: Any, v: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w[q] * v[k]
 
 
 @score_mod("S9", t=floats("", grad=True))
-def scalar_learned(t) -> ScoreMod:
+def scalar_learned(t: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s * torch.exp(t)
 
 
@@ -75,7 +75,7 @@ def scalar_learned(t) -> ScoreMod:
     base=floats("B 1 L S", grad=True),
     views=lambda sizes, base: (base.expand(-1, sizes.heads, -1, -1),),
 )
-def dense_bias(bias) -> ScoreMod:
+def dense_bias(bias: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + bias[b, h, q, k]
 
 
@@ -85,17 +85,17 @@ def dense_bias(bias) -> ScoreMod:
     numbers=lambda sizes: (sizes.longest,),
     views=lambda sizes, base: (base.t(),),
 )
-def bias_transposed(tab, M) -> ScoreMod:
+def bias_transposed(tab: Any, M: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + tab[h, q - k + M - 1]
 
 
 @score_mod("S12", base=floats("S 4", grad=True), views=lambda sizes, base: (base[:, 3],))
-def bias_column(col) -> ScoreMod:
+def bias_column(col: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + col[k]
 
 
 @score_mod("S13", dist=integers("B L S", 0, 14, i64), enc=floats("10 H", grad=True))
-def graphormer(dist, enc) -> ScoreMod:
+def graphormer(dist: Any, enc: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + enc[dist[b, q, k].clamp(max=9), h]
 
 
@@ -105,17 +105,17 @@ def sandwich() -> ScoreMod:
 
 
 @score_mod("S15", amp=floats("H", grad=True), freq=floats("H", grad=True))
-def sandwich_table(amp, freq) -> ScoreMod:
+def sandwich_table(amp: Any, freq: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + amp[h] * torch.cos((q - k) * freq[h])
 
 
 @score_mod("S16", theta=floats("H", grad=True))
-def rope_like(theta) -> ScoreMod:
+def rope_like(theta: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s * torch.cos((q - k) * theta[h])
 
 
 @score_mod("S17", decay=floats("H", grad=True))
-def log_distance(decay) -> ScoreMod:
+def log_distance(decay: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s - decay[h] * torch.log1p((q - k).abs().float())
 
 
@@ -125,12 +125,12 @@ def causal_by_score() -> ScoreMod:
 
 
 @score_mod("S19", dead=booleans("L", 0.3))
-def dead_rows_by_score(dead) -> ScoreMod:
+def dead_rows_by_score(dead: Any) -> ScoreMod:
     return lambda s, b, h, q, k: torch.where(dead[q], float("-inf"), s)
 
 
 @score_mod("S20", bias2=floats("H S", grad=True))
-def ignores_score(bias2) -> ScoreMod:
+def ignores_score(bias2: Any) -> ScoreMod:
     return lambda s, b, h, q, k: bias2[h, k]
 
 
@@ -167,69 +167,69 @@ def shift_and_xor() -> ScoreMod:
 
 
 @score_mod("S27", w16=floats("S", bf16, grad=True))
-def bf16_table(w16) -> ScoreMod:
+def bf16_table(w16: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w16[k]
 
 
 @score_mod("S28", w64=floats("L", f64, grad=True))
-def f64_table(w64) -> ScoreMod:
+def f64_table(w64: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w64[q]
 
 
 @score_mod("S29", w16=floats("S", bf16), w64=floats("L", f64), w32=floats("H", f32))
-def mixed_tables(w16, w64, w32) -> ScoreMod:
+def mixed_tables(w16: Any, w64: Any, w32: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w16[k] + w64[q] * w32[h]
 
 
 @score_mod("S30", level=integers("B M", -5, 6))
-def int_table(level) -> ScoreMod:
+def int_table(level: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s - 0.25 * (level[b, q] - level[b, k]).abs()
 
 
 @score_mod("S31", lut=integers("S", 0, 256, u8))
-def byte_table(lut) -> ScoreMod:
+def byte_table(lut: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + lut[k] * 0.01
 
 
 @score_mod("S32", flag=booleans("S", 0.5))
-def bool_table(flag) -> ScoreMod:
+def bool_table(flag: Any) -> ScoreMod:
     return lambda s, b, h, q, k: torch.where(flag[k], s + 1.0, s)
 
 
 @score_mod("S33", idx=integers("S", 0, 16, i16), w=floats("16", grad=True))
-def narrow_index(idx, w) -> ScoreMod:
+def narrow_index(idx: Any, w: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w[idx[k].long()]
 
 
 @score_mod("S34", w=floats("M", grad=True))
-def negative_wrap(w) -> ScoreMod:
+def negative_wrap(w: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w[q - k]
 
 
 @score_mod("S35", gate=floats("H", grad=True), loc=floats("H", grad=True))
-def gate(gate, loc) -> ScoreMod:
+def gate(gate: Any, loc: Any) -> ScoreMod:
     return lambda s, b, h, q, k: (
         s * torch.sigmoid(gate[h]) + (1 - torch.sigmoid(gate[h])) * loc[h] * (k - q)
     )
 
 
 @score_mod("S36", numbers=lambda sizes: (0.5 + 0.01 * sizes.kv_length,))
-def temperature(temp) -> ScoreMod:
+def temperature(temp: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s * temp
 
 
 @score_mod("S37", tb=floats("B", grad=True))
-def temperature_batch(tb) -> ScoreMod:
+def temperature_batch(tb: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s * tb[b]
 
 
 @score_mod("S38", kn=floats("B Hkv S", grad=True), numbers=lambda sizes: (sizes.group,))
-def key_norm_gqa(kn, G) -> ScoreMod:
+def key_norm_gqa(kn: Any, G: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s - 0.5 * kn[b, h // G, k]
 
 
 @score_mod("S39", sink=floats("H", grad=True))
-def sink_column(sink) -> ScoreMod:
+def sink_column(sink: Any) -> ScoreMod:
     return lambda s, b, h, q, k: torch.where(k == 0, sink[h], s)
 
 
@@ -264,12 +264,12 @@ def rounded() -> ScoreMod:
 
 
 @score_mod("S46", w=floats("16", grad=True))
-def scatter_collide(w) -> ScoreMod:
+def scatter_collide(w: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + w[(q + k) % 2]
 
 
 @score_mod("S47", pos=floats("8 8 8 8", grad=True))
-def grid_bias(pos) -> ScoreMod:
+def grid_bias(pos: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s + pos[q // 8 % 8, q % 8, k // 8 % 8, k % 8]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tests.mods.mod import Sizes
+    from anyflex.testing.mods.mod import Sizes
 
 __all__ = [
     "Leaf",

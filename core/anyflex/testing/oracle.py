@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles.results import Forward
+from anyflex.testing.results import Forward
 
 __all__ = ["dense_attention", "dense_mask"]
 
@@ -34,7 +34,8 @@ def dense_mask(
     if isinstance(live, bool):
         live = torch.tensor(live)
     assert live.dtype == torch.bool
-    return live.expand(shape)
+    dense: Tensor = live.expand(shape)
+    return dense
 
 
 def dense_attention(
@@ -44,6 +45,7 @@ def dense_attention(
     score_mod: Callable[..., Any] | None = None,
     mask: Tensor | None = None,
     scale: float | None = None,
+    round_weights: Callable[[Tensor], Tensor] | None = None,
 ) -> Forward:
     """out, lse and max_scores, differentiable (max_scores is not).
 
@@ -52,6 +54,8 @@ def dense_attention(
         key: [Bkv, Hkv, S, E], Bkv 1 or B, Hq a multiple of Hkv; any length may be 0.
         value: [Bkv, Hkv, S, Ev].
         mask: bool, broadcastable to [B, Hq, L, S]; None for all live.
+        round_weights: applied to the softmax before the product with value: what an
+            implementation does that rounds it.
     """
     batch, heads, q_length, _ = query.shape
     group = heads // key.shape[1]
@@ -75,6 +79,8 @@ def dense_attention(
     # -inf - -inf is NaN, also in the gradient: dead rows go through softmax as zeros.
     safe = torch.where(dead, 0.0, scores)
     weights = torch.where(live & ~dead, torch.softmax(safe, -1), 0.0)
+    if round_weights is not None:
+        weights = round_weights(weights)
     out = torch.einsum("bhqk,bhke->bhqe", weights, value)
     lse = torch.where(dead[..., 0], -math.inf, torch.logsumexp(safe, -1))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.mods.leaves import (
+from anyflex.testing.mods.leaves import (
     booleans,
     document_starts,
     document_stops,
@@ -24,8 +24,8 @@ from tests.mods.leaves import (
     span_ends,
     spans,
 )
-from tests.mods.mod import Entry
-from tests.mods.register import register
+from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.register import register
 
 __all__ = ["MASK_MODS"]
 
@@ -36,7 +36,7 @@ MaskMod = Callable[..., Any]
 i32, i64 = torch.int32, torch.int64
 
 
-def kv_bound(sizes) -> int:
+def kv_bound(sizes: Sizes) -> int:
     return sizes.kv_length + 1
 
 
@@ -61,7 +61,7 @@ def anti_causal() -> MaskMod:
 
 
 @mask_mod("M5", numbers=lambda sizes: (sizes.q_length, sizes.kv_length))
-def causal_bottom_right(L, S) -> MaskMod:
+def causal_bottom_right(L: Any, S: Any) -> MaskMod:
     return lambda b, h, q, k: k - q <= S - L
 
 
@@ -71,7 +71,7 @@ def diagonal() -> MaskMod:
 
 
 @mask_mod("M7", numbers=lambda sizes: (sizes.kv_length,))
-def last_column(S) -> MaskMod:
+def last_column(S: Any) -> MaskMod:
     return lambda b, h, q, k: k == S - 1
 
 
@@ -86,12 +86,12 @@ def window_left() -> MaskMod:
 
 
 @mask_mod("M10", numbers=lambda sizes: (17, 5))
-def window_both(left, right) -> MaskMod:
+def window_both(left: Any, right: Any) -> MaskMod:
     return lambda b, h, q, k: (k >= q - left) & (k <= q + right)
 
 
 @mask_mod("M11", headed=True, win=integers("H", 0, 40))
-def window_head(win) -> MaskMod:
+def window_head(win: Any) -> MaskMod:
     return lambda b, h, q, k: (q - k).abs() <= win[h]
 
 
@@ -111,62 +111,62 @@ def global_window() -> MaskMod:
 
 
 @mask_mod("M15", batched=True, pre=integers("B", 0, kv_bound))
-def prefix_batch(pre) -> MaskMod:
+def prefix_batch(pre: Any) -> MaskMod:
     return lambda b, h, q, k: (k < pre[b]) | (k <= q)
 
 
 @mask_mod("M16", batched=True, n=integers("B", 0, kv_bound))
-def padding(n) -> MaskMod:
+def padding(n: Any) -> MaskMod:
     return lambda b, h, q, k: (q < n[b]) & (k < n[b])
 
 
 @mask_mod("M17", batched=True, cur=integers("B", 0, kv_bound))
-def decode_position(cur) -> MaskMod:
+def decode_position(cur: Any) -> MaskMod:
     return lambda b, h, q, k: k <= cur[b]
 
 
 @mask_mod("M18", doc=documents("M", i32))
-def doc_sorted(doc) -> MaskMod:
+def doc_sorted(doc: Any) -> MaskMod:
     return lambda b, h, q, k: doc[q] == doc[k]
 
 
 @mask_mod("M19", batched=True, dob=documents("B M", i64))
-def doc_batch(dob) -> MaskMod:
+def doc_batch(dob: Any) -> MaskMod:
     return lambda b, h, q, k: dob[b, q] == dob[b, k]
 
 
 @mask_mod("M20", seg=documents("M", i64, shuffled=True))
-def doc_permuted(seg) -> MaskMod:
+def doc_permuted(seg: Any) -> MaskMod:
     return lambda b, h, q, k: seg[q] == seg[k]
 
 
 @mask_mod("M21", start=document_starts("M"))
-def doc_start(start) -> MaskMod:
+def doc_start(start: Any) -> MaskMod:
     return lambda b, h, q, k: (k >= start[q]) & (k <= q)
 
 
 @mask_mod("M22", start=document_starts("M"), stop=document_stops("M"))
-def doc_span(start, stop) -> MaskMod:
+def doc_span(start: Any, stop: Any) -> MaskMod:
     return lambda b, h, q, k: (start[q] <= k) & (k < stop[q])
 
 
 @mask_mod("M23", seg=documents("M", i64, shuffled=True), place=places("M"))
-def doc_positions(seg, place) -> MaskMod:
+def doc_positions(seg: Any, place: Any) -> MaskMod:
     return lambda b, h, q, k: (seg[q] == seg[k]) & (place[k] <= place[q])
 
 
 @mask_mod("M24", lo=span_ends("L"), hi=span_ends("L"))
-def random_spans(lo, hi) -> MaskMod:
+def random_spans(lo: Any, hi: Any) -> MaskMod:
     return lambda b, h, q, k: (lo[q] <= k) & (k < hi[q])
 
 
 @mask_mod("M25", ok=booleans("S", 0.7))
-def dead_columns(ok) -> MaskMod:
+def dead_columns(ok: Any) -> MaskMod:
     return lambda b, h, q, k: ok[k]
 
 
 @mask_mod("M26", headed=True, dil=integers("H", 1, 5))
-def dilated_head(dil) -> MaskMod:
+def dilated_head(dil: Any) -> MaskMod:
     return lambda b, h, q, k: ((q - k) % dil[h] == 0) & (q - k >= 0) & (q - k < 8 * dil[h])
 
 
@@ -197,12 +197,12 @@ def tiles_2d() -> MaskMod:
 
 
 @mask_mod("M31", headed=True, tab=booleans("H L/16 S/16", 0.4))
-def block_table_head(tab) -> MaskMod:
+def block_table_head(tab: Any) -> MaskMod:
     return lambda b, h, q, k: tab[h, q // 16, k // 16]
 
 
 @mask_mod("M32", keep=booleans("L S", 0.3))
-def dense_table(keep) -> MaskMod:
+def dense_table(keep: Any) -> MaskMod:
     return lambda b, h, q, k: keep[q, k]
 
 
@@ -212,29 +212,29 @@ def hash_mask() -> MaskMod:
 
 
 @mask_mod("M34", blk=documents("M", i32), new=booleans("M", 0.5))
-def block_diffusion(blk, new) -> MaskMod:
+def block_diffusion(blk: Any, new: Any) -> MaskMod:
     return lambda b, h, q, k: (blk[k] < blk[q]) & ~new[k] | (blk[q] == blk[k]) & (new[q] == new[k])
 
 
 @mask_mod("M35", seg=documents("M", i64))
-def shared_prefix(seg) -> MaskMod:
+def shared_prefix(seg: Any) -> MaskMod:
     return lambda b, h, q, k: (k < 16) | ((seg[q] == seg[k]) & (k <= q))
 
 
 @mask_mod("M36", par=parents("M"))
-def tree_parents(par) -> MaskMod:
+def tree_parents(par: Any) -> MaskMod:
     return lambda b, h, q, k: (
         (k == q) | (k == par[q]) | (k == par[par[q]]) | (k == par[par[par[q]]])
     )
 
 
 @mask_mod("M37", img=integers("L", -1, lambda sizes: -(-sizes.kv_length // 16)))
-def image_latest(img) -> MaskMod:
+def image_latest(img: Any) -> MaskMod:
     return lambda b, h, q, k: img[q] == k // 16
 
 
 @mask_mod("M38", span=spans("M"))
-def span_bidirectional(span) -> MaskMod:
+def span_bidirectional(span: Any) -> MaskMod:
     return lambda b, h, q, k: (q >= k) | ((span[q] == span[k]) & (span[q] >= 0))
 
 
@@ -244,7 +244,7 @@ def frame_or_pixel() -> MaskMod:
 
 
 @mask_mod("M40", xs=floats("M", scale=1.0))
-def float_distance(xs) -> MaskMod:
+def float_distance(xs: Any) -> MaskMod:
     return lambda b, h, q, k: (xs[q] - xs[k]).abs() < 0.3
 
 
@@ -254,7 +254,7 @@ def float_bound() -> MaskMod:
 
 
 @mask_mod("M42", page=permutation("S/16", i32))
-def page_order(page) -> MaskMod:
+def page_order(page: Any) -> MaskMod:
     return lambda b, h, q, k: page[k // 16] * 16 + k % 16 <= q
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tests.mods.leaves import Leaf
+from anyflex.testing.mods.leaves import Leaf
 
 __all__ = ["FORMS", "Entry", "Form", "Mod", "Sizes"]
 

@@ -1,0 +1,74 @@
+"""Guarded memory: tensors between two stretches of a pattern, full of it themselves.
+
+A byte of 0xFF everywhere is a NaN of every floating type that no arithmetic makes: what a kernel
+leaves of it inside was not written, what it changes outside was written past the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Guarded", "poisoned_like", "raw_bytes", "same_bytes"]
+
+_GUARD_BYTES = 4096
+_PATTERN = 0xFF
+
+
+class Guarded:
+    """A tensor with the shape, strides and type of another, in guarded memory.
+
+    Args:
+        like: dense; its values are not read.
+        poison: fill the tensor with the pattern; else with zeros.
+
+    Attributes:
+        tensor: what a kernel is given.
+    """
+
+    def __init__(self, like: Tensor, *, poison: bool = True) -> None:
+        size = like.element_size()
+        self._guard = _GUARD_BYTES // size
+        self._count = like.numel()
+        self._memory = torch.empty(
+            self._count + 2 * self._guard, dtype=like.dtype, device=like.device
+        )
+        self._memory.view(torch.uint8).fill_(_PATTERN)
+        self.tensor = self._memory.as_strided(like.shape, like.stride(), self._guard)
+        if not poison:
+            self.tensor.zero_()
+
+    def trespass(self) -> str | None:
+        """Return where the memory around the tensor was written, or None."""
+        end = self._guard + self._count
+        for side, guard in (
+            ("before", self._memory[: self._guard]),
+            ("after", self._memory[end:]),
+        ):
+            touched = (raw_bytes(guard) != _PATTERN).nonzero()
+            if touched.numel():
+                at = int(touched[0]) if side == "after" else _GUARD_BYTES - int(touched[-1])
+                return f"{touched.numel()} bytes {side} its end were written, {at} bytes away"
+        return None
+
+    def unwritten(self) -> int:
+        """Return how many elements still hold the pattern."""
+        if not self._count:
+            return 0
+        width = self._memory.element_size()
+        return int((raw_bytes(self.tensor).view(-1, width) == _PATTERN).all(1).sum())
+
+
+def poisoned_like(like: Tensor) -> Tensor:
+    """Return a dense tensor like another, full of the pattern."""
+    return Guarded(like).tensor
+
+
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's values as bytes, uint8 [numel * element size], in logical order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors hold the same bits: NaN equals itself, -0.0 is not 0.0."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw_bytes(a), raw_bytes(b))

@@ -1,0 +1,239 @@
+"""The inspector: a backend that stands before the one under test and watches each contract.
+
+It passes every question and every call on. What a kernel is given to fill is guarded, poisoned
+memory; what it is given to read is compared afterwards, bit for bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from anyflex.plugin import (
+    Accepted,
+    Artifacts,
+    Backend,
+    Call,
+    Decision,
+    GradInputs,
+    Grads,
+    Kernel,
+    Option,
+    Outputs,
+    Rejected,
+    Saved,
+    Spec,
+    TensorSpec,
+)
+from anyflex.testing.guarded import Guarded, raw_bytes
+
+__all__ = ["Journal", "inspected"]
+
+
+@dataclass
+class Journal:
+    """What an inspector has seen since it was last cleared.
+
+    Attributes:
+        violations: broken promises, a sentence each.
+        decisions: (spec, decision) of each `supports`.
+        forwards, backwards: specs whose kernels ran, in order.
+        compiled: specs that were compiled.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    decisions: list[tuple[Spec, Decision]] = field(default_factory=list)
+    forwards: list[Spec] = field(default_factory=list)
+    backwards: list[Spec] = field(default_factory=list)
+    compiled: list[Spec] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def note(self, violation: str) -> None:
+        """Record a broken promise, once."""
+        with self.lock:
+            if violation not in self.violations:
+                self.violations.append(violation)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self.lock:
+            for seen in (self.violations, self.decisions, self.forwards, self.backwards):
+                seen.clear()
+            self.compiled.clear()
+
+
+def inspected(backend: Backend, journal: Journal) -> type[Backend]:
+    """Return a backend class that inspects `backend`, to be registered under its name."""
+
+    class Inspector(Backend):
+        priority = backend.priority
+        capabilities = backend.capabilities
+        options: Mapping[str, Option] = backend.options  # type: ignore[misc]
+
+        def probe(self) -> Decision:
+            return backend.probe()
+
+        def fingerprint(self) -> str:
+            return backend.fingerprint()
+
+        def supports(self, spec: Spec) -> Decision:
+            return _inspected_decision(backend, spec, journal)
+
+        def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+            journal.compiled.append(spec)
+            return _InspectedKernel(backend.compile(spec, artifacts), spec, journal)
+
+    return Inspector
+
+
+def _inspected_decision(backend: Backend, spec: Spec, journal: Journal) -> Decision:
+    """Ask `supports`, and compare its answer with itself and with the declaration."""
+    try:
+        decision, again = backend.supports(spec), backend.supports(spec)
+    except Exception as error:
+        journal.note(f"supports() raised {type(error).__name__} instead of refusing: {error}")
+        raise
+    if decision != again:
+        journal.note(f"supports() answered {decision} and, asked again, {again}")
+    if isinstance(decision, Rejected) and not decision.reason.strip():
+        journal.note("supports() refused without a reason")
+    refusal = spec.unsupported_by(backend.capabilities)
+    if isinstance(decision, Rejected) and refusal is None:
+        journal.note(f"supports() refuses what the capabilities declare: {decision.reason}")
+    if isinstance(decision, Accepted):
+        if refusal is not None:
+            journal.note(f"supports() accepts what the capabilities don't declare: {refusal}")
+        elif spec.needs_backward and decision.backward == "own":
+            undeclared = backend.capabilities.gradient_refusal(spec)
+            if undeclared is not None:
+                journal.note(
+                    f"supports() accepts a backward that the capabilities don't declare: "
+                    f"{undeclared}"
+                )
+    journal.decisions.append((spec, decision))
+    return decision
+
+
+class _InspectedKernel(Kernel):
+    def __init__(self, kernel: Kernel, spec: Spec, journal: Journal) -> None:
+        self._kernel = kernel
+        self._spec = spec
+        self._journal = journal
+
+    def describe(self, call: Call) -> str:
+        return self._kernel.describe(call)
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        return self._kernel.workspace(call, direction)
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        return self._kernel.saved_outputs(call)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        watch = _Watch("forward", self._journal, call)
+        given = Outputs(
+            watch.output("out", out.out),
+            watch.optional("lse", out.lse),
+            watch.optional("max_scores", out.max_scores),
+            tuple(watch.scratch("a saved output", t, s) for t, s in zip(
+                out.saved, self._kernel.saved_outputs(call) if out.saved else (), strict=True)),
+            tuple(watch.scratch("a workspace", t, s) for t, s in zip(
+                out.workspace, self._kernel.workspace(call, "forward"), strict=True)),
+        )  # fmt: skip
+        self._kernel.forward(call, given)
+        with self._journal.lock:
+            self._journal.forwards.append(self._spec)
+        watch.close()
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        reads = {"out": saved.out, "lse": saved.lse, "dout": grad.dout}
+        if grad.dlse is not None:
+            reads["dlse"] = grad.dlse
+        if grad.delta is not None:
+            reads["delta"] = grad.delta
+        watch = _Watch("backward", self._journal, call, reads)
+        given = Grads(
+            watch.optional("dq", grads.dq),
+            watch.optional("dk", grads.dk),
+            watch.optional("dv", grads.dv),
+            tuple(
+                watch.optional(f"the gradient of captured tensor {i}", t, accumulated=True)
+                for i, t in enumerate(grads.captured)
+            ),
+            tuple(watch.scratch("a workspace", t, s) for t, s in zip(
+                grads.workspace, self._kernel.workspace(call, "backward"), strict=True)),
+        )  # fmt: skip
+        self._kernel.backward(call, saved, grad, given)
+        with self._journal.lock:
+            self._journal.backwards.append(self._spec)
+        watch.close()
+
+
+class _Watch:
+    """Watches one launch."""
+
+    def __init__(
+        self,
+        direction: str,
+        journal: Journal,
+        call: Call,
+        reads: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._direction = direction
+        self._journal = journal
+        named = {"query": call.query, "key": call.key, "value": call.value, **(reads or {})}
+        named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
+        if call.mask is not None:
+            named |= {"the mask's offsets": call.mask.offsets, "the mask's runs": call.mask.runs}
+        self._before = {
+            name: (tensor, raw_bytes(tensor).clone()) for name, tensor in named.items()
+        }
+        self._outputs: list[tuple[str, Tensor, Guarded, bool]] = []
+        self._scratch: list[tuple[str, Tensor, Guarded]] = []
+
+    def output(self, name: str, tensor: Tensor, *, accumulated: bool = False) -> Tensor:
+        """Return guarded memory to be filled in place of an output."""
+        guarded = Guarded(tensor, poison=not accumulated)
+        self._outputs.append((name, tensor, guarded, accumulated))
+        return guarded.tensor
+
+    def optional(
+        self, name: str, tensor: Tensor | None, *, accumulated: bool = False
+    ) -> Tensor | None:
+        """Return the same, or None for an output that isn't asked for."""
+        return None if tensor is None else self.output(name, tensor, accumulated=accumulated)
+
+    def scratch(self, name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
+        """Return guarded memory in place of a workspace or a saved output."""
+        guarded = Guarded(tensor, poison=not spec.zeroed)
+        self._scratch.append((name, tensor, guarded))
+        return guarded.tensor
+
+    def close(self) -> None:
+        """Check everything, and hand the outputs over."""
+        for name, tensor, guarded, accumulated in self._outputs:
+            self._check_guards(name, guarded)
+            unwritten = 0 if accumulated else guarded.unwritten()
+            if unwritten:
+                self._note(f"{unwritten} of {tensor.numel()} elements of {name} were not written")
+            tensor.copy_(guarded.tensor)
+        for name, tensor, guarded in self._scratch:
+            self._check_guards(name, guarded)
+            tensor.copy_(guarded.tensor)
+        for name, (tensor, before) in self._before.items():
+            if not raw_bytes(tensor).equal(before):
+                self._note(f"{name} was written to")
+
+    def _check_guards(self, name: str, guarded: Guarded) -> None:
+        trespass = guarded.trespass()
+        if trespass is not None:
+            self._note(f"{name}: {trespass}")
+
+    def _note(self, what: str) -> None:
+        self._journal.note(f"{self._direction}: {what}")
