@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 __all__ = ["PAGES", "with_current_tables"]
@@ -34,14 +34,14 @@ def exit_codes() -> str:
 
 
 def spellings() -> str:
-    """What a mod may call, by the namespace that a user writes."""
+    """What a mod may write on a symbol: operators, functions by namespace, methods, facts."""
     import torch
 
     from anyflex.mod_graph.conversions import FACTORIES
-    from anyflex.mod_graph.spellings import SPELLINGS
+    from anyflex.mod_graph.spellings import FACTS, OPERATORS, SPELLINGS
 
     known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
-    rows = []
+    rows = [f"| operators | {_listed(OPERATORS.values())} |"]
     for written, namespace in (
         ("torch.", torch),
         ("torch.special.", torch.special),
@@ -54,8 +54,14 @@ def spellings() -> str:
             if not name.startswith("_") and id(getattr(namespace, name, None)) in known
         ]
         label = written + "name()`" if "`" in written else f"`{written}`"
-        rows.append(f"| {label} | {', '.join(f'`{name}`' for name in sorted(names))} |")
+        rows.append(f"| {label} | {_listed(sorted(names))} |")
+    rows.append(f"| facts, known when the mod is traced: `x.` | {_listed(FACTS)} |")
     return "\n".join(["| Written | Known |", "|---|---|", *rows]) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    # A bar would end the table's cell.
+    return ", ".join(f"`{name}`" for name in names).replace("|", "\\|")
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -77,7 +77,7 @@ from anyflex.mod_graph.refusal import REFUSED, refuse, refuse_function
 from anyflex.mod_graph.symbol import SPELLINGS, Symbol, spell
 from anyflex.mod_graph.tracer import Tracer
 
-__all__ = ["SPELLINGS"]
+__all__ = ["FACTS", "OPERATORS", "SPELLINGS"]
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -95,6 +95,32 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "rshift": shift("shr", ">>"),
 }
 _COMPARISONS = {name: comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+
+_UNARY: dict[str, Callable[..., Any]] = {"neg": negative, "pos": positive, "abs": absolute}
+
+_SIGNS = (
+    "add + sub - mul * truediv / floordiv // mod % pow ** and & or | xor ^ lshift << rshift >> "
+    "eq == ne != lt < le <= gt > ge >= neg -x pos +x abs abs(x) invert ~x"
+).split()
+OPERATORS = {
+    name: sign
+    for name, sign in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)
+    if name in _OPERATORS or name in _COMPARISONS or name in _UNARY or name == "invert"
+}
+"""Operators of a symbol: Python's name -> how it is written, for the documentation."""
+
+FACTS = (
+    "dtype",
+    "device",
+    "shape",
+    "ndim",
+    "requires_grad",
+    "dim()",
+    "size()",
+    "numel()",
+    "is_floating_point()",
+)
+"""What a symbol knows about itself, for the documentation."""
 
 _NAMED: dict[str, Callable[..., Any]] = {
     **_COMPARISONS,
@@ -211,7 +237,7 @@ def _install() -> None:
         SPELLINGS[getattr(operator, name)] = spelled
         SPELLINGS[getattr(Tensor, f"__{name}__")] = spelled
         setattr(Symbol, f"__{name}__", _method(spelled))
-    for name, spelled in {"neg": negative, "pos": positive, "abs": absolute}.items():
+    for name, spelled in _UNARY.items():
         SPELLINGS[getattr(operator, name)] = spelled
         SPELLINGS[getattr(Tensor, f"__{name}__")] = spelled
         setattr(Symbol, f"__{name}__", _method(spelled))
