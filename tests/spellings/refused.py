@@ -117,7 +117,6 @@ def _read() -> list[Refusal]:
 REFUSED = _read()
 
 PURE = {
-    74: ("torch.ops.aten.sin(s)", "sin"),
     80: ("torch.nextafter(s, s)", "nextafter"),
     81: ("torch.lgamma(s)", "lgamma"),
     82: ("torch.special.i0(s)", "i0"),

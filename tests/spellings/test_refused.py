@@ -19,10 +19,11 @@ from tests.spellings.surroundings import function_of, tables
 __all__: list[str] = []
 
 COUNT = 85
+RAW = 74  # torch.ops.aten.sin(s)
 
 
 def test_the_list_is_complete() -> None:
-    numbers = [refusal.number for refusal in REFUSED] + list(PURE)
+    numbers = [refusal.number for refusal in REFUSED] + list(PURE) + [RAW]
     assert sorted(numbers) == list(range(1, COUNT + 1))
 
 
@@ -52,6 +53,17 @@ def test_an_unknown_pure_operation_runs_on_the_reference(number: int) -> None:
         out = anyflex.flex_attention(query, key, value, mod)
     wanted = dense_attention(query.double(), key.double(), value.double(), mod).out
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::anyflex.PerformanceWarning")
+def test_a_raw_aten_call_means_what_its_function_means() -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn((1, 1, 7, 4), generator=generator) for _ in range(3))
+    raw, named = (
+        anyflex.flex_attention(query, key, value, function_of(expression, {}))
+        for expression in ("torch.ops.aten.sin(s)", "torch.sin(s)")
+    )
+    torch.testing.assert_close(raw, named)
 
 
 def test_a_symbol_may_be_printed() -> None:
