@@ -1,0 +1,155 @@
+"""One comparison of a backend with the oracle, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
+from anyflex.testing.mods.mod import Form
+
+__all__ = ["AttentionCase", "Drawn", "Layout"]
+
+Layout = Literal["dense", "heads_last", "last_stride_2", "offset", "expanded_heads"]
+"""How q, k and v lie in memory: contiguous; stored as (B, L, H, E); each second element of a
+wider last dimension; a view inside of a larger tensor; one head repeated by stride 0."""
+
+Values = Callable[[dict[str, Tensor]], None]
+"""Changes drawn q, k, v (float64 here, by name) in place."""
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """A call of `flex_attention` and what is compared.
+
+    Args:
+        name: ``"masks/prefix_batch"``: the group, then what is special.
+        shows: the property that fails here, a sentence.
+        batch, heads, kv_heads, q_length, kv_length, head_dim, value_head_dim: sizes.
+        kv_batch: of key and value, None for `batch`.
+        dtype: of query, key and value.
+        score_mod, mask_mod: names in `SCORE_MODS` and `MASK_MODS`, or None.
+        runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
+            1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod.
+        block_size: (q, kv).
+        scale: None for the default.
+        gradients: of "q", "k", "v", "captured".
+        aux: of "lse", "max_scores".
+        dout, dlse: whether a gradient arrives there.
+        layout: of q, k and v.
+        form: how the mods are written.
+        values: changes what was drawn.
+        quick: in the subset that CI runs.
+        required: names of the sets ("forward", "backward", "decode") that `--require` may name
+            and that the case belongs to.
+        seed: what is drawn.
+    """
+
+    name: str
+    shows: str
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    q_length: int = 40
+    kv_length: int = 40
+    head_dim: int = 16
+    value_head_dim: int = 16
+    kv_batch: int | None = None
+    dtype: torch.dtype = torch.float32
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    runs: tuple[tuple[int, ...], ...] | None = None
+    block_size: tuple[int, int] = (16, 16)
+    scale: float | None = None
+    gradients: frozenset[str] = frozenset()
+    aux: frozenset[str] = frozenset({"lse", "max_scores"})
+    dout: bool = True
+    dlse: bool = False
+    layout: Layout = "dense"
+    form: Form = "function"
+    values: Values | None = None
+    quick: bool = False
+    required: frozenset[str] = frozenset()
+    seed: int = 0
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the shapes of captured tensors depend on."""
+        group = self.heads // self.kv_heads
+        return Sizes(self.batch, self.heads, group, self.q_length, self.kv_length)
+
+    def draw(self, device: torch.device) -> Drawn:
+        """Draw the inputs."""
+        generator = torch.Generator().manual_seed(self.seed)
+        kv_batch = self.batch if self.kv_batch is None else self.kv_batch
+        shapes = {
+            "query": (self.batch, self.heads, self.q_length, self.head_dim),
+            "key": (kv_batch, self.kv_heads, self.kv_length, self.head_dim),
+            "value": (kv_batch, self.kv_heads, self.kv_length, self.value_head_dim),
+        }
+        exact = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        if self.values is not None:
+            self.values(exact)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        mods = {}
+        for kind, table, name in (
+            ("score", SCORE_MODS, self.score_mod),
+            ("mask", MASK_MODS, self.mask_mod),
+        ):
+            if name is not None:
+                mods[kind] = table[name].make(self.sizes, generator, wide)
+        weights = {
+            "dout": torch.randn(
+                (*shapes["query"][:3], self.value_head_dim), generator=generator
+            ).to(self.dtype),
+            "dlse": torch.randn(shapes["query"][:3], generator=generator).to(wide),
+        }
+        tensors = {
+            name: laid_out(tensor.to(self.dtype), self.layout).to(device)
+            if device.type == "cpu"
+            else laid_out(tensor.to(self.dtype).to(device), self.layout)
+            for name, tensor in exact.items()
+        }
+        return Drawn(tensors, mods, {name: w.to(device) for name, w in weights.items()})
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case's inputs.
+
+    Args:
+        tensors: query, key, value on the device, in their layout, without gradients.
+        mods: "score" and "mask", on the CPU.
+        weights: dout and dlse on the device.
+    """
+
+    tensors: Mapping[str, Tensor]
+    mods: Mapping[str, Mod]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the values of a contiguous tensor [B, H, L, E] in another layout of memory."""
+    if layout == "heads_last":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "last_stride_2":
+        wide = tensor.new_full((*tensor.shape[:3], 2 * tensor.shape[3]), math.nan)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "offset":
+        longer = tensor.new_full(
+            (tensor.shape[0], tensor.shape[1], tensor.shape[2] + 3, tensor.shape[3] + 1), math.nan
+        )
+        longer[:, :, 2:-1, 1:] = tensor
+        return longer[:, :, 2:-1, 1:]
+    if layout == "expanded_heads":
+        return tensor[:, :1].expand(tensor.shape)
+    return tensor

@@ -1,0 +1,276 @@
+"""Running a case by a backend and by the oracle, and how far the two may be apart.
+
+The budget comes from the data: the oracle is evaluated again with inputs, softmax weights and
+outputs changed by what rounding them in the call's type changes, and in float32. A right kernel is
+off by a few times that; a wrong formula by much more. Nothing here knows how a backend computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.mods import Mod
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Forward, Results, gradients
+
+__all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]
+
+_FACTOR = 8.0
+"""A kernel's errors add up in another order than the perturbed oracle's."""
+_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What the oracle says: the exact results and how far each may be missed, by name."""
+
+    exact: Mapping[str, Tensor]
+    allowed: Mapping[str, Tensor]
+
+
+def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.BlockMask | None:
+    """Return the case's block mask on the device, or None."""
+    if "mask" not in drawn.mods:
+        return None
+    mod = drawn.mods["mask"]
+    lengths = (case.q_length, case.kv_length)
+    if case.runs is None:
+        return anyflex.create_block_mask(
+            mod.function(case.form), case.batch, case.heads, *lengths, BLOCK_SIZE=case.block_size
+        ).to(device)
+    rows = [_row_runs(kinds) for kinds in case.runs]
+    counts = [len(row) for row in rows]
+    offsets = torch.tensor([[[sum(counts[:i]) for i in range(len(rows) + 1)]]], dtype=torch.int32)
+    listed = torch.tensor([run for row in rows for run in row], dtype=torch.int32).reshape(-1, 3)
+    return anyflex.BlockMask.from_runs(
+        offsets,
+        listed,
+        seq_lengths=lengths,
+        block_size=case.block_size,
+        mask_mod=mod.function(case.form),
+    ).to(device)
+
+
+def _row_runs(kinds: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for column, kind in enumerate(kinds):
+        if kind and runs and runs[-1][1] == column and runs[-1][2] == kind:
+            runs[-1] = (runs[-1][0], column + 1, kind)
+        elif kind:
+            runs.append((column, column + 1, kind))
+    return runs
+
+
+def _live(case: AttentionCase, drawn: Drawn) -> Tensor | None:
+    """Return the dense mask, bool [B, H, Q, KV], structure included."""
+    if "mask" not in drawn.mods:
+        return None
+    sizes = (case.batch, case.heads, case.q_length, case.kv_length)
+    by_mod = dense_mask(drawn.mods["mask"].function(), *sizes)
+    if case.runs is None:
+        return by_mod
+    kinds = torch.tensor(case.runs)
+    kinds = kinds.repeat_interleave(case.block_size[0], 0).repeat_interleave(case.block_size[1], 1)
+    kinds = kinds[: case.q_length, : case.kv_length]
+    return (kinds == 1) | ((kinds == 2) & by_mod)
+
+
+def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
+    """Evaluate the dense formula exactly, and again with what rounding explains."""
+    wide = torch.float64
+    exact = _formula(case, drawn, wide)
+    unit = torch.finfo(case.dtype).eps / 2
+    gaps = {name: torch.zeros_like(value) for name, value in exact.items()}
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    runs = [_formula(case, drawn, wide, unit, generator, exact["out"]) for _ in range(_TRIALS)]
+    if case.dtype is not torch.float64:
+        runs.append(_formula(case, drawn, torch.float32))
+    for other in runs:
+        for name, value in other.items():
+            gap = (value.double() - exact[name]).abs().nan_to_num(0.0, 0.0, 0.0)
+            gaps[name] = torch.maximum(gaps[name], gap)
+    allowed = {}
+    for name, gap in gaps.items():
+        # Of a few trials one element's gap is chance: its row's and half of the tensor's count.
+        row = gap.amax(-1, keepdim=True).expand_as(gap) if gap.dim() and gap.numel() else gap
+        usual = torch.maximum(row, 0.5 * gap.amax()) if gap.numel() else gap
+        unit_here = torch.finfo(_result_dtype(name, case, drawn)).eps
+        size = exact[name].abs().nan_to_num(0.0, 0.0, 0.0)
+        allowed[name] = _FACTOR * usual + 2 * unit_here * size + torch.finfo(case.dtype).tiny
+    return Budgets(exact, allowed)
+
+
+def _result_dtype(name: str, case: AttentionCase, drawn: Drawn) -> torch.dtype:
+    if name in ("lse", "max_scores"):
+        return torch.promote_types(case.dtype, torch.float32)
+    learned = drawn.mods["score"].learned if "score" in drawn.mods else {}
+    return learned[name].dtype if name in learned else case.dtype
+
+
+def _formula(
+    case: AttentionCase,
+    drawn: Drawn,
+    dtype: torch.dtype,
+    unit: float = 0.0,
+    generator: torch.Generator | None = None,
+    exact_out: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The dense formula; with a unit of rounding, on changed inputs, weights and dlse."""
+
+    def shaken(tensor: Tensor) -> Tensor:
+        if not unit:
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor * (1 + unit * noise)
+
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        query, key, value = (
+            shaken(drawn.tensors[name].cpu().to(dtype)).requires_grad_()
+            for name in ("query", "key", "value")
+        )
+        mod = _widened(drawn.mods["score"], dtype) if "score" in drawn.mods else None
+        forward = dense_attention(
+            query,
+            key,
+            value,
+            None if mod is None else mod.function(),
+            _live(case, drawn),
+            case.scale,
+            shaken if unit else None,
+        )
+        dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
+        dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
+        if exact_out is not None and dout is not None:
+            # Backward reads the rounded output: that arrives like a change of dlse.
+            change = unit * (dout * exact_out.nan_to_num(0.0)).abs().sum(-1)
+            noise = torch.randn(change.shape, generator=generator, dtype=dtype)
+            dlse = change * noise + (0 if dlse is None else dlse)
+        grads: dict[str, Tensor] = {}
+        if case.gradients:
+            inputs = _wanted(case, query, key, value, mod)
+            grads = gradients(forward, inputs, dout, dlse, missing_is_zero=True)
+    finally:
+        torch.set_default_dtype(previous)
+    named = Results(forward, grads).named()
+    return {name: tensor for name, tensor in named.items() if name not in _unasked(case)}
+
+
+def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
+    leaves = {
+        name: leaf.detach().to(torch.promote_types(dtype, leaf.dtype)).requires_grad_()
+        if leaf.requires_grad
+        else leaf
+        for name, leaf in mod.leaves.items()
+    }
+    return mod.with_leaves(leaves)
+
+
+def _unasked(case: AttentionCase) -> frozenset[str]:
+    return frozenset({"lse", "max_scores"} - case.aux)
+
+
+def _wanted(
+    case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mod: Mod | None
+) -> dict[str, Tensor]:
+    named = {"q": query, "k": key, "v": value}
+    inputs = {f"d{name}": named[name] for name in "qkv" if name in case.gradients}
+    if mod is not None and "captured" in case.gradients:
+        inputs |= mod.learned
+    return inputs
+
+
+def by_backend(
+    case: AttentionCase, drawn: Drawn, name: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Run the case by the backend of this name and return its results, by name."""
+    query, key, value = (drawn.tensors[t].detach() for t in ("query", "key", "value"))
+    for letter, tensor in (("q", query), ("k", key), ("v", value)):
+        tensor.requires_grad_(letter in case.gradients)
+    mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
+    out, aux = anyflex.flex_attention(
+        query,
+        key,
+        value,
+        None if mod is None else mod.function(case.form),
+        mask_of(case, drawn, device),
+        case.scale,
+        enable_gqa=case.heads != case.kv_heads,
+        return_aux=anyflex.AuxRequest(
+            lse="lse" in case.aux or case.dlse, max_scores="max_scores" in case.aux
+        ),
+        backend=name,
+    )
+    forward = Forward(out, aux.lse, aux.max_scores)
+    grads: dict[str, Tensor] = {}
+    if case.gradients:
+        inputs = _wanted(case, query, key, value, mod)
+        dout = drawn.weights["dout"] if case.dout else None
+        dlse = drawn.weights["dlse"] if case.dlse else None
+        grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)
+    named = Results(forward, grads).named()
+    return {name: t for name, t in named.items() if name not in _unasked(case)}
+
+
+def _moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:
+    leaves = {
+        name: leaf.detach()
+        .to(device)
+        .requires_grad_(leaf.requires_grad and "captured" in case.gradients)
+        for name, leaf in mod.leaves.items()
+    }
+    return mod.with_leaves(leaves)
+
+
+def mismatches(
+    found: Mapping[str, Tensor], budgets: Budgets, case: AttentionCase, drawn: Drawn
+) -> list[str]:
+    """Return a sentence for each result that is wrong."""
+    lines = []
+    for name, wanted in budgets.exact.items():
+        if name not in found:
+            lines.append(f"{name} is missing")
+            continue
+        value = found[name].cpu()
+        dtype = _result_dtype(name, case, drawn)
+        if value.shape != wanted.shape:
+            lines.append(f"{name} has shape {list(value.shape)}, wanted {list(wanted.shape)}")
+        elif value.dtype is not dtype:
+            lines.append(f"{name} has dtype {value.dtype}, wanted {dtype}")
+        else:
+            line = _difference(value.double(), wanted, budgets.allowed[name], dtype)
+            if line:
+                lines.append(f"{name} {line}")
+    return lines
+
+
+def _difference(found: Tensor, wanted: Tensor, allowed: Tensor, dtype: torch.dtype) -> str:
+    # What the type can't hold is infinite in it.
+    wanted = wanted.to(dtype).double() if dtype is torch.float16 else wanted
+    finite = wanted.isfinite()
+    strange = ~finite & ~((found == wanted) | (found.isnan() & wanted.isnan()))
+    strange |= finite & ~found.isfinite()
+    if strange.any():
+        at = tuple(strange.nonzero()[0].tolist())
+        return (
+            f"is {found[at]} at {list(at)}, wanted {wanted[at]} ({int(strange.sum())} of "
+            f"{strange.numel()} elements are not finite alike)"
+        )
+    gap = torch.where(finite, (found - wanted).abs(), 0.0)
+    over = gap > torch.where(finite, allowed, 1.0)
+    if not over.any():
+        return ""
+    ratio = torch.where(over, gap / allowed, 0.0)
+    at = tuple(torch.unravel_index(ratio.argmax(), ratio.shape))
+    where = [int(index) for index in at]
+    return (
+        f"is {found[at]:.6g} at {where}, wanted {wanted[at]:.6g}: off by {gap[at]:.3g}, allowed "
+        f"{allowed[at]:.3g} ({int(over.sum())} of {over.numel()} elements)"
+    )

@@ -1,0 +1,124 @@
+"""Running conformance cases on a session, and what comes of each."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from anyflex.errors import BackendRefused
+from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.case import Case
+from anyflex.testing.comparison import by_backend, by_oracle, mismatches
+from anyflex.testing.session import ConformanceFailure, Session
+
+__all__ = ["Outcome", "run_case", "run_cases"]
+
+Status = Literal["passed", "refused", "skipped", "failed", "expected", "unexpected"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Args:
+        case: its name.
+        shows: the property that it shows.
+        status: ``passed``; ``refused`` with a reason, as the declaration says; ``skipped``: it
+            doesn't apply; ``failed``; ``expected``: failed, as the plugin's file of expected
+            failures says; ``unexpected``: that file names it and it passed.
+        detail: the failure, the refusal's reason, or why it was skipped.
+        seconds: how long it took.
+        command: what repeats it alone.
+    """
+
+    case: str
+    shows: str
+    status: Status
+    detail: str
+    seconds: float
+    command: str
+
+    @property
+    def good(self) -> bool:
+        """Nothing is to be mended."""
+        return self.status not in ("failed", "unexpected")
+
+
+def run_cases(
+    session: Session,
+    cases: Iterable[Case],
+    *,
+    require: frozenset[str] = frozenset(),
+    expected: Mapping[str, str] | None = None,
+) -> Iterator[Outcome]:
+    """Run cases one after the other, yielding each outcome as it is known.
+
+    Args:
+        session: with the backend under inspection.
+        cases: what to run.
+        require: sets whose cases must be accepted; ``"all"`` is every case.
+        expected: case -> reason, for failures that the plugin's authors know of.
+    """
+    for case in cases:
+        outcome = run_case(session, case, require=require)
+        if expected is not None and case.name in expected:
+            status: Status = "expected" if outcome.status == "failed" else "unexpected"
+            reason = expected[case.name]
+            detail = f"{reason}: {outcome.detail}" if outcome.detail else reason
+            outcome = Outcome(
+                outcome.case, outcome.shows, status, detail, outcome.seconds, outcome.command
+            )
+        yield outcome
+
+
+def run_case(session: Session, case: Case, *, require: frozenset[str] = frozenset()) -> Outcome:
+    """Run one case."""
+    begin = time.perf_counter()
+    session.journal.clear()
+    status: Status = "passed"
+    detail = ""
+    try:
+        if isinstance(case, AttentionCase):
+            _compare(session, case)
+        else:
+            skipped = case.run(session)
+            if skipped is not None:
+                status, detail = "skipped", skipped
+        session.check_journal()
+    except BackendRefused as error:
+        status, detail = "refused", str(error)
+        if session.journal.violations:
+            status, detail = "failed", "; ".join(session.journal.violations)
+        elif "all" in require or case.required & require:
+            status, detail = "failed", f"it is required and was refused: {error}"
+    except ConformanceFailure as error:
+        status, detail = "failed", str(error)
+    except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        cause = error.__cause__ or error
+        status = "failed"
+        detail = f"{type(cause).__name__}: {cause} ({where.filename}:{where.lineno})"
+    seconds = time.perf_counter() - begin
+    return Outcome(case.name, case.shows, status, detail, seconds, _command(session, case))
+
+
+def _compare(session: Session, case: AttentionCase) -> None:
+    drawn = case.draw(session.device)
+    found = by_backend(case, drawn, session.name, session.device)
+    session.check_journal()
+    empty = 0 in (case.batch, case.heads, case.q_length)
+    session.require(
+        bool(session.journal.forwards) or empty, "the call was accepted and another backend ran it"
+    )
+    lines = mismatches(found, by_oracle(case, drawn), case, drawn)
+    session.require(not lines, "; ".join(lines))
+
+
+def _command(session: Session, case: Case) -> str:
+    device = "" if str(session.device) == session.name.partition(".")[0] else (
+        f" --device {session.device}"
+    )  # fmt: skip
+    return f"anyflex conformance --backend {session.name}{device} --case {case.name}"
