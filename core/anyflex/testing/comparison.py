@@ -129,6 +129,11 @@ def _formula(
         noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
         return tensor * (1 + unit * noise)
 
+    def changed(weights: Tensor) -> Tensor:
+        # In float64 the exponent is exact enough.
+        wide = case.dtype is torch.float64
+        return shaken(weights if wide else _recomputed(weights, generator))
+
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -144,7 +149,7 @@ def _formula(
             None if mod is None else mod.function(),
             _live(case, drawn),
             case.scale,
-            shaken if unit else None,
+            changed if unit else None,
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
         dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
@@ -161,6 +166,13 @@ def _formula(
         torch.set_default_dtype(previous)
     named = Results(forward, grads).named()
     return {name: tensor for name, tensor in named.items() if name not in _unasked(case)}
+
+
+def _recomputed(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Weights as exp(score - lse) gives them in float32: off by the exponent's rounding."""
+    noise = torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
+    exponent = weights.detach().clamp_min(torch.finfo(torch.float32).tiny).log().abs()
+    return weights * (1 + 2 * torch.finfo(torch.float32).eps * noise * (1 + exponent))
 
 
 def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
