@@ -21,6 +21,7 @@ from anyflex.arguments import (
 from anyflex.aux_outputs import AuxOutput, AuxRequest
 from anyflex.failing import fail
 from anyflex.mod_graph.trace import TracedMod, trace_mod
+from anyflex.registry.hot_path import posed_as
 from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.request import write_request
 
@@ -325,6 +326,7 @@ def op_arguments(
         gradients,
         backend,
         options,
+        posed_as(query.device),
     )
     # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
     one = torch.ones((), dtype=torch.float64)

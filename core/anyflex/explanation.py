@@ -135,7 +135,13 @@ def explain(
         backend,
     )
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
-    selection = explain_selection(spec_for(inputs), names_in_force(backend), backend, options)
+    selection = explain_selection(
+        spec_for(inputs),
+        names_in_force(backend),
+        backend,
+        options,
+        posed=inputs.posed is not None,
+    )
     try:
         variant = plan_for(inputs).kernel.describe(inputs.call)
     except AnyflexError as error:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyflex.block_mask.runs import FULL, PARTIAL, block_count
 from anyflex.errors import BlockMaskError
+from anyflex.registry.hot_path import posed_in_force
 
 __all__ = [
     "check_runs",
@@ -61,6 +62,9 @@ def checked_block_size(value: Any) -> tuple[int, int]:
 
 def checked_device(value: Any) -> torch.device:
     """Return the device that `value` names."""
+    posed = posed_in_force()
+    if posed is not None and str(value).partition(":")[0] == posed[0]:
+        return torch.device("cpu")
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:

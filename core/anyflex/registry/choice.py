@@ -96,13 +96,21 @@ class Choice:
         candidates: in the order of asking. Where the choice is forced, the forced ones only.
         forced_by: who forces it, or "".
         trace: what is known before anybody is asked: forced names that aren't installed.
+        posed: CPU tensors stand in for the spec's device, so that a probe which misses the device
+            is no obstacle.
     """
 
     def __init__(
-        self, spec: Spec, names: tuple[str, ...], explicit: str | None, given: KernelOptions
+        self,
+        spec: Spec,
+        names: tuple[str, ...],
+        explicit: str | None,
+        given: KernelOptions,
+        posed: bool = False,
     ) -> None:
         self.spec = spec
         self.given = given
+        self.posed = posed
         self.table: Table = current()
         self.forced_by = ""
         self.trace: list[TraceLine] = []
@@ -144,7 +152,7 @@ class Choice:
         usable: dict[str, tuple[int, Entry]] = {}
         unusable = []
         for entry in self.table.of_device(self.spec.device_type):
-            state = entry.state()
+            state = self._state(entry)
             if state.kind == "usable" and state.backend is not None:
                 usable[entry.name] = (state.backend.priority, entry)
             elif state.kind != "disabled":
@@ -170,9 +178,16 @@ class Choice:
             }
             raise options.unknown_key(unknown[0][0], backends, names)
 
+    def _state(self, entry: Entry) -> State:
+        state = entry.state()
+        probed = state.kind == "rejected" and state.backend is not None
+        if self.posed and probed and entry.device_type == self.spec.device_type:
+            return State("usable", backend=state.backend)
+        return state
+
     def ask(self, entry: Entry) -> Answer:
         """Ask one candidate. Raises only for wrong ``kernel_options``."""
-        state = entry.state()
+        state = self._state(entry)
         backend = state.backend
         if state.kind != "usable" or backend is None:
             outcome: Outcome = "refuses"
@@ -256,19 +271,24 @@ class Choice:
 
 
 def explain_selection(
-    spec: Spec, names: tuple[str, ...], explicit: str | None, kernel_options: KernelOptions
+    spec: Spec,
+    names: tuple[str, ...],
+    explicit: str | None,
+    kernel_options: KernelOptions,
+    *,
+    posed: bool = False,
 ) -> Selection:
     """Return what would be chosen, and every candidate's answer, without compiling.
 
     Args:
-        spec, names, explicit, kernel_options: as for `anyflex.runtime.kernels.kernel_for`.
+        spec, names, explicit, kernel_options, posed: as for `anyflex.runtime.kernels.kernel_for`.
 
     Raises:
         ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
         Refusals, and forced backends that can't be used, don't raise: they are in the trace.
     """
     try:
-        choice = Choice(spec, names, explicit, kernel_options)
+        choice = Choice(spec, names, explicit, kernel_options, posed)
     except BackendRefused as error:
         lines = tuple(TraceLine(n, "", "refuses", r) for n, r in error.reasons.items())
         source = source_of(names, explicit)

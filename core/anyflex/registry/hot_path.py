@@ -7,13 +7,29 @@ import itertools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from anyflex.registry.hooks import Hooks
 
-__all__ = ["changed", "generation", "hooks_in_force", "use_hooks"]
+__all__ = [
+    "Posed",
+    "changed",
+    "generation",
+    "hooks_in_force",
+    "pose",
+    "posed_as",
+    "posed_in_force",
+    "use_hooks",
+]
+
+Posed = tuple[str, str]
+"""What CPU tensors stand in for: a device type and its architecture."""
 
 _generations = itertools.count(1)
 _generation = 0
 _hooks: Hooks | None = None
+# Of the process, and a plain global: Dynamo, which traces its reader, puts a guard on it.
+_posed: Posed | None = None
 
 
 def generation() -> int:
@@ -36,3 +52,19 @@ def use_hooks(hooks: Hooks) -> None:
     """Put hook plugins in force."""
     global _hooks
     _hooks = hooks
+
+
+def posed_as(device: torch.device) -> Posed | None:
+    """Return what a tensor on `device` stands in for, or None for itself. On the hot path."""
+    return None if _posed is None or device.type != "cpu" else _posed
+
+
+def posed_in_force() -> Posed | None:
+    """Return what CPU tensors stand in for, or None."""
+    return _posed
+
+
+def pose(posed: Posed | None) -> None:
+    """Let CPU tensors stand in for something else: for `anyflex.testing.posing`."""
+    global _posed
+    _posed = posed

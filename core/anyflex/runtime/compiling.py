@@ -53,11 +53,15 @@ _state = _State()
 
 
 def decide(
-    spec: Spec, names: tuple[str, ...], explicit: str | None, kernel_options: KernelOptions
+    spec: Spec,
+    names: tuple[str, ...],
+    explicit: str | None,
+    kernel_options: KernelOptions,
+    posed: bool = False,
 ) -> CompiledKernel:
     """Return the kernel of the first candidate that takes the spec and can compile it. See
     `anyflex.runtime.kernels.kernel_for`."""
-    choice = Choice(spec, names, explicit, kernel_options)
+    choice = Choice(spec, names, explicit, kernel_options, posed)
     trace = list(choice.trace)
     for entry in choice.candidates:
         answer = choice.ask(entry)

@@ -60,7 +60,12 @@ _decisions: Recent[object, CompiledKernel] = Recent(DECISIONS)
 
 
 def kernel_for(
-    spec: Spec, names: tuple[str, ...], explicit: str | None, kernel_options: KernelOptions
+    spec: Spec,
+    names: tuple[str, ...],
+    explicit: str | None,
+    kernel_options: KernelOptions,
+    *,
+    posed: bool = False,
 ) -> CompiledKernel:
     """Return the kernel for a spec: the registry decides, the backend compiles, once.
 
@@ -69,6 +74,7 @@ def kernel_for(
         names: from `anyflex.registry.names_in_force`.
         explicit: the argument ``backend=``, or None.
         kernel_options: from `anyflex.registry.freeze_options.freeze_options`.
+        posed: CPU tensors stand in for the spec's device (`anyflex.registry.choice.Choice`).
 
     Raises:
         ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
@@ -77,25 +83,30 @@ def kernel_for(
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
     # As text: of 1, 1.0 and True, which are equal, an option may take only one.
-    key = (generation(), spec, names, explicit, repr(kernel_options))
+    key = (generation(), spec, names, explicit, repr(kernel_options), posed)
     compiled = _decisions.get(key)
     if compiled is None:
         # Loaded here: `import anyflex` must stay cheap.
         from anyflex.runtime.compiling import decide
 
-        compiled = decide(spec, names, explicit, kernel_options)
+        compiled = decide(spec, names, explicit, kernel_options, posed)
         _decisions.put(key, compiled)
     return compiled
 
 
 def explain_selection(
-    spec: Spec, names: tuple[str, ...], explicit: str | None, kernel_options: KernelOptions
+    spec: Spec,
+    names: tuple[str, ...],
+    explicit: str | None,
+    kernel_options: KernelOptions,
+    *,
+    posed: bool = False,
 ) -> Selection:
     """Return what `kernel_for` would choose and why, without compiling. See
     `anyflex.registry.choice.explain_selection`."""
     from anyflex.registry.choice import explain_selection
 
-    return explain_selection(spec, names, explicit, kernel_options)
+    return explain_selection(spec, names, explicit, kernel_options, posed=posed)
 
 
 def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError:

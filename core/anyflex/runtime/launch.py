@@ -121,8 +121,12 @@ def launch_backward(
 def _guard(plan: Plan) -> Iterator[None]:
     """What a kernel runs in: its device, and no autocast. Core has cast q, k and v; a kernel made
     of torch's products would otherwise have its float32 scores rounded once more."""
-    device = nullcontext() if plan.guard is None else plan.guard()
-    with torch.autocast(plan.device_type, enabled=False), device:
+    device: Any = nullcontext() if plan.guard is None else plan.guard()
+    autocast: Any = nullcontext()
+    # Only where it is on: a device without autocast refuses to switch it off.
+    if torch.is_autocast_enabled(plan.device_type):
+        autocast = torch.autocast(plan.device_type, enabled=False)
+    with autocast, device:
         yield
 
 
@@ -141,6 +145,8 @@ def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
     static op, whose outputs can't depend on the backend."""
     extras = _allocate(call, plan.kernel.saved_outputs(call))
+    if not extras:  # none for this call
+        return extras
     workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
     again = Outputs(
         torch.empty_like(saved.out),

@@ -194,6 +194,7 @@ def _inputs(
         request.gradients,
         request.backend,
         request.options,
+        posed=request.posed,
     )
 
 

@@ -14,7 +14,7 @@ from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.registry.hot_path import generation
+from anyflex.registry.hot_path import Posed, generation
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.facts import architecture, determinism, memories, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
@@ -41,6 +41,7 @@ class Inputs:
         options: ``kernel_options`` as pairs.
         names: of the captured tensors in the user's score and mask functions, "" where unknown;
             for messages.
+        posed: the device type and architecture that CPU tensors stand in for, or None.
     """
 
     call: Call
@@ -54,6 +55,7 @@ class Inputs:
     backend: str | None
     options: tuple[tuple[str, object], ...]
     names: tuple[list[str], list[str]] = ([], [])
+    posed: Posed | None = None
 
 
 class Plan:
@@ -123,10 +125,18 @@ class Plan:
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:
-    if device.type in ("cpu", "mps", "meta"):
+    """None also where there is no choice, or torch knows of no way to make it."""
+    if device.type == "cpu":
         return None
-    select = getattr(torch, device.type).device
-    return lambda: select(device)
+    select = getattr(getattr(torch, device.type, None), "device", None)
+    if callable(select):
+        return lambda: select(device)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type or device.index is None:
+        return None
+    if torch.accelerator.device_count() < 2:
+        return None
+    return lambda: torch.accelerator.device_index(device.index)
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -151,6 +161,7 @@ def plan_for(inputs: Inputs) -> Plan:
         bound,
         None if views is None else views.block_size,
         query.device,
+        inputs.posed,
         dtype,
         head_dim,
         value.shape[3],
@@ -177,7 +188,9 @@ def plan_for(inputs: Inputs) -> Plan:
     plan = _plans.get(facts)
     if plan is None:
         spec = _spec(inputs, bound)
-        compiled = kernel_for(spec, names, inputs.backend, inputs.options)
+        compiled = kernel_for(
+            spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
+        )
         plan = Plan(compiled, query.device)
         with _lock:
             if len(_plans) >= PLANS:
@@ -204,11 +217,12 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         for tensor, needed in zip(call.captured, inputs.gradients[3:], strict=True)
     )
     needs_backward = any(inputs.gradients)
+    posed = inputs.posed or (query.device.type, architecture(query.device))
     classes = memories(query, key, value)
     aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
     return Spec(
-        device_type=query.device.type,
-        arch=architecture(query.device),
+        device_type=posed[0],
+        arch=posed[1],
         dtype=query.dtype,
         head_dim=query.shape[3],
         value_head_dim=value.shape[3],

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anyflex.registry.hot_path import Posed
 
 __all__ = ["Request", "read_request", "write_request"]
 
@@ -26,6 +30,8 @@ class Request:
         gradients: a flag for query, key, value and then each captured tensor.
         backend: the ``backend=`` argument, or None.
         options: ``kernel_options`` as sorted (name, value) pairs, nested names joined by "/".
+        posed: the device type and architecture that CPU tensors stand in for, or None: a backward
+            pass may run after the end of `anyflex.testing.posing`.
     """
 
     score: str
@@ -37,6 +43,7 @@ class Request:
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
+    posed: Posed | None = None
 
 
 def write_request(
@@ -49,11 +56,12 @@ def write_request(
     gradients: list[bool],
     backend: str | None,
     options: tuple[tuple[str, object], ...],
+    posed: Posed | None = None,
 ) -> str:
     """Return the request's text. One line a field; a graph's text holds no line break."""
     flags = "".join(["1" if flag else "0" for flag in gradients])
     lines = [
-        VERSION,
+        VERSION if posed is None else f"{VERSION} {posed[0]} {posed[1]}",
         score,
         mask,
         f"{score_slots[0]} {score_slots[1]} {score_slots[2]}",
@@ -72,6 +80,7 @@ def read_request(text: str) -> Request:
     import ast
 
     version, score, mask, slots, aux, flags, backend, *options = text.split("\n")
+    version, *posed = version.split(" ")
     if version != VERSION:
         raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
     captured, ints, floats = map(int, slots.split())
@@ -89,4 +98,5 @@ def read_request(text: str) -> Request:
         tuple(flag == "1" for flag in flags),
         backend or None,
         tuple(pairs),
+        (posed[0], posed[1]) if posed else None,
     )
