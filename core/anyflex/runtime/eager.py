@@ -22,6 +22,7 @@ from anyflex.errors import (
 )
 from anyflex.mod_graph.mod_key import traced
 from anyflex.mod_graph.trace import TracedMod
+from anyflex.registry.hot_path import posed_as
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.autograd import FlexAttention
 from anyflex.runtime.launch import launch_forward
@@ -183,6 +184,7 @@ def gather(
         backend,
         options,
         (score.names, mask.names),
+        posed_as(device),
     )
 
 
