@@ -14,7 +14,7 @@ import torch
 from anyflex.failing import fail
 from anyflex.mod_graph.symbol import Symbol
 
-__all__ = ["call_mod", "codes_of", "functorch_level"]
+__all__ = ["call_mod", "codes_of", "error_location", "functorch_level"]
 
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -49,7 +49,7 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         match = _ARGUMENTS.match(str(error))
         if match is None:
             raise
-        file, line = _location(error)
+        file, line = error_location(error)
         fail(
             "ModTraceError",
             f"torch.{match[1]} does not take its arguments: {match[2]}",
@@ -62,7 +62,7 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         )
 
 
-def _location(error: BaseException) -> tuple[str | None, int | None]:
+def error_location(error: BaseException) -> tuple[str | None, int | None]:
     """File and line of the innermost frame of an error that is not torch's."""
     place: tuple[str | None, int | None] = (None, None)
     traceback = error.__traceback__

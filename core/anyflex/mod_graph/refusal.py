@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import types
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from anyflex.failing import fail
 
@@ -20,6 +22,8 @@ __all__ = [
     "refuse",
     "refuse_function",
     "refuse_index",
+    "torch_function",
+    "user_location",
 ]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -102,6 +106,11 @@ _ADVICE: dict[str, tuple[str, str]] = {
     "device": ("moving to a device in a mod", "Move captured tensors before the call."),
     "autograd": ("autograd inside a mod", "Call it outside; `.detach()` stops a gradient."),
     "many": ("a function with more than one result in a mod", "Compute it outside."),
+    "new": (
+        "a new tensor made from a symbol",
+        "Use the symbol itself; sizes are Python numbers, and of a captured torch.arange(n) an "
+        "element can be read.",
+    ),
     "python bool": (
         "a function that returns a Python bool in a mod",
         "Use `==` or torch.isclose, which return a symbol.",
@@ -117,7 +126,9 @@ _NAMES: dict[str, str] = {
     "reduction": "sum mean prod std var median nanmedian mode norm logsumexp softmax log_softmax "
     "cumsum cumprod cummax cummin logcumsumexp all any amax amin argmax argmin aminmax nansum "
     "nanmean sort argsort topk kthvalue count_nonzero softmin normalize matmul mm bmm dot mv "
-    "einsum inner outer __matmul__ __rmatmul__",
+    "einsum inner outer __matmul__ __rmatmul__ batch_norm instance_norm native_batch_norm "
+    "cudnn_batch_norm miopen_batch_norm batch_norm_update_stats _batch_norm_impl_index "
+    "_native_batch_norm_legit",
     "gather": "gather index_select take take_along_dim embedding masked_select index_put "
     "index_add scatter scatter_add index_fill embedding_bag one_hot",
     "search": "searchsorted bucketize histc bincount isin unique unique_consecutive",
@@ -126,6 +137,9 @@ _NAMES: dict[str, str] = {
     "complex": "complex polar view_as_complex view_as_real angle real imag",
     "device": "cuda cpu xpu mps",
     "autograd": "requires_grad_ backward retain_grad register_hook",
+    "new": "tensor scalar_tensor full zeros ones empty eye arange range empty_like "
+    "empty_strided empty_permuted new_empty new_empty_strided tril_indices triu_indices "
+    "bartlett_window blackman_window hamming_window hann_window kaiser_window",
     "many": "frexp split chunk unbind tensor_split modf",
     "python bool": "equal allclose",
     "dynamic": "nonzero argwhere",
@@ -165,10 +179,9 @@ def _refused() -> dict[Any, tuple[str, str, str]]:
 REFUSED = _refused()
 """Function -> (problem, operation, cure)."""
 
+_HARMLESS = tuple(_ADVICE[kind][0] for kind in ("shape", "many", "device", "new"))
 PLAIN_REFUSED = {
-    function: entry
-    for function, entry in REFUSED.items()
-    if not entry[0].startswith((_ADVICE["shape"][0], _ADVICE["many"][0], _ADVICE["device"][0]))
+    function: entry for function, entry in REFUSED.items() if not entry[0].startswith(_HARMLESS)
 }
 """What may not be done with captured tensors alone: changes of shape are harmless there."""
 
@@ -185,7 +198,8 @@ _PURE = "Mods are pure: use a new value instead."
 def change_in_place(func: Any) -> tuple[str, str, str] | None:
     """Return (problem, operation, cure) for a torch function that writes to what it is given.
 
-    torch's names tell: ``relu_``, ``aten.add_.Tensor``, ``__ior__``, the setter of ``.data``.
+    torch's names tell: ``relu_``, ``aten.add_.Tensor``, ``__ior__``, the setter of ``.data``. Of
+    an operator, a custom one too, its schema does.
     """
     name = (getattr(func, "__name__", None) or "").split(".")[0]
     if name in ("__set__", "__delete__"):
@@ -194,11 +208,32 @@ def change_in_place(func: Any) -> tuple[str, str, str] | None:
     ends = name[-1:] == "_" and name[-2:] != "__" and name not in _NOT_WRITING
     if ends or name.strip("_") in _WRITING:
         return (f"a change in place in a mod: {name}", name, _PURE)
+    if isinstance(func, OpOverloadPacket):
+        func = getattr(func, "default", None)
+    if isinstance(func, OpOverload) and func._schema.is_mutable:
+        return (f"a change in place in a mod: {name}", name, _PURE)
     return None
+
+
+def torch_function(func: Any) -> Any:
+    """Return ``torch.tanh`` for ``torch.ops.aten.tanh`` and its overloads, which take the same
+    arguments; anything else as it is."""
+    name = _aten_name(func)
+    return getattr(torch, name) if name else func
+
+
+def _aten_name(func: Any) -> str:
+    """Return the name of a function of torch's that is an operator's binding, or ""."""
+    if isinstance(func, (OpOverload, OpOverloadPacket)) and str(func).startswith("aten."):
+        name = func.__name__.split(".")[0]
+        if isinstance(getattr(torch, name, None), types.BuiltinFunctionType):
+            return name
+    return ""
 
 
 # Dynamo doesn't know the names of methods, but can call this. The mark of anyflex.failing.
 change_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_aten_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_function(func: Any) -> NoReturn:

@@ -23,6 +23,7 @@ from anyflex.mod_graph.refusal import (
     refuse,
     refuse_function,
     refuse_index,
+    torch_function,
 )
 
 if TYPE_CHECKING:
@@ -191,6 +192,9 @@ class Symbol(Traced):
     def __iter__(self) -> NoReturn:
         refuse("a loop over a symbol", "iter()", "A symbol is a scalar.")
 
+    def __reversed__(self) -> NoReturn:
+        refuse("a loop over a symbol", "reversed()", "A symbol is a scalar.")
+
     def __getitem__(self, index: object) -> NoReturn:
         refuse("indexing a symbol", "indexing", "A symbol is a scalar; index captured tensors.")
 
@@ -338,6 +342,9 @@ def refuse_out(kwargs: dict[str, Any]) -> None:
 def dispatch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Append what `func` does to at least one symbol."""
     spelling = SPELLINGS.get(func)
+    if spelling is None:
+        func = torch_function(func)
+        spelling = SPELLINGS.get(func)
     if spelling is None:
         refuse_function(func)
     return spell(tracer, spelling, args, kwargs)

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anyflex.mod_graph.symbol import Symbol
+from anyflex.mod_graph.symbol_attributes import install_attributes
 
 if TYPE_CHECKING:
     from anyflex.mod_graph.tracer import Tracer
@@ -24,6 +25,9 @@ __all__ = ["TensorSymbol", "tensor_symbol"]
 with _disable_current_modes():  # anyflex may first be imported under fake tensors
     _BASE = torch.empty((), device="meta")
 _make = torch.Tensor._make_subclass
+
+
+install_attributes()
 
 
 class TensorSymbol(Symbol, torch.Tensor):  # type: ignore[misc, override]

@@ -19,7 +19,7 @@ from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.dynamo_symbols import mend_symbols
 from anyflex.mod_graph.in_place import SetWatch
 from anyflex.mod_graph.operations import DTYPE_NAMES
-from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place, refuse
+from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place, refuse, torch_function
 from anyflex.mod_graph.spellings import SPELLINGS
 from anyflex.mod_graph.symbol import (
     PartialRead,
@@ -101,7 +101,7 @@ def on_plain_tensors(
         if made is not NotImplemented:
             return made
     refuse_out(kwargs)
-    refused = PLAIN_REFUSED.get(func)
+    refused = PLAIN_REFUSED.get(torch_function(func))
     if refused is None:
         refused = change_in_place(func)
     if refused is not None:

@@ -126,13 +126,12 @@ def gather(
         except ModTraceError as error:
             if not error.pure:
                 raise
-            score = _opaque(score_mod, error, backend)
+            score = _opaque(score_mod, error, backend, device, dtype)
             score_function = score_mod
         except AnyflexError:
             raise
         except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
+            _add_note(error, score_mod)
             raise
     if block_mask is not None:
         # A mask elsewhere is moved with its captured tensors at its first call, and kept.
@@ -188,14 +187,29 @@ def gather(
     )
 
 
+def _add_note(error: Exception, score_mod: Callable[..., Tensor]) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
+
+
 def _opaque(
-    score_mod: Callable[..., Tensor], error: ModTraceError, backend: str | None
+    score_mod: Callable[..., Tensor],
+    error: ModTraceError,
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> TracedMod:
     """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
-    _allow_opaque("score_mod", str(error), error.operation, backend)
     from anyflex.reference.opaque import read_tensors
 
-    captured = read_tensors(score_mod)
+    try:
+        captured = read_tensors(score_mod, device, dtype)
+    except AnyflexError:
+        raise
+    except Exception as raised:
+        _add_note(raised, score_mod)
+        raise
+    _allow_opaque("score_mod", str(error), error.operation, backend)
     return TracedMod("", captured, [], [], [""] * len(captured))
 
 
