@@ -13,7 +13,8 @@ A hook plugin is a module whose functions are marked with `hookimpl`::
 
 from __future__ import annotations
 
-from anyflex.block_mask.views import MaskViews
+from anyflex.block_mask.listing import IndexLists
+from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.backend import Backend, Kernel
@@ -22,17 +23,33 @@ from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Alignment, CapturedFacts, Spec
-from anyflex.errors import AnyflexError, ArgumentError, BackendRefused, PluginError
+from anyflex.errors import (
+    AnyflexError,
+    ArgumentError,
+    BackendRefused,
+    ModIndexError,
+    PerformanceWarning,
+    PluginError,
+)
+from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
+from anyflex.mod_graph.evaluate import evaluate
+from anyflex.mod_graph.first_calls import make_first_calls
 from anyflex.mod_graph.graph import ModGraph, Node, parse_graph
-from anyflex.mod_graph.lowering import Lowering
-from anyflex.mod_graph.operations import OPERATIONS
+from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
+from anyflex.mod_graph.operations import DTYPES, OPERATIONS
+from anyflex.mod_graph.simplify import simplify, simplify_nodes
+from anyflex.registry.environment import check_indices
 from anyflex.registry.hook_specs import hookimpl
+from anyflex.registry.table import isolated, register, register_hooks
 
 __all__ = [
     "CONTRACT",
     "CONTRACT_1_FIELDS",
     "CONTRACT_MIN",
+    "DTYPES",
+    "FULL",
     "OPERATIONS",
+    "PARTIAL",
     "Accepted",
     "Alignment",
     "AnyflexError",
@@ -44,20 +61,36 @@ __all__ = [
     "Capabilities",
     "CapturedFacts",
     "Decision",
+    "Derivative",
     "GradInputs",
     "Grads",
+    "IndexLists",
     "Kernel",
     "Lowering",
     "MaskViews",
     "ModGraph",
+    "ModIndexError",
     "Node",
     "Option",
     "Outputs",
+    "PerformanceWarning",
     "PluginError",
     "Rejected",
     "Saved",
+    "Scatter",
     "Spec",
     "TensorSpec",
+    "check_indices",
+    "differentiate",
+    "evaluate",
     "hookimpl",
+    "isolated",
+    "make_first_calls",
+    "operand_classes",
     "parse_graph",
+    "register",
+    "register_hooks",
+    "simplify",
+    "simplify_nodes",
+    "type_class",
 ]
