@@ -21,8 +21,8 @@ help:
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
-	@echo "make bench        what import, scan and a call's front end cost; fails above a limit"
-	@echo "make soak         2,000 random mods against autograd (the tests run 200)"
+	@echo "make bench        what import, scan, a call's front end and masks cost; fails above a limit"
+	@echo "make soak         2,000 random mods, 20,000 random masks (the tests run 200 and 400)"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -40,6 +40,7 @@ test-random:
 soak:
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
+	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
 
 demo:
 	$(READY) demo
@@ -71,6 +72,7 @@ bench:
 	@$(RUN) bench/import_time.py
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
+	@$(RUN) bench/block_masks.py --json bench/results/block_masks.json
 
 docs:
 	$(READY) docs

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.intervals.analysis import Domain
 from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
-from tests.block_masks.test_random_masks import CHECKED, dense, kinds
+from tests.block_masks.test_random_masks import CHECKED, COUNT, dense, kinds
 from tests.masks import CASES, Made
 
 __all__: list[str] = []
@@ -165,7 +165,7 @@ def test_blocks_of_a_long_mask_are_those_of_their_elements(name: str) -> None:
             assert torch.equal(grid[:, :, column].to(torch.int8), wanted)
 
 
-@CHECKED
+@settings(CHECKED, max_examples=COUNT // 4)
 @given(st.data())
 def test_the_reference_computes_what_the_mask_function_says(data: st.DataObject) -> None:
     of = data.draw(sizes())
