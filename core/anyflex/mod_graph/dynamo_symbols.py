@@ -57,7 +57,7 @@ def _is_symbol(variable: Any) -> bool:
 
     from anyflex.mod_graph.symbol import Symbol
 
-    variable = variable.realize()
+    # Symbols are made in the trace, never lazy; asking makes no other variable real.
     return isinstance(variable, UserDefinedObjectVariable) and variable.python_type() is Symbol
 
 
