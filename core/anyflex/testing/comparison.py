@@ -7,8 +7,9 @@ off by a few times that; a wrong formula by much more. Nothing here knows how a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,14 +201,22 @@ def _wanted(
 
 
 def by_backend(
-    case: AttentionCase, drawn: Drawn, name: str, device: torch.device
+    case: AttentionCase,
+    drawn: Drawn,
+    name: str,
+    device: torch.device,
+    attention: Callable[..., Any] = anyflex.flex_attention,
 ) -> dict[str, Tensor]:
-    """Run the case by the backend of this name and return its results, by name."""
+    """Run the case by the backend of this name and return its results, by name.
+
+    Args:
+        attention: `flex_attention` itself, compiled, or with more arguments.
+    """
     query, key, value = (drawn.tensors[t].detach() for t in ("query", "key", "value"))
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         tensor.requires_grad_(letter in case.gradients)
     mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
-    out, aux = anyflex.flex_attention(
+    out, aux = attention(
         query,
         key,
         value,

@@ -34,9 +34,25 @@ class Guarded:
             self._count + 2 * self._guard, dtype=like.dtype, device=like.device
         )
         self._memory.view(torch.uint8).fill_(_PATTERN)
-        self.tensor = self._memory.as_strided(like.shape, like.stride(), self._guard)
+        self._layout = (like.shape, like.stride(), self._guard)
+        self.tensor = self._memory.as_strided(*self._layout)
         if not poison:
             self.tensor.zero_()
+
+    def replaced(self) -> str | None:
+        """Return how `tensor` was made another tensor than the one that was given, or None."""
+        given, found = self._memory.as_strided(*self._layout), self.tensor
+        if found.data_ptr() != given.data_ptr() and self._count:
+            return "it was given other memory instead of being filled"
+        if found.dtype is not given.dtype or found.shape != given.shape:
+            return f"it was made {found.dtype} {list(found.shape)}"
+        if found.stride() != given.stride():
+            return f"its strides were changed from {given.stride()} to {found.stride()}"
+        return None
+
+    def content(self) -> Tensor:
+        """Return what the given memory holds, whatever became of `tensor`."""
+        return self._memory.as_strided(*self._layout)
 
     def trespass(self) -> str | None:
         """Return where the memory around the tensor was written, or None."""
@@ -56,7 +72,7 @@ class Guarded:
         if not self._count:
             return 0
         width = self._memory.element_size()
-        return int((raw_bytes(self.tensor).view(-1, width) == _PATTERN).all(1).sum())
+        return int((raw_bytes(self.content()).view(-1, width) == _PATTERN).all(1).sum())
 
 
 def poisoned_like(like: Tensor) -> Tensor:

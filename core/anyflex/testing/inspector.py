@@ -31,7 +31,7 @@ from anyflex.plugin import (
 )
 from anyflex.testing.guarded import Guarded, raw_bytes
 
-__all__ = ["Journal", "inspected"]
+__all__ = ["Journal", "ask", "inspected"]
 
 
 @dataclass
@@ -43,6 +43,8 @@ class Journal:
         decisions: (spec, decision) of each `supports`.
         forwards, backwards: specs whose kernels ran, in order.
         compiled: specs that were compiled.
+        launches: (backend, variant) of each launch that the registry knows of, whoever ran.
+        workspaces: (direction, what was asked for) of each launch that asked for any.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -50,6 +52,8 @@ class Journal:
     forwards: list[Spec] = field(default_factory=list)
     backwards: list[Spec] = field(default_factory=list)
     compiled: list[Spec] = field(default_factory=list)
+    launches: list[tuple[str, str]] = field(default_factory=list)
+    workspaces: list[tuple[str, tuple[TensorSpec, ...]]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note(self, violation: str) -> None:
@@ -61,9 +65,13 @@ class Journal:
     def clear(self) -> None:
         """Forget everything."""
         with self.lock:
-            for seen in (self.violations, self.decisions, self.forwards, self.backwards):
-                seen.clear()
+            self.violations.clear()
+            self.decisions.clear()
+            self.forwards.clear()
+            self.backwards.clear()
             self.compiled.clear()
+            self.launches.clear()
+            self.workspaces.clear()
 
 
 def inspected(backend: Backend, journal: Journal) -> type[Backend]:
@@ -81,7 +89,7 @@ def inspected(backend: Backend, journal: Journal) -> type[Backend]:
             return backend.fingerprint()
 
         def supports(self, spec: Spec) -> Decision:
-            return _inspected_decision(backend, spec, journal)
+            return ask(backend, spec, journal)
 
         def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
             journal.compiled.append(spec)
@@ -90,8 +98,11 @@ def inspected(backend: Backend, journal: Journal) -> type[Backend]:
     return Inspector
 
 
-def _inspected_decision(backend: Backend, spec: Spec, journal: Journal) -> Decision:
-    """Ask `supports`, and compare its answer with itself and with the declaration."""
+def ask(backend: Backend, spec: Spec, journal: Journal) -> Decision:
+    """Ask `supports`, and compare its answer with itself and with the declaration.
+
+    Raises whatever `supports` raises, which is a violation too.
+    """
     try:
         decision, again = backend.supports(spec), backend.supports(spec)
     except Exception as error:
@@ -99,6 +110,8 @@ def _inspected_decision(backend: Backend, spec: Spec, journal: Journal) -> Decis
         raise
     if decision != again:
         journal.note(f"supports() answered {decision} and, asked again, {again}")
+    if not isinstance(decision, (Accepted, Rejected)):
+        journal.note(f"supports() answered {decision!r}: neither Accepted() nor Rejected(reason)")
     if isinstance(decision, Rejected) and not decision.reason.strip():
         journal.note("supports() refused without a reason")
     refusal = spec.unsupported_by(backend.capabilities)
@@ -143,8 +156,7 @@ class _InspectedKernel(Kernel):
             watch.optional("max_scores", out.max_scores),
             tuple(watch.scratch("a saved output", t, s) for t, s in zip(
                 out.saved, self._kernel.saved_outputs(call) if out.saved else (), strict=True)),
-            tuple(watch.scratch("a workspace", t, s) for t, s in zip(
-                out.workspace, self._kernel.workspace(call, "forward"), strict=True)),
+            self._workspace(watch, call, "forward", out.workspace),
         )  # fmt: skip
         self._kernel.forward(call, given)
         with self._journal.lock:
@@ -166,13 +178,28 @@ class _InspectedKernel(Kernel):
                 watch.optional(f"the gradient of captured tensor {i}", t, accumulated=True)
                 for i, t in enumerate(grads.captured)
             ),
-            tuple(watch.scratch("a workspace", t, s) for t, s in zip(
-                grads.workspace, self._kernel.workspace(call, "backward"), strict=True)),
-        )  # fmt: skip
+            self._workspace(watch, call, "backward", grads.workspace),
+        )
         self._kernel.backward(call, saved, grad, given)
         with self._journal.lock:
             self._journal.backwards.append(self._spec)
         watch.close()
+
+    def _workspace(
+        self,
+        watch: _Watch,
+        call: Call,
+        direction: Literal["forward", "backward"],
+        tensors: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        specs = self._kernel.workspace(call, direction)
+        if specs:
+            with self._journal.lock:
+                self._journal.workspaces.append((direction, specs))
+        return tuple(
+            watch.scratch("a workspace", tensor, spec)
+            for tensor, spec in zip(tensors, specs, strict=True)
+        )
 
 
 class _Watch:
@@ -219,13 +246,16 @@ class _Watch:
         """Check everything, and hand the outputs over."""
         for name, tensor, guarded, accumulated in self._outputs:
             self._check_guards(name, guarded)
+            replaced = guarded.replaced()
+            if replaced is not None:
+                self._note(f"{name}: {replaced}")
             unwritten = 0 if accumulated else guarded.unwritten()
             if unwritten:
                 self._note(f"{unwritten} of {tensor.numel()} elements of {name} were not written")
-            tensor.copy_(guarded.tensor)
+            tensor.copy_(guarded.content())
         for name, tensor, guarded in self._scratch:
             self._check_guards(name, guarded)
-            tensor.copy_(guarded.tensor)
+            tensor.copy_(guarded.content())
         for name, (tensor, before) in self._before.items():
             if not raw_bytes(tensor).equal(before):
                 self._note(f"{name} was written to")

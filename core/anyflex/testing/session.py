@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from anyflex.errors import BackendRefused
-from anyflex.plugin import Backend
-from anyflex.registry import table
-from anyflex.testing.inspector import Journal, inspected
+from anyflex.plugin import Backend, Decision, Spec, hookimpl
+from anyflex.registry import hot_path, table
+from anyflex.registry.entry import Entry
+from anyflex.testing.inspector import Journal, ask, inspected
 
 __all__ = ["ConformanceFailure", "Session", "open_session"]
 
@@ -29,12 +30,24 @@ class Session:
         device: where tensors are.
         backend: the object under test; its answers go through the inspector.
         journal: what the inspector sees.
+        distribution: ``"name version"`` of what carries the backend.
+        target: ``"module:Class"``, for other processes.
+        installed: the backend came from an entry point.
     """
 
     name: str
     device: torch.device
     backend: Backend
     journal: Journal
+    distribution: str = ""
+    target: str = ""
+    installed: bool = False
+
+    @property
+    def device_type(self) -> str:
+        """What a spec of a call on the session's tensors says."""
+        posed = hot_path.posed_as(self.device)
+        return self.device.type if posed is None else posed[0]
 
     def require(self, holds: bool, otherwise: str) -> None:
         """Fail the case unless a condition holds."""
@@ -43,12 +56,36 @@ class Session:
 
     def check_journal(self) -> None:
         """Fail the case if the inspector saw a broken promise."""
+        for name, _ in self.journal.launches:
+            if name != self.name:
+                self.journal.note(f"a call that forces {self.name!r} was computed by {name!r} too")
         if self.journal.violations:
             raise ConformanceFailure("; ".join(self.journal.violations))
 
+    def ask(self, spec: Spec) -> Decision:
+        """Ask the backend whether it takes a spec, under inspection."""
+        return ask(self.backend, spec, self.journal)
+
+
+class _Listener:
+    """A hook plugin that writes down who was launched."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    @hookimpl
+    def anyflex_launched(self, backend: str, variant: str) -> None:
+        with self._journal.lock:
+            self._journal.launches.append((backend, variant))
+
 
 @contextmanager
-def open_session(name: str, device: torch.device | str | None = None) -> Iterator[Session]:
+def open_session(
+    name: str,
+    device: torch.device | str | None = None,
+    *,
+    backend_class: type[Backend] | None = None,
+) -> Iterator[Session]:
     """Put a registered backend under inspection.
 
     In the body the registry holds the inspected backend and the reference only.
@@ -56,27 +93,55 @@ def open_session(name: str, device: torch.device | str | None = None) -> Iterato
     Args:
         name: a registered name, ``"reference"`` included.
         device: where tensors shall be; None for the name's device type (the CPU for the
-            reference).
+            reference, and where CPU tensors pose as that type).
+        backend_class: what shall stand under `name`, in place of what is registered.
 
     Raises:
         BackendRefused: there is no such backend, or its probe refuses this machine.
         PluginError: it is broken.
     """
+    if backend_class is not None:
+        with table.isolated():
+            table.register(name, backend_class)
+            with open_session(name, device) as session:
+                yield session
+        return
     entry = table.current().get(name)
     if entry is None:
         known = ", ".join(table.current().names())
         raise BackendRefused(f"there is no backend {name!r}; registered are: {known}")
-    state = entry.state()
-    if state.error is not None:
-        raise state.error
-    if state.backend is None or state.kind != "usable":
-        raise BackendRefused(f"backend {name!r} can't be used here: {state.reason}")
-    backend = state.backend
-    if device is None:
-        device = "cpu" if entry.device_type == "*" else entry.device_type
+    backend = _usable(entry)
     journal = Journal()
     watched = inspected(backend, journal)
     with table.isolated(reference=watched) if name == table.REFERENCE else table.isolated():
         if name != table.REFERENCE:
             table.register(name, watched)
-        yield Session(name, torch.device(device), backend, journal)
+        table.register_hooks(_Listener(journal), "conformance")
+        yield Session(
+            name,
+            _device(entry) if device is None else torch.device(device),
+            backend,
+            journal,
+            entry.distribution,
+            entry.value,
+            not entry.in_process,
+        )
+
+
+def _usable(entry: Entry) -> Backend:
+    state = entry.state()
+    if state.error is not None:
+        raise state.error
+    posed = hot_path.posed_in_force()
+    # A device that is only posed is missed by the probe, as everywhere in such a block.
+    missing = state.kind == "rejected" and not (posed and posed[0] == entry.device_type)
+    if state.backend is None or state.kind not in ("usable", "rejected") or missing:
+        raise BackendRefused(f"backend {entry.name!r} can't be used here: {state.reason}")
+    return state.backend
+
+
+def _device(entry: Entry) -> torch.device:
+    posed = hot_path.posed_in_force()
+    if entry.device_type == "*" or (posed and posed[0] == entry.device_type):
+        return torch.device("cpu")
+    return torch.device(entry.device_type)

@@ -1,0 +1,119 @@
+"""Comparing one call of the backend under test with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.comparison import by_backend, by_oracle, mismatches
+from anyflex.testing.mods import Entry, Mod, Sizes
+from anyflex.testing.mods.leaves import Leaf
+from anyflex.testing.session import Session
+
+__all__ = ["compare", "differentiable", "plain", "with_mod", "with_options"]
+
+_PREFERRED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def compare(
+    session: Session,
+    case: AttentionCase,
+    drawn: Drawn | None = None,
+    attention: Callable[..., Any] = anyflex.flex_attention,
+) -> None:
+    """Run a case by the backend and fail unless it did it itself, and rightly.
+
+    Args:
+        drawn: the inputs, where they aren't what the case draws.
+        attention: see `by_backend`.
+    """
+    drawn = case.draw(session.device) if drawn is None else drawn
+    before = len(session.journal.forwards)
+    found = by_backend(case, drawn, session.name, session.device, attention)
+    session.check_journal()
+    empty = 0 in (case.batch, case.heads, case.q_length)
+    session.require(
+        len(session.journal.forwards) > before or empty,
+        "the call was accepted and another backend ran it",
+    )
+    lines = mismatches(found, by_oracle(case, drawn), case, drawn)
+    session.require(not lines, "; ".join(lines))
+
+
+def plain(session: Session, name: str, **changes: Any) -> AttentionCase:
+    """Return a case of the plainest call that the backend declares, with changes.
+
+    The type is float32 or the nearest declared one, the head dim the declared one next to 16, and
+    the gradients are those of query, key and value as far as they are declared.
+    """
+    can = session.backend.capabilities
+    dtype = next((dtype for dtype in _PREFERRED if dtype in can.dtypes), torch.float32)
+    step = can.head_dim_multiple
+    least = -(-max(can.head_dim_min, 1) // step) * step
+    head_dim = max(least, min(16, can.head_dim_max) // step * step)
+    given: dict[str, Any] = {
+        "heads": 2,
+        "kv_heads": 2,
+        "q_length": 40 if can.decode else 80,
+        "kv_length": 40,
+        "head_dim": head_dim,
+        "value_head_dim": head_dim,
+        "dtype": dtype,
+        "aux": can.aux & {"lse", "max_scores"},
+        "gradients": differentiable(session),
+    }
+    return AttentionCase(name, "", **{**given, **changes})
+
+
+def differentiable(session: Session, *, captured: bool = False) -> frozenset[str]:
+    """Return of "q", "k", "v" and, if asked for, "captured" what gradients can be asked for."""
+    can = session.backend.capabilities
+    wanted = {"q", "k", "v", "captured"} if captured else {"q", "k", "v"}
+    return frozenset(wanted if can.core_backward else wanted & can.gradients)
+
+
+def with_mod(
+    drawn: Drawn,
+    kind: Literal["score", "mask"],
+    case: AttentionCase,
+    builder: Callable[..., Callable[..., Any]],
+    *numbers: int | float,
+    **leaves: Tensor,
+) -> Drawn:
+    """Return the inputs with a mod that is none of the list.
+
+    Args:
+        builder: takes the leaves and then the numbers, returns the mod.
+        leaves: captured tensors on the CPU; those that require a gradient learn.
+    """
+    number = "S0" if kind == "score" else "M0"
+    entry = Entry(
+        number,
+        getattr(builder, "__name__", "mod"),
+        builder,
+        {name: Leaf(_not_drawn) for name in leaves},
+        None,
+        lambda sizes: numbers,
+        batched=True,
+        headed=True,
+        smooth=True,
+    )
+    return dataclasses.replace(
+        drawn, mods={**drawn.mods, kind: Mod(entry, case.sizes, dict(leaves))}
+    )
+
+
+def _not_drawn(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    raise AssertionError("the leaves of such a mod are given, not drawn")
+
+
+def with_options(options: Mapping[str, object]) -> Callable[..., Any]:
+    """Return `flex_attention` with kernel options."""
+    return functools.partial(anyflex.flex_attention, kernel_options=dict(options))
