@@ -7,13 +7,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import anyflex
 from anyflex.errors import ModTraceError
 from anyflex.mod_graph.dynamo_refusals import wrap
+from anyflex.mod_graph.trace import trace_mod
 
 __all__: list[str] = []
 
@@ -23,9 +26,21 @@ pytestmark = pytest.mark.skipif(
 )
 QUERY = torch.linspace(-1.0, 1.0, 128).view(1, 1, 16, 8)
 NUMBER = torch.tensor(2.0)
+BACKWARDS = "{1} {0:d}"
+OTHER = torch.tensor(3.0)
 TABLE = torch.linspace(0.1, 0.9, 16)
+ARRAY = numpy.linspace(0.1, 0.9, 16)
+SQUARE = torch.linspace(-1.0, 1.0, 256).view(16, 16)
+MEAN = torch.ones(16)
 
 Mod = Callable[..., Any]
+
+
+@torch.library.custom_op("anyflex_tests::write", mutates_args=("written",))
+def write(written: torch.Tensor) -> None:
+    """Change a tensor, which only the schema tells."""
+    written.zero_()
+
 
 REFUSED: dict[str, Mod] = {
     "range of two": lambda s, b, h, q, k: s + len(range(2, q)),
@@ -58,6 +73,60 @@ REFUSED: dict[str, Mod] = {
     "random table": lambda s, b, h, q, k: s + torch.rand_like(TABLE)[k],
     "normal table": lambda s, b, h, q, k: s + torch.normal(TABLE, 1.0)[k],
     "normal": lambda s, b, h, q, k: s + torch.normal(s, 1.0),
+    "max of captured numbers": lambda s, b, h, q, k: s * max(NUMBER, OTHER),
+    "min of a captured number": lambda s, b, h, q, k: s * min(1.0, NUMBER),
+    "max of a list of captured numbers": lambda s, b, h, q, k: s * max([NUMBER, OTHER]),
+    "sorted": lambda s, b, h, q, k: sorted([s, 1.0])[0],
+    "sorted captured numbers": lambda s, b, h, q, k: s * sorted((NUMBER, OTHER))[0],
+    "format in an f-string": lambda s, b, h, q, k: s * len(f"{b}: {s:.2f}"),
+    "str.format": lambda s, b, h, q, k: s * len(BACKWARDS.format(q, k)),
+    "format": lambda s, b, h, q, k: s * len(format(s, ".2f")),
+    "numpy function": lambda s, b, h, q, k: numpy.tanh(s),
+    "numpy function of a list": lambda s, b, h, q, k: numpy.add([1.0, s], 1.0)[0],
+    "numpy function of a number": lambda s, b, h, q, k: numpy.where(q > k, s, 0.0),
+    "numpy table": lambda s, b, h, q, k: s + ARRAY[k],
+    "math of a captured number": lambda s, b, h, q, k: s * math.tanh(NUMBER),
+    "math of a read number": lambda s, b, h, q, k: s * math.sqrt(TABLE[3]),
+    "complex": lambda s, b, h, q, k: complex(s),
+    "reversed": lambda s, b, h, q, k: next(reversed(s)),
+    "tensor": lambda s, b, h, q, k: torch.tensor(s),
+    "tensor of a list": lambda s, b, h, q, k: torch.tensor([s, s])[0],
+    "full": lambda s, b, h, q, k: torch.full((), s),
+    "zeros": lambda s, b, h, q, k: s + torch.zeros(q)[0],
+    "zeros by a tuple": lambda s, b, h, q, k: s + torch.zeros(size=(q,))[0],
+    "ones": lambda s, b, h, q, k: s + torch.ones(q, q)[0, 0],
+    "empty": lambda s, b, h, q, k: s + torch.empty(q)[0],
+    "arange": lambda s, b, h, q, k: s + torch.arange(0, q)[0],
+    "empty_like": lambda s, b, h, q, k: s + torch.empty_like(s),
+    "data": lambda s, b, h, q, k: s.data,
+    "grad": lambda s, b, h, q, k: s.grad,
+    "imag": lambda s, b, h, q, k: s.imag,
+    "grad_fn": lambda s, b, h, q, k: s if s.grad_fn is None else -s,
+    "batch norm": lambda s, b, h, q, k: s * F.batch_norm(SQUARE, MEAN, MEAN, training=True)[q, k],
+    "instance norm": lambda s, b, h, q, k: s * F.instance_norm(SQUARE[None], MEAN, MEAN)[0, q, k],
+    "native batch norm": lambda s, b, h, q, k: (
+        s * torch.native_batch_norm(SQUARE, None, None, MEAN, MEAN, True, 0.1, 1e-5)[0][q, k]
+    ),
+    "raw batch norm": lambda s, b, h, q, k: (
+        s * torch.ops.aten.native_batch_norm(SQUARE, None, None, MEAN, MEAN, True, 0.1, 1e-5)[0][0]
+    ),
+    "raw sum": lambda s, b, h, q, k: s * torch.ops.aten.sum(TABLE),
+    "raw change": lambda s, b, h, q, k: s * torch.ops.aten.add_(TABLE, 0)[k],
+    "operator with out": lambda s, b, h, q, k: s * torch.ops.aten.add.out(MEAN, MEAN, out=MEAN)[k],
+    "custom operator": lambda s, b, h, q, k: (write(MEAN), s)[1],
+}
+
+# What Dynamo can't do with a symbol, each with what an eager call makes of it.
+GIVEN_UP: dict[str, tuple[str, Mod]] = {
+    "parameter": ("refused", lambda s, b, h, q, k: torch.nn.Parameter(s)),
+    "legacy constructor": ("refused", lambda s, b, h, q, k: torch.FloatTensor([s])[0]),
+    "padding": ("refused", lambda s, b, h, q, k: s + F.pad(TABLE, (q, 0))[0]),
+    "fsum": ("refused", lambda s, b, h, q, k: math.fsum([1.0, s])),
+    "prod": ("", lambda s, b, h, q, k: math.prod([s, 2.0])),
+    "pow of three": ("refused", lambda s, b, h, q, k: s * pow(q, 2, 3)),
+    "letter": ("refused", lambda s, b, h, q, k: s if "ab"[q] == "a" else -s),
+    "key": ("", lambda s, b, h, q, k: min(s, 1.0, key=lambda x: 0)),
+    "print": ("", lambda s, b, h, q, k: (print("score", s), s)[1]),
 }
 
 
@@ -81,6 +150,48 @@ def test_a_compiled_mod_is_refused_as_an_eager_one(name: str) -> None:
     assert type(caught.value).__name__ == type(eager.value).__name__
     assert caught.value.operation == eager.value.operation
     assert problem(caught.value).startswith(problem(eager.value))
+    assert (MEAN == 1).all()
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_what_dynamo_cannot_do_with_a_symbol_is_a_refusal_of_the_mod(name: str) -> None:
+    expected, mod = GIVEN_UP[name]
+    if expected:
+        with pytest.raises(ModTraceError):
+            attend(mod)
+    else:
+        attend(mod)
+    with pytest.raises(ModTraceError, match="fullgraph=True"):
+        torch.compile(attend, backend="eager", fullgraph=True)(mod)
+
+
+def test_a_mod_that_prints_is_compiled_around(capsys: pytest.CaptureFixture[str]) -> None:
+    mod = GIVEN_UP["print"][1]
+    found = torch.compile(attend, backend="eager")(mod)
+    torch.testing.assert_close(found, attend(lambda s, b, h, q, k: s))
+    assert "score <f32 symbol %4>" in capsys.readouterr().out
+
+
+ANSWERED: dict[str, Mod] = {
+    "text": lambda s, b, h, q, k: s * len(str(s) + repr(q) + f"{s}{k!r:>40}" + "{}".format(b)),  # noqa: UP032
+    "transposed": lambda s, b, h, q, k: s.T + s.mT + s.H + s.mH + s.real,
+    "facts": lambda s, b, h, q, k: s * (2 if s.is_cpu and not s.is_cuda else 3) * s.itemsize,
+    "layout": lambda s, b, h, q, k: s if s.layout == torch.strided else -s,
+    "raw": lambda s, b, h, q, k: torch.ops.aten.tanh(s) + torch.ops.aten.add.Tensor(s, TABLE[k]),
+    "raw names": lambda s, b, h, q, k: torch.ops.aten.sub(s, TABLE[k], alpha=2),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_what_a_symbol_answers_is_the_same_compiled(name: str) -> None:
+    mod = ANSWERED[name]
+    wanted = trace_mod(mod, "score")
+    text, floats = torch.compile(
+        lambda: (lambda traced: (traced.text, traced.floats))(trace_mod(mod, "score")),
+        backend="eager",
+        fullgraph=True,
+    )()
+    assert (text, floats) == (wanted.text, wanted.floats)
 
 
 @pytest.mark.parametrize("name", ["min of a list", "in a list of symbols", "sqrt", "random table"])
@@ -140,6 +251,13 @@ def others(x: torch.Tensor, n: int) -> tuple[Any, ...]:
         Ordered(2) in [Ordered(1), Ordered(2)],
         len(bin(3)),
         ord(chr(70)),
+        len(f"{n:>4}{2.5:.1f}" + BACKWARDS.format(n, "a") + format(2.5, ".3f") + str(n)),
+        sorted([3, n])[0] + sorted([n, 1], key=lambda i: -i)[0],
+        sorted(["b", "a"], reverse=True) == ["b", "a"],
+        torch.from_numpy(numpy.add(x.numpy(), n) + ARRAY[:3]),
+        isinstance(x, torch.Tensor) and not isinstance(n, torch.Tensor),
+        torch.nn.Parameter(y.detach()),
+        complex(n, 2.0),
         y.grad,
         x,
     )

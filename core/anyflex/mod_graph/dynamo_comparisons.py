@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from anyflex.mod_graph.dynamo_last_words import mend_last_words
 from anyflex.mod_graph.dynamo_refusals import mend_refusals
 
 __all__ = ["mend_comparisons"]
@@ -29,6 +30,7 @@ def mend_comparisons() -> None:
         return
     _state["mended"] = True
     mend_refusals()
+    mend_last_words()
     try:
         from torch._dynamo.variables.builtin import BuiltinVariable
         from torch._dynamo.variables.tensor import SymNodeVariable

@@ -2,10 +2,11 @@
 
 Dynamo (2.13) has no way for an object to take part in ``range(q_idx)``, ``min(score, 1)`` or
 ``math.tanh(score)``: it refuses them in its own words. ``torch.rand_like`` it keeps from
-``__torch_function__``, ``table.data = x`` it compiles without a word, and ``1 in [q_idx]`` is
-False. Its tables get entries in front: where a symbol takes part, or, for what is done to tensors,
-where a mod is under trace, the refusal is the one of an eager call; anything else is left to what
-was there before. Where a torch has no such table, its own refusal stays.
+``__torch_function__``, ``table.data = x`` it compiles without a word, ``max(scale, bias)`` of
+captured numbers it takes for torch.maximum, and ``1 in [q_idx]`` is False. Its tables get entries
+in front: where a symbol takes part, or, for what is done to tensors, where a mod is under trace,
+the refusal is the one of an eager call; anything else is left to what was there before. Where a
+torch has no such table, its own refusal stays. `anyflex.mod_graph.dynamo_last_words` has the rest.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import functools
 import math
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from anyflex.failing import fail_while_compiling
-from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place
+from anyflex.mod_graph.refusal import BRANCH, MIN_MAX_HINT, PLAIN_REFUSED, change_in_place
 
-__all__ = ["mend_refusals", "wrap"]
+__all__ = ["Handler", "in_mod", "is_symbol", "mend_refusals", "refuse_in_words", "wrap"]
 
 _BUILTINS = {
     # of Dynamo's class of builtins -> what CPython asks an operand for
@@ -31,9 +32,16 @@ _BUILTINS = {
     "call_oct": "__index__",
     "call_hex": "__index__",
     "call_chr": "__index__",
+    "call_str": "__repr__",
+    "call_complex": "__complex__",
     "call_min": "__bool__",
     "call_max": "__bool__",
     "_call_min_max_binary": "__bool__",  # of min and max of a list
+}
+_OF_TENSORS = {
+    # what is asked -> (problem, operation, cure) where a mod asks it of captured tensors alone
+    "__bool__": (BRANCH, "bool()", MIN_MAX_HINT),
+    "__float__": PLAIN_REFUSED[Tensor.__float__],
 }
 _ROUNDINGS = {math.floor: "__floor__", math.ceil: "__ceil__", math.trunc: "__trunc__"}
 
@@ -50,13 +58,14 @@ def mend_refusals() -> None:
         )
 
         for name, asked in _BUILTINS.items():
-            _set(BuiltinVariable, name, _asking(getattr(BuiltinVariable, name, None), asked))
+            before = getattr(BuiltinVariable, name, None)
+            _set(BuiltinVariable, name, _asking(before, asked, asked == "__bool__"))
         BuiltinVariable.call_function_handler_cache.clear()
         handlers: dict[Any, Handler] = TorchInGraphFunctionVariable._get_handlers()
         for function in vars(math).values():
             if callable(function):
                 asked = _ROUNDINGS.get(function, "__float__")
-                handlers[function] = _asking(handlers.get(function), asked)
+                handlers[function] = _asking(handlers.get(function), asked, True)
         overridable = get_overridable_functions()
         for function in (*PLAIN_REFUSED, *filter(_changes, vars(torch).values())):
             if function not in overridable and function not in handlers:
@@ -87,19 +96,24 @@ def wrap(module: str, owner: str, name: str, wrapper: Callable[[Handler], Handle
         return  # another torch, which does what it did
 
 
-def _asking(otherwise: Handler | None, asked: str) -> Handler:
+def _asking(otherwise: Handler | None, asked: str, of_tensors: bool = False) -> Handler:
     """Ask the first symbol among operands, or a list's items, for what CPython would ask it."""
 
     def call(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         for operand in (*getattr(self, "items", ()), *args, *kwargs.values()):
-            if _is_symbol(operand):
+            if is_symbol(operand):
                 return operand.call_method(tx, asked, [], {})
+        if of_tensors and in_mod(tx):
+            for operand in args:
+                if operand.is_tensor():
+                    refuse_in_words(*_OF_TENSORS.get(asked, _OF_TENSORS["__float__"]))
         return None if otherwise is None else otherwise(self, tx, *args, **kwargs)
 
     return call if otherwise is None else functools.wraps(otherwise)(call)
 
 
-def _is_symbol(variable: Any) -> bool:
+def is_symbol(variable: Any) -> bool:
+    """Whether a variable of Dynamo stands for a symbol."""
     # Symbols are made in the trace, so they are never lazy; what is lazy must stay so.
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
@@ -110,7 +124,7 @@ def _is_symbol(variable: Any) -> bool:
     return variable.value_type in (Symbol, PartialRead)
 
 
-def _in_mod(tx: Any) -> bool:
+def in_mod(tx: Any) -> bool:
     """Whether a mod is under trace."""
     from torch._dynamo.variables.torch_function import TorchFunctionModeVariable
 
@@ -125,7 +139,7 @@ def _in_mod(tx: Any) -> bool:
 def _left_to_mode(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._dynamo.variables.torch_function import dispatch_torch_function
 
-    return dispatch_torch_function(tx, self, args, kwargs) if _in_mod(tx) else None
+    return dispatch_torch_function(tx, self, args, kwargs) if in_mod(tx) else None
 
 
 def _watching_attributes(otherwise: Handler) -> Handler:
@@ -133,7 +147,7 @@ def _watching_attributes(otherwise: Handler) -> Handler:
 
     @functools.wraps(otherwise)
     def call(self: Any, tx: Any, changed: Any, name: Any, value: Any) -> Any:
-        if _in_mod(tx) and changed.is_tensor() and name.is_python_constant():
+        if in_mod(tx) and changed.is_tensor() and name.is_python_constant():
             setter = getattr(getattr(Tensor, name.as_python_constant(), None), "__set__", None)
             if setter is not None:
                 _refuse_change(setter)
@@ -148,7 +162,7 @@ def _watching_calls(otherwise: Handler) -> Handler:
     @functools.wraps(otherwise)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         method = getattr(Tensor, getattr(self.source, "member", ""), None)
-        if method is not None and _in_mod(tx):
+        if method is not None and in_mod(tx):
             _refuse_change(method)
         return otherwise(self, tx, args, kwargs)
 
@@ -158,5 +172,9 @@ def _watching_calls(otherwise: Handler) -> Handler:
 def _refuse_change(function: Any) -> None:
     refused = change_in_place(function)
     if refused is not None:
-        problem, operation, hint = refused
-        fail_while_compiling("ModTraceError", problem, {"operation": operation, "hint": hint})
+        refuse_in_words(*refused)
+
+
+def refuse_in_words(problem: str, operation: str, hint: str) -> NoReturn:
+    """Raise ModTraceError from code that Dynamo calls."""
+    fail_while_compiling("ModTraceError", problem, {"operation": operation, "hint": hint})

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from anyflex.mod_graph.dynamo_refusals import is_symbol
+
 __all__ = ["NOT_OVERRIDABLE", "mend_symbols"]
 
 NOT_OVERRIDABLE = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
@@ -53,12 +55,10 @@ mend_symbols._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_symbol(variable: Any) -> bool:
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
+    # Rows of captured tensors, which `is_symbol` takes for symbols too, are no tensors.
     from anyflex.mod_graph.symbol import Symbol
 
-    # Symbols are made in the trace, never lazy; asking makes no other variable real.
-    return isinstance(variable, UserDefinedObjectVariable) and variable.python_type() is Symbol
+    return is_symbol(variable) and variable.value_type is Symbol
 
 
 def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from anyflex.failing import fail
 
 __all__ = [
+    "BRANCH",
+    "BRANCH_HINT",
+    "MIN_MAX_HINT",
+    "NUMPY",
     "PLAIN_REFUSED",
     "REFUSED",
     "branch_hint",
@@ -72,6 +76,16 @@ BRANCH_HINT = (
     "`(a <= x) & (x < b)` for a chained comparison; torch.minimum, torch.maximum or torch.clamp "
     "for min and max."
 )
+MIN_MAX_HINT = (
+    "Python's min() and max() compare and branch: use torch.minimum, torch.maximum or torch.clamp."
+)
+NUMPY = (
+    "NumPy on a symbol: a NumPy function of one, or a NumPy array indexed by one",
+    "numpy",
+    "Use torch's function, as torch.tanh for numpy.tanh, and capture torch.from_numpy(table) "
+    "instead of a NumPy table.",
+)
+"""(problem, operation, cure)."""
 
 
 def branch_hint() -> str:
@@ -83,10 +97,7 @@ def branch_hint() -> str:
     file, line = user_location()
     text = linecache.getline(file, line) if file is not None and line is not None else ""
     if "min(" in text or "max(" in text:
-        return (
-            "Python's min() and max() compare and branch: use torch.minimum, torch.maximum or "
-            "torch.clamp."
-        )
+        return MIN_MAX_HINT
     return BRANCH_HINT
 
 

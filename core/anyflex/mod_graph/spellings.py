@@ -73,7 +73,7 @@ from anyflex.mod_graph.conversions import (
     type_as,
     type_of,
 )
-from anyflex.mod_graph.refusal import REFUSED, refuse, refuse_function
+from anyflex.mod_graph.refusal import NUMPY, REFUSED, refuse, refuse_function
 from anyflex.mod_graph.symbol import SPELLINGS, Symbol, spell
 from anyflex.mod_graph.tracer import Tracer
 
@@ -246,16 +246,7 @@ def _install() -> None:
     for name, spelled in _NAMED.items():
         if hasattr(Tensor, name) and not hasattr(Symbol, name):
             setattr(Symbol, name, _method(where_method if name == "where" else spelled))
-    setattr(  # noqa: B010
-        Symbol,
-        "__array__",
-        _refusal(
-            "NumPy on a symbol: a NumPy function of one, or a NumPy array indexed by one",
-            "numpy",
-            "Use torch's function, as torch.tanh for numpy.tanh, and capture "
-            "torch.from_numpy(table) instead of a NumPy table.",
-        ),
-    )
+    setattr(Symbol, "__array__", _refusal(*NUMPY))  # noqa: B010
     for name in dir(Tensor):
         if not name.startswith("_") and not hasattr(Symbol, name):
             function = getattr(Tensor, name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.errors import ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
-from anyflex.mod_graph.refusal import refuse
+from anyflex.mod_graph.refusal import NUMPY, refuse
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 
 __all__ = ["Tracer"]
@@ -207,6 +207,8 @@ class Tracer:
         return self.add("where", kind, f"{condition.position},{x.position},{y.position}")
 
     def read(self, tensor: Tensor, index: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # to Dynamo, NumPy's arrays are much like tensors
+            refuse(*NUMPY)
         return PartialRead(self, tensor, [None] * self.rank(tensor))[index]
 
     def text(self, output: Symbol) -> str:
