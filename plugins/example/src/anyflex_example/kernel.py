@@ -159,9 +159,8 @@ class ExampleKernel(Kernel):
         live = torch.ones((), dtype=torch.bool, device=raw.device).expand(raw.shape)
         # Structure wins: in a FULL run the mask function isn't even asked.
         if partial and self.mask_mod is not None:
-            kept = self.mask_mod(pairs).expand(raw.shape)
+            live = self.mask_mod(pairs).expand(raw.shape)
             pairs.raise_for_reads_outside("mask_mod", live)
-            live = kept
         scores = raw
         if self.score_mod is not None:
             scores = self.score_mod(pairs).expand(raw.shape)
