@@ -161,9 +161,7 @@ class Analysis:
                 continue
             self.forms[position] = AffineForm(0, ((position, 1),))
             found = evaluation.range(position)
-            limits = torch.iinfo(node.dtype)
-            least, most = max(limits.min, -_LARGEST), min(limits.max, _LARGEST)
-            if found is None or found.low < least or found.high > most:
+            if found is None or not _fits(found.low, found.high, node.dtype):
                 evaluation.forget(position)
                 self.forms[position] = None
                 continue
@@ -281,7 +279,10 @@ class Evaluation:
                 value = torch.tensor(node.attribute, dtype=node.dtype)
                 return Range(value, value)
             assert isinstance(node.attribute, int)
-            return Range(int(node.attribute), int(node.attribute), True)
+            number = int(node.attribute)
+            # One that the type can't hold wraps.
+            fits = _fits(number, number, node.dtype)
+            return Range(number, number, True) if fits else None
         if not self.static and not is_float and self.analysis.unknown(position):
             return None
         if node.operation == "input":
@@ -349,6 +350,12 @@ class Evaluation:
             return load_verdict(self, node)
         rule = BOOL_RULES.get(node.operation)
         return Verdict() if rule is None else rule(self, node, position)
+
+
+def _fits(low: End, high: End, dtype: torch.dtype) -> bool:
+    """Tell whether an integer type holds a range of Python ints, and it is followed."""
+    limits = torch.iinfo(dtype)
+    return bool(low >= max(limits.min, -_LARGEST)) and bool(high <= min(limits.max, _LARGEST))
 
 
 def _spread(flag: Flag, count: int) -> Tensor:

@@ -79,8 +79,10 @@ class ReadEquality:
         if all(is_ascending(values) for values in rows):
             tables = [SortedTable(values) for values in rows]
         else:
+            # Of equal shapes, or the same indices choose different rows.
+            shapes = [analysis.tables.captured[_position(node)].shape[:-1] for node in nodes]
             by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
-                rows[0].shape[0] == rows[1].shape[0] > 1
+                shapes[0] == shapes[1] and rows[0].shape[0] > 1
             )
             found, count = _relabelled(rows, by_row=by_row)
             cut = [
@@ -211,11 +213,12 @@ def _read_below(analysis: Analysis, position: int) -> Node | None:
     last index moves and no other does."""
     node = analysis.nodes[position]
     while node.operation in ("cast", "detach"):
-        (position,) = node.arguments
-        node = analysis.nodes[position]
+        # Unknown: what the type can't hold wraps, so that different values may become equal.
         if type_class(node.dtype) != "int" or analysis.unknown(position):
             return None
-    if node.operation != "load" or not node.arguments:
+        (position,) = node.arguments
+        node = analysis.nodes[position]
+    if node.operation != "load" or not node.arguments or type_class(node.dtype) != "int":
         return None
     *others, last = node.arguments
     if not analysis.moving[last] or any(analysis.moving[other] for other in others):

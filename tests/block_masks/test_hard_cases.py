@@ -1,0 +1,50 @@
+"""Masks that once came out wrong: each has a reason of its own, which its name tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.block_masks.families import Sizes
+from tests.block_masks.test_random_masks import check
+
+__all__: list[str] = []
+
+
+def blocks_are_those_of_the_elements(
+    mask_mod: Callable[..., Any], batch: int = 1, heads: int = 1, length: int = 200
+) -> None:
+    check(mask_mod, Sizes(batch, heads, length, length, (16, 32)))
+
+
+def ids(*shape: int, high: int = 3) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.int32, 1 << 32), (torch.uint8, 256), (torch.int16, 1 << 14)]
+)
+def test_ids_that_a_conversion_makes_equal_are_equal(dtype: torch.dtype, factor: int) -> None:
+    table = torch.arange(200) // 20 * factor
+    blocks_are_those_of_the_elements(lambda b, h, q, k: table[q].to(dtype) == table[k].to(dtype))
+
+
+def test_tables_of_as_many_rows_in_other_shapes_are_read_in_different_rows() -> None:
+    ours, theirs = ids(2, 3, 200), ids(3, 2, 200)
+    blocks_are_those_of_the_elements(lambda b, h, q, k: ours[b, h, q] == theirs[b, h, k], 2, 2)
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda levels: levels % 300 < 20,
+        lambda levels: levels // 300 < 1,
+    ],
+)
+def test_a_number_that_a_tables_type_cannot_hold_wraps(term: Callable[[Any], Any]) -> None:
+    table = ids(200, high=256).to(torch.uint8)
+    blocks_are_those_of_the_elements(lambda b, h, q, k: term(table[q]) & (k >= 0))
