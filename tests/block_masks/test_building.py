@@ -50,7 +50,7 @@ def test_every_ready_made_mask_is_decided_by_its_border(name: str) -> None:
     rows = domain.batch * domain.heads * tree.lattice.rows
     # Ranges leave a few blocks a row; of those, a few elements a token are looked at.
     assert tree.open_blocks.count <= 5 * rows
-    assert budget.spent <= 64 * domain.batch * domain.heads * made.q_length
+    assert budget.looked_at <= 64 * domain.batch * domain.heads * made.q_length
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_every_ready_made_mask_is_decided_by_its_border(name: str) -> None:
 )
 def test_the_commonest_masks_need_no_element_at_all(name: str) -> None:
     _, budget = built(CASES[name].make(16384))
-    assert budget.spent == 0
+    assert budget.looked_at == 0
 
 
 def hashed(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -103,7 +103,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
 
 def test_a_mask_past_the_budget_gives_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "DEFAULT_BUDGET", 0)
-    with pytest.warns(anyflex.PerformanceWarning, match="0 elements"):
+    with pytest.warns(anyflex.PerformanceWarning, match="worth 0 elements"):
         mask = anyflex.create_block_mask(in_runs, 1, 1, 130, 140, BLOCK_SIZE=64)
     q, k, v = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (130, 140, 140))
     wanted = dense_attention(q, k, v, mask=dense(in_runs, Sizes(1, 1, 130, 140, (64, 64))))
@@ -138,7 +138,7 @@ def test_what_ranges_cannot_decide_costs_its_own_blocks_only() -> None:
     tree, budget = built(made)
     # q in 0..511, k in 0..255: 4 x 2 blocks, but for the corner that causality decides.
     assert tree.open_blocks.count <= 8 + tree.lattice.rows
-    assert budget.spent <= 8 * 128 * 128
+    assert budget.looked_at <= 8 * 128 * 128
 
 
 @pytest.mark.parametrize("name", ["document_and_causal", "neighbourhood_2d", "shared_prefix"])

@@ -44,10 +44,11 @@ def create_block_mask(
 
     A block all of whose elements inside the lengths are live is FULL, one without live elements
     is not listed, every other is PARTIAL. Ranges of the traced function decide most blocks; the
-    elements of the others are looked at, up to 2^30 of them. What is undecided then stays
-    PARTIAL, which is right and may be slower, with a PerformanceWarning. The work is done on the
-    CPU; reading captured tensors from a device is the only synchronisation. Inside
-    ``torch.compile`` it breaks the graph: call it outside of ``fullgraph=True``.
+    elements of the others are looked at. After work worth 2^30 elements (a cell that ranges judge
+    counts as 16) what is undecided stays PARTIAL, which is right and may be slower, with one
+    PerformanceWarning. The work is done on the CPU; reading captured tensors from a device is the
+    only synchronisation. Inside ``torch.compile`` it breaks the graph: call it outside of
+    ``fullgraph=True``.
 
     >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
     >>> mask.runs.tolist()  # [first block, end block, kind]; kind 1 is FULL, 2 PARTIAL
@@ -62,7 +63,7 @@ def create_block_mask(
             tensors are, or the CPU.
         BLOCK_SIZE: int, or (q, kv).
         separate_full_blocks: False lists FULL blocks as PARTIAL: the same mask, slower.
-        exact: look at as many elements as it takes.
+        exact: look at everything, whatever it costs.
         _compile, compute_dq_write_order, dq_kv_order: accepted for torch's sake. Building needs
             no compiler, and deterministic gradients need nothing from the mask.
 
@@ -140,10 +141,9 @@ def _decided_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList
         undecided = "the whole function, which can't be traced"
     if budget.exceeded:
         warnings.warn(
-            f"create_block_mask looked at {budget.spent} elements and left the blocks that are "
-            f"still undecided PARTIAL, which is right but may be slower. What ranges can't decide "
-            f"is {undecided}. Pass exact=True to look at all elements, or build the mask from "
-            "runs.",
+            f"create_block_mask stopped after work worth {budget.spent} elements and left the "
+            f"rest PARTIAL, which is right but may be slower. What ranges can't decide there is "
+            f"{undecided}. Pass exact=True to look at everything, or build the mask from runs.",
             PerformanceWarning,
             stacklevel=user_stacklevel(),
         )

@@ -12,7 +12,10 @@ from anyflex.intervals.analysis import Analysis
 __all__ = ["DEFAULT_BUDGET", "Budget", "OpenBlocks"]
 
 DEFAULT_BUDGET = 1 << 30
-"""Elements that building looks at one by one before it leaves blocks PARTIAL."""
+"""What building may cost before it leaves blocks PARTIAL, in elements looked at: seconds."""
+
+CELL_COST = 16
+"""Elements that could be looked at while ranges judge one cell."""
 
 _BOXES = 1 << 13
 """Boxes that are worked on at once."""
@@ -21,24 +24,26 @@ _SMALLEST_SIDE = 8
 
 
 class Budget:
-    """Elements that may still be looked at one by one.
+    """What building a mask may still cost.
 
     Args:
-        elements: None for no limit.
+        elements: the limit, in elements looked at; None for no limit.
 
     Attributes:
-        spent: elements looked at.
-        exceeded: there were more.
+        spent: the cost so far.
+        looked_at: elements that were evaluated one by one, witnesses not counted.
+        exceeded: the rest of the mask stays undecided.
     """
 
     def __init__(self, elements: int | None) -> None:
         self._limit = elements
         self.spent = 0
+        self.looked_at = 0
         self.exceeded = False
 
     def take(self, elements: int) -> bool:
         """Spend `elements`, or return False if they are not left."""
-        if self._limit is not None and self.spent + elements > self._limit:
+        if self.exceeded or (self._limit is not None and self.spent + elements > self._limit):
             self.exceeded = True
             return False
         self.spent += elements
@@ -50,6 +55,7 @@ class OpenBlocks:
 
     Attributes:
         count: blocks that came here.
+        left: some boxes that the budget did not reach, or None.
     """
 
     def __init__(
@@ -64,14 +70,7 @@ class OpenBlocks:
         self._analysis = analysis
         self._block_size = block_size
         self._budget = budget
-        self._left: Boxes | None = None
-
-    def undecided_term(self) -> str:
-        """Return the first condition that ranges leave open in boxes past the budget, or ""."""
-        if self._left is None:
-            return ""
-        position = self._analysis.undecided(self._left.cells())
-        return "" if position is None else self._elements.expression(position)
+        self.left: Boxes | None = None
 
     def decide(self, blocks: Boxes) -> tuple[Tensor, Tensor]:
         """Return bool tensors: some element of the block is live, some element is dead.
@@ -94,17 +93,22 @@ class OpenBlocks:
             boxes = boxes.chosen(~(some & lacking)[boxes.owner])
             if not boxes.owner.numel():
                 continue
-            if max(q_side, kv_side) <= _SMALLEST_SIDE:
+            count, small = boxes.owner.numel(), max(q_side, kv_side) <= _SMALLEST_SIDE
+            if not self._budget.take(count * (q_side * kv_side if small else CELL_COST)):
+                self.left = self.left or boxes
+                some[boxes.owner] = True
+                lacking[boxes.owner] = True
+            elif small:
                 self._look_at_elements(boxes, q_side, kv_side, some, lacking)
-                continue
-            self._look_at_witnesses(boxes, some, lacking)
-            boxes = boxes.chosen(~(some & lacking)[boxes.owner])
-            if boxes.owner.numel():
+            else:
+                self._look_at_witnesses(boxes, some, lacking)
+                boxes = boxes.chosen(~(some & lacking)[boxes.owner])
                 q_parts, kv_parts = (min(4, -(-s // _SMALLEST_SIDE)) for s in (q_side, kv_side))
                 # Rounded up, so that it ends for sides that are no power of two.
                 q_side, kv_side = -(-q_side // q_parts), -(-kv_side // kv_parts)
-                boxes = boxes.cut(q_side, q_parts, kv_side, kv_parts)
-                stack.append((self._judge(boxes, some, lacking), q_side, kv_side))
+                if boxes.owner.numel():
+                    boxes = boxes.cut(q_side, q_parts, kv_side, kv_parts)
+                    stack.append((self._judge(boxes, some, lacking), q_side, kv_side))
         return some, lacking
 
     def _judge(self, boxes: Boxes, some: Tensor, lacking: Tensor) -> Boxes:
@@ -123,11 +127,7 @@ class OpenBlocks:
     def _look_at_elements(
         self, boxes: Boxes, q_side: int, kv_side: int, some: Tensor, lacking: Tensor
     ) -> None:
-        if not self._budget.take(boxes.owner.numel() * q_side * kv_side):
-            self._left = boxes
-            some[boxes.owner] = True
-            lacking[boxes.owner] = True
-            return
+        self._budget.looked_at += boxes.owner.numel() * q_side * kv_side
         live = self._elements.at(*boxes.elements(q_side, kv_side)).flatten(1)
         some[boxes.owner[live.any(1)]] = True
         lacking[boxes.owner[~live.all(1)]] = True

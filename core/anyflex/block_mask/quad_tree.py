@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyflex.block_mask.boxes import Boxes
 from anyflex.block_mask.elements import TracedElements
-from anyflex.block_mask.open_blocks import Budget, OpenBlocks
+from anyflex.block_mask.open_blocks import CELL_COST, Budget, OpenBlocks
 from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count
 from anyflex.intervals.analysis import Analysis, Domain
 from anyflex.intervals.cells import Cells
@@ -101,7 +101,7 @@ class QuadTree:
     Args:
         elements: of a traced mask mod, which may depend on b and h only where the domain's sizes
             are above 1.
-        budget: of elements that may be looked at one by one.
+        budget: what may be spent; blocks past it are PARTIAL.
 
     Attributes:
         judged: cells that ranges were computed for.
@@ -114,6 +114,9 @@ class QuadTree:
         self._analysis = Analysis(elements.graph, elements.captured, domain)
         self.open_blocks = OpenBlocks(elements, self._analysis, domain.block_size, budget)
         self._found: list[tuple[Blocks, int, int]] = []
+        self._elements = elements
+        self._budget = budget
+        self._left: Cells | None = None
 
     def build(self) -> RunList:
         """Return the runs of all blocks.
@@ -138,9 +141,11 @@ class QuadTree:
         return self._runs()
 
     def undecided_term(self) -> str:
-        """Return the first condition of the mask that ranges left open where elements were
-        looked at, as an expression."""
-        return self.open_blocks.undecided_term()
+        """Return the first condition of the mask that ranges leave open where the budget did not
+        reach, as an expression; "" if it reached everywhere."""
+        cells = self._left or (self.open_blocks.left and self.open_blocks.left.cells())
+        position = None if cells is None else self._analysis.undecided(cells)
+        return "" if position is None else self._elements.expression(position)
 
     def _decide(self, blocks: Blocks, side: int) -> None:
         """Judge squares, depth first, so that few wait at any time."""
@@ -150,8 +155,13 @@ class QuadTree:
             if blocks.place.numel() > _CELLS:
                 stack += [(part, side) for part in blocks.split(_CELLS)]
                 continue
-            true, false, mixed = self._analysis.verdict(self.lattice.cells(blocks, side))
-            self.judged += blocks.place.numel()
+            cells = self.lattice.cells(blocks, side)
+            if not self._budget.take(CELL_COST * cells.count):
+                self._keep(blocks, side, PARTIAL)
+                self._left = self._left or cells
+                continue
+            true, false, mixed = self._analysis.verdict(cells)
+            self.judged += cells.count
             self._keep(blocks.chosen(true), side, FULL)
             self._keep(blocks.chosen(mixed), side, PARTIAL)
             rest = blocks.chosen(~(true | false | mixed))
