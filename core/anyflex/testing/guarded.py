@@ -1,10 +1,13 @@
 """Guarded memory: tensors between two stretches of a pattern, full of it themselves.
 
-A byte of 0xFF everywhere is a NaN of every floating type that no arithmetic makes: what a kernel
-leaves of it inside was not written, what it changes outside was written past the end.
+The pattern is a NaN of every floating type that no arithmetic makes (all bits set would be one
+that vectorised conversions and exponentials do make): what a kernel leaves of it inside was not
+written, what it changes outside was written past the end.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -12,7 +15,14 @@ from torch import Tensor
 __all__ = ["Guarded", "poisoned_like", "raw_bytes", "same_bytes"]
 
 _GUARD_BYTES = 4096
-_PATTERN = 0xFF
+
+
+def _pattern(width: int) -> list[int]:
+    """Bytes of one element: 0xFFF5 and then 0xA5 from the most significant byte on."""
+    if width == 1:
+        return [0xFF]
+    significant = [0xFF, 0xF5] + [0xA5] * (width - 2)
+    return significant if sys.byteorder == "big" else significant[::-1]
 
 
 class Guarded:
@@ -33,7 +43,8 @@ class Guarded:
         self._memory = torch.empty(
             self._count + 2 * self._guard, dtype=like.dtype, device=like.device
         )
-        self._memory.view(torch.uint8).fill_(_PATTERN)
+        self._pattern = torch.tensor(_pattern(size), dtype=torch.uint8, device=like.device)
+        self._memory.view(torch.uint8).view(-1, size).copy_(self._pattern)
         self._layout = (like.shape, like.stride(), self._guard)
         self.tensor = self._memory.as_strided(*self._layout)
         if not poison:
@@ -61,7 +72,7 @@ class Guarded:
             ("before", self._memory[: self._guard]),
             ("after", self._memory[end:]),
         ):
-            touched = (raw_bytes(guard) != _PATTERN).nonzero()
+            touched = (self._elements(guard) != self._pattern).flatten().nonzero()
             if touched.numel():
                 at = int(touched[0]) if side == "after" else _GUARD_BYTES - int(touched[-1])
                 return f"{touched.numel()} bytes {side} its end were written, {at} bytes away"
@@ -71,8 +82,10 @@ class Guarded:
         """Return how many elements still hold the pattern."""
         if not self._count:
             return 0
-        width = self._memory.element_size()
-        return int((raw_bytes(self.content()).view(-1, width) == _PATTERN).all(1).sum())
+        return int((self._elements(self.content()) == self._pattern).all(1).sum())
+
+    def _elements(self, tensor: Tensor) -> Tensor:
+        return raw_bytes(tensor).view(-1, len(self._pattern))
 
 
 def poisoned_like(like: Tensor) -> Tensor:
