@@ -79,7 +79,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def copy_checkout(folder: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "core", folder / "core", ignore=ignore)
+    for name in ("core", "plugins/example"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder / name)
     return folder

@@ -91,6 +91,8 @@ def test_the_package_builds_installs_and_compiles_on(
     )
     assert len(list(package.rglob("*.pyc"))) == len(list(package.rglob("*.py")))
     sources = {path.relative_to(checkout / "core") for path in (checkout / "core").rglob("*.py")}
+    example, template = checkout / "plugins" / "example", Path("anyflex", "templates", "plugin")
+    sources |= {template / path.relative_to(example) for path in example.rglob("*.py")}
     assert {path.relative_to(package.parent) for path in package.rglob("*.py")} == sources
     assert (package / "py.typed").is_file()
 

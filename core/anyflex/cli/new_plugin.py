@@ -1,4 +1,4 @@
-"""``anyflex new-plugin NAME --device TYPE``: a copy of the example backend under a name of its own.
+"""``anyflex new-plugin NAME --device TYPE``: a copy of the example backend under another name.
 
 The copy is a whole package: sources, tests, entry point. It computes everything from the start;
 its author replaces what is in it piece by piece and keeps the tests passing.
@@ -103,8 +103,8 @@ def _backend_name(device: str, variant: str | None) -> str:
         parsed = torch.device(device)
     except RuntimeError as error:
         raise WrongUsage(
-            f"--device {device}: torch knows no such device type; {cure}. A device type of another "
-            "package is known once that package is installed and imported by torch"
+            f"--device {device}: torch knows no such device type; {cure}. The type of a device "
+            "that another package adds is known once that package is installed"
         ) from error
     if parsed.index is not None:
         raise WrongUsage(f"--device {device}: a type has no index; give {parsed.type}")

@@ -1,0 +1,33 @@
+"""The example plugin: its own tests pass, and it has nothing but what strangers have."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.plugins.installed import EXAMPLE, run_tests
+
+PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
+FILES = sorted([*EXAMPLE.glob("src/**/*.py"), *EXAMPLE.glob("tests/*.py")])
+
+
+def test_its_own_tests_pass(tmp_path: Path) -> None:
+    printed = run_tests(EXAMPLE, tmp_path)
+    assert " passed" in printed and "skipped" not in printed
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_it_imports_public_names_only(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None
+            modules = [node.module]
+        for module in modules:
+            assert module in PUBLIC or not module.startswith("anyflex."), module
+        names = [alias.name for alias in node.names] if modules else []
+        assert not [name for name in names if name.startswith("_")]
