@@ -251,7 +251,7 @@ def others(x: torch.Tensor, n: int) -> tuple[Any, ...]:
         Ordered(2) in [Ordered(1), Ordered(2)],
         len(bin(3)),
         ord(chr(70)),
-        len(f"{n:>4}{2.5:.1f}" + BACKWARDS.format(n, "a") + format(2.5, ".3f") + str(n)),
+        len(f"{n:>4}{2.5:.1f}" + BACKWARDS.format(n, "a") + str(n)),
         sorted([3, n])[0] + sorted([n, 1], key=lambda i: -i)[0],
         sorted(["b", "a"], reverse=True) == ["b", "a"],
         torch.from_numpy(numpy.add(x.numpy(), n) + ARRAY[:3]),

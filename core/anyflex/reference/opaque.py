@@ -60,7 +60,11 @@ def _score(function: Function, score: Tensor, indices: Sequence[Tensor], watch: 
     mapped = _score_of(function, watch)
     for axis in _AXES:
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))
-    return _watched(mapped, watch, score, *indices).to(score.dtype)
+    modified = _watched(mapped, watch, score, *indices).to(score.dtype)
+    if modified.numel() == 1 or 0 in modified.stride():
+        # One number for many pairs, perhaps a captured one; the caller may write into scores.
+        modified = modified.clone(memory_format=torch.contiguous_format)
+    return modified
 
 
 def _mask(function: Function, indices: Sequence[Tensor], watch: _Watch) -> Tensor:

@@ -1,0 +1,164 @@
+"""A mod that no graph holds runs through vmap; what goes wrong there is the mod's error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import anyflex
+from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
+from anyflex.runtime import eager
+
+__all__: list[str] = []
+
+Mod = Callable[..., Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore::anyflex.PerformanceWarning")
+QUERY = torch.linspace(-1.0, 1.0, 128).view(1, 1, 16, 8)
+TABLE = torch.linspace(0.1, 0.9, 16)
+LAYER = torch.nn.Linear(1, 1)
+
+
+def attend(mod: Mod, **options: Any) -> torch.Tensor:
+    return anyflex.flex_attention(QUERY, QUERY, QUERY, mod, **options)
+
+
+# Each with what the message must name.
+BROKEN: dict[str, tuple[str, Mod]] = {
+    "length of a slice": ("narrow", lambda s, b, h, q, k: s + TABLE.narrow(0, q, 1)[0]),
+    "padding": ("pad", lambda s, b, h, q, k: s + F.pad(TABLE, (q, 0))[0]),
+    "membership": ("__contains__", lambda s, b, h, q, k: torch.where(s in TABLE, s, 0.0)),
+    "layer": ("linear", lambda s, b, h, q, k: LAYER(s)),
+    "wrong rank": ("cartesian_prod", lambda s, b, h, q, k: torch.cartesian_prod(s)),
+    "address": ("data_ptr", lambda s, b, h, q, k: s + s.data_ptr()),
+    "storage": ("storage", lambda s, b, h, q, k: s + len(s.storage())),
+    "item after": ("item", lambda s, b, h, q, k: torch.lgamma(s) * q.item()),
+    "branch after": ("branch", lambda s, b, h, q, k: torch.lgamma(s) if q > k else s),
+    "random after": ("random", lambda s, b, h, q, k: torch.lgamma(s) + torch.rand(())),
+    "range after": ("range", lambda s, b, h, q, k: torch.lgamma(s) + torch.arange(q)[0]),
+    "change after": ("in place", lambda s, b, h, q, k: torch.lgamma(s) + TABLE.add_(1.0)[k]),
+    "grid": (r"shape \[1\]", lambda s, b, h, q, k: torch.meshgrid(s, indexing="ij")[0]),
+    "strides": ("tuple", lambda s, b, h, q, k: s.stride()),
+    "bool": ("bool", lambda s, b, h, q, k: torch.lgamma(s) > 0),
+    "complex": ("complex", lambda s, b, h, q, k: torch.lgamma(s) * 1j),
+    "nothing": ("NoneType", lambda s, b, h, q, k: (torch.lgamma(s), None)[1]),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_vmap_cannot_run_is_the_mods_error(
+    name: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, mod = BROKEN[name]
+    before = TABLE.clone()
+    monkeypatch.setattr(eager, "launch_forward", lambda *_: pytest.fail("it was launched"))
+    with pytest.raises(ModTraceError, match=named) as caught:
+        attend(mod, backend=backend)
+    assert type(caught.value) is ModTraceError
+    assert not caught.value.pure
+    assert caught.value.file == __file__
+    assert caught.value.operation
+    if name not in ("grid", "strides", "bool", "complex", "nothing"):  # told after the mod is left
+        assert caught.value.line == inspect.getsourcelines(mod)[1]
+    assert torch.equal(TABLE, before)
+
+
+def test_the_cause_is_kept() -> None:
+    with pytest.raises(ModTraceError) as caught:
+        attend(BROKEN["length of a slice"][1])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert "table of the operations" not in str(caught.value)
+    assert "outside of the mod" in caught.value.hint
+
+
+MASKS: dict[str, tuple[type[Exception], str, Mod]] = {
+    "membership": (ModTraceError, "__contains__", lambda b, h, q, k: (q in TABLE) & (k > 2)),
+    "item": (ModTraceError, "item", lambda b, h, q, k: torch.gcd(q, k) > q.item()),
+    "change": (ModTraceError, "in place", lambda b, h, q, k: TABLE.add_(torch.gcd(q, k))[k] > 0),
+    "change after": (
+        ModTraceError,
+        "in place",
+        lambda b, h, q, k: (torch.gcd(q, k) > 1) & (TABLE.add_(1.0)[k] > 0),
+    ),
+    "int": (BlockMaskError, "dtype torch.int64", lambda b, h, q, k: torch.gcd(q, k)),
+    "row": (BlockMaskError, r"shape \[16\]", lambda b, h, q, k: torch.gcd(q, k) > TABLE),
+    "nothing": (BlockMaskError, "NoneType", lambda b, h, q, k: (torch.gcd(q, k), None)[1]),
+    "outside": (
+        ModIndexError,
+        "out of bounds",
+        lambda b, h, q, k: TABLE[torch.gcd(q, k) + 16] > 0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_mod_that_vmap_cannot_run_is_not_built(name: str) -> None:
+    error, named, mod = MASKS[name]
+    before = TABLE.clone()
+    with pytest.raises(error, match=named) as caught:
+        anyflex.create_block_mask(mod, 1, 1, 16, 16)
+    assert type(caught.value) is error
+    assert torch.equal(TABLE, before)
+
+
+def test_numbers_are_results_of_untraceable_mods_too() -> None:
+    found = attend(lambda s, b, h, q, k: (torch.lgamma(s), 2.0)[1])
+    torch.testing.assert_close(found, attend(lambda s, b, h, q, k: s * 0.0))
+    mask = anyflex.create_block_mask(lambda b, h, q, k: (torch.gcd(q, k), True)[1], 1, 1, 16, 16)
+    assert mask.to_dense().all()
+
+
+def test_an_error_of_the_mods_own_comes_out_as_it_is() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        torch.lgamma(s)
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="^mine") as caught:
+        attend(mod)
+    notes = getattr(caught.value, "__notes__", ["mod"])  # Python 3.10 has no notes
+    assert any("mod" in note for note in notes)
+
+
+def test_captured_numbers_that_an_untraceable_mod_returns_stay_as_they_are() -> None:
+    number, row = torch.tensor(0.5), torch.linspace(0.1, 0.9, 16)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q > k, 1, 1, 16, 16)
+    for mod in (
+        lambda s, b, h, q, k: (torch.lgamma(s), number)[1],
+        lambda s, b, h, q, k: (torch.lgamma(s), row[k])[1],
+    ):
+        found = attend(mod, block_mask=mask)
+        torch.testing.assert_close(
+            found,
+            attend(lambda s, b, h, q, k, mod=mod: mod(s, b, h, q, k) + 0 * s, block_mask=mask),
+        )
+    single = QUERY[:, :, :1]
+    masked = anyflex.create_block_mask(lambda b, h, q, k: q > k, 1, 1, 1, 1)
+    anyflex.flex_attention(
+        single, single, single, lambda s, b, h, q, k: (torch.lgamma(s), number)[1], masked
+    )
+    assert number == 0.5
+
+
+def test_gradients_of_an_untraceable_mod_reach_what_it_reads() -> None:
+    weight = torch.linspace(0.5, 1.5, 16).requires_grad_()
+    query = QUERY.clone().requires_grad_()
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.lgamma(s * s + 1.5) * weight[k]
+
+    anyflex.flex_attention(query, QUERY, QUERY, mod).sum().backward()
+
+    def dense(query: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        score = query @ QUERY.mT * 8**-0.5
+        return (torch.lgamma(score * score + 1.5) * weight).softmax(-1) @ QUERY
+
+    leaves = (QUERY.clone().requires_grad_(), weight.detach().clone().requires_grad_())
+    wanted = torch.autograd.grad(dense(*leaves).sum(), leaves)
+    torch.testing.assert_close(query.grad, wanted[0])
+    torch.testing.assert_close(weight.grad, wanted[1])
