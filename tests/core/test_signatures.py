@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import anyflex
 
 FUNCTIONS = "flex_attention create_block_mask create_mask and_masks or_masks noop_mask".split()
-ADDED = {"flex_attention": ["backend"]}
+ADDED = {"flex_attention": ["backend"], "create_block_mask": ["exact"]}
 """Keyword-only parameters that anyflex adds."""
 
 LISTS = {"as_tuple", "full_kv_indices", "full_kv_num_blocks", "kv_indices", "kv_num_blocks"}
@@ -28,6 +28,7 @@ def test_a_function_has_torchs_parameters(name: str) -> None:
     ours = parameters(getattr(anyflex, name))
     added = [each[0] for each in ours if each[0] in ADDED.get(name, [])]
     assert added == ADDED.get(name, [])
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for each, kind, _ in ours if each in added)
     ours = [each for each in ours if each[0] not in added]
     theirs = parameters(getattr(torch_flex, name))
     if torch.__version__ >= "2.13":
