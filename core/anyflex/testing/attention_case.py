@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from anyflex.plugin import Capabilities
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
+from anyflex.testing.mods.kit_mods import KIT_MODS
 from anyflex.testing.mods.mod import Form
 
 __all__ = ["AttentionCase", "Drawn", "Layout"]
+
+_OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
 Layout = Literal["dense", "heads_last", "last_stride_2", "offset", "expanded_heads"]
 """How q, k and v lie in memory: contiguous; stored as (B, L, H, E); each second element of a
@@ -33,7 +38,8 @@ class AttentionCase:
         batch, heads, kv_heads, q_length, kv_length, head_dim, value_head_dim: sizes.
         kv_batch: of key and value, None for `batch`.
         dtype: of query, key and value.
-        score_mod, mask_mod: names in `SCORE_MODS` and `MASK_MODS`, or None.
+        insists: `dtype` is the point of the case, see `fitted`.
+        score_mod, mask_mod: names in `SCORE_MODS` or `KIT_MODS`, and in `MASK_MODS`, or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
             1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod.
         block_size: (q, kv).
@@ -44,6 +50,7 @@ class AttentionCase:
         layout: of q, k and v.
         form: how the mods are written.
         values: changes what was drawn.
+        rounded_delta: the budget allows a backward that reads out after it was rounded.
         quick: in the subset that CI runs.
         required: names of the sets ("forward", "backward", "decode") that `--require` may name
             and that the case belongs to.
@@ -61,6 +68,7 @@ class AttentionCase:
     value_head_dim: int = 16
     kv_batch: int | None = None
     dtype: torch.dtype = torch.float32
+    insists: bool = False
     score_mod: str | None = None
     mask_mod: str | None = None
     runs: tuple[tuple[int, ...], ...] | None = None
@@ -73,6 +81,7 @@ class AttentionCase:
     layout: Layout = "dense"
     form: Form = "function"
     values: Values | None = None
+    rounded_delta: bool = True
     quick: bool = False
     required: frozenset[str] = frozenset()
     seed: int = 0
@@ -82,6 +91,38 @@ class AttentionCase:
         """What the shapes of captured tensors depend on."""
         group = self.heads // self.kv_heads
         return Sizes(self.batch, self.heads, group, self.q_length, self.kv_length)
+
+    def fitted(self, can: Capabilities) -> AttentionCase:
+        """Return the case with a type and head dims that a backend declares.
+
+        A case of float32 that doesn't insist on it is run in the first declared type of bfloat16,
+        float16 and float64 where float32 isn't declared. A head dim is raised to the next one that
+        the rule allows. What can't be fitted stays, and is refused.
+        """
+        dtype = self.dtype
+        if dtype is torch.float32 and not self.insists and dtype not in can.dtypes:
+            dtype = next((other for other in _OTHER_DTYPES if other in can.dtypes), dtype)
+        step = can.head_dim_multiple
+        head_dim, value_head_dim = (
+            -(-max(dim, can.head_dim_min) // step) * step
+            for dim in (self.head_dim, self.value_head_dim)
+        )
+        return dataclasses.replace(
+            self, dtype=dtype, head_dim=head_dim, value_head_dim=value_head_dim
+        )
+
+    def reduced(self, can: Capabilities) -> AttentionCase:
+        """Return the case with those gradients and auxiliary outputs that a backend declares."""
+        gradients = self.gradients if can.core_backward else self.gradients & can.gradients
+        aux = self.aux & can.aux
+        learns_lse = can.core_backward or "lse" in can.gradients
+        dlse = self.dlse and learns_lse and "lse" in aux
+        return dataclasses.replace(
+            self,
+            gradients=gradients if self.dout or dlse else frozenset(),
+            aux=aux,
+            dlse=dlse,
+        )
 
     def draw(self, device: torch.device) -> Drawn:
         """Draw the inputs."""
@@ -101,7 +142,7 @@ class AttentionCase:
         wide = torch.promote_types(self.dtype, torch.float32)
         mods = {}
         for kind, table, name in (
-            ("score", SCORE_MODS, self.score_mod),
+            ("score", {**SCORE_MODS, **KIT_MODS}, self.score_mod),
             ("mask", MASK_MODS, self.mask_mod),
         ):
             if name is not None:

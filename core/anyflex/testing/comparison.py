@@ -1,8 +1,11 @@
 """Running a case by a backend and by the oracle, and how far the two may be apart.
 
-The budget comes from the data: the oracle is evaluated again with inputs, softmax weights and
-outputs changed by what rounding them in the call's type changes, and in float32. A right kernel is
-off by a few times that; a wrong formula by much more. Nothing here knows how a backend computes.
+The budget comes from the data. The dense formula is evaluated in float64, then three times more
+with query, key, value, the softmax weights and the sum of dout * out changed at random by what
+rounding them in the call's type changes, and once in float32. The largest change of an element's
+row, or half of the tensor's largest, times 8 (16 in float32 and float64, where long sums round
+too), is what an element may be off; and one step of its 16-bit type or 4 of a wider one. NaN and
+infinities must stand where the formula has them. Nothing here knows how a backend computes.
 """
 
 from __future__ import annotations
@@ -22,9 +25,13 @@ from anyflex.testing.results import Forward, Results, gradients
 
 __all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]
 
-_FACTOR = 8.0
-"""A kernel's errors add up in another order than the perturbed oracle's."""
+_FACTOR, _FACTOR_WIDE = 8.0, 16.0
+"""A kernel's errors add up in another order than the changed oracle's. The second: where sums are
+computed in the call's own type, so that errors of long sums count too."""
 _TRIALS = 3
+_STEPS, _STEPS_NARROW = 4, 1
+"""Steps of the result's type that are always allowed: approximate exponentials and logarithms in
+float32 and float64; what is computed wide and rounded once to 16 bits is off by half a step."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +91,85 @@ def _live(case: AttentionCase, drawn: Drawn) -> Tensor | None:
 
 def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
     """Evaluate the dense formula exactly, and again with what rounding explains."""
-    wide = torch.float64
-    exact = _formula(case, drawn, wide)
-    unit = torch.finfo(case.dtype).eps / 2
-    gaps = {name: torch.zeros_like(value) for name, value in exact.items()}
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    runs = [_formula(case, drawn, wide, unit, generator, exact["out"]) for _ in range(_TRIALS)]
-    if case.dtype is not torch.float64:
-        runs.append(_formula(case, drawn, torch.float32))
-    for other in runs:
-        for name, value in other.items():
-            gap = (value.double() - exact[name]).abs().nan_to_num(0.0, 0.0, 0.0)
-            gaps[name] = torch.maximum(gaps[name], gap)
+    exact = _formula(case, drawn, torch.float64)
+    trials = _trials(case, drawn, exact)
+    wide = _compute_dtype(case) is case.dtype
+    asked = exact.keys() - ({"lse", "max_scores"} - case.aux)
     allowed = {}
-    for name, gap in gaps.items():
+    for name in sorted(asked):
+        gap = torch.zeros_like(exact[name])
+        for trial in trials:
+            change = (trial[name].double() - exact[name]).abs().nan_to_num(0.0, 0.0, 0.0)
+            gap = torch.maximum(gap, change)
         # Of a few trials one element's gap is chance: its row's and half of the tensor's count.
         row = gap.amax(-1, keepdim=True).expand_as(gap) if gap.dim() and gap.numel() else gap
         usual = torch.maximum(row, 0.5 * gap.amax()) if gap.numel() else gap
-        unit_here = torch.finfo(_result_dtype(name, case, drawn)).eps
+        result = torch.finfo(_result_dtype(name, case, drawn))
+        steps = _STEPS_NARROW if result.bits == 16 else _STEPS
         size = exact[name].abs().nan_to_num(0.0, 0.0, 0.0)
-        allowed[name] = _FACTOR * usual + 2 * unit_here * size + torch.finfo(case.dtype).tiny
-    return Budgets(exact, allowed)
+        allowed[name] = (_FACTOR_WIDE if wide else _FACTOR) * usual
+        allowed[name] += steps * result.eps * size + torch.finfo(case.dtype).tiny
+    return Budgets({name: exact[name] for name in allowed}, allowed)
+
+
+def _trials(
+    case: AttentionCase, drawn: Drawn, exact: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Results that rounding alone sets apart from the exact ones."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shaken = _Shaken(
+        torch.finfo(case.dtype).eps / 2, torch.finfo(_compute_dtype(case)).eps, generator, exact
+    )
+    trials = [_formula(case, drawn, torch.float64, shaken) for _ in range(_TRIALS)]
+    if case.dtype is torch.float64:
+        # Where a mod multiplies an index by a Python number the product is of torch's default
+        # type, which is float32 for the backend.
+        trials.append(_formula(case, drawn, torch.float64, numbers=torch.float32))
+    else:
+        trials.append(_formula(case, drawn, torch.float32))
+    return trials
+
+
+def _compute_dtype(case: AttentionCase) -> torch.dtype:
+    return torch.promote_types(case.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Shaken:
+    """Changes that rounding makes.
+
+    Args:
+        unit: half a step of the call's type.
+        step: of the type that scores are computed in.
+        generator: of the noise.
+        exact: the exact results.
+    """
+
+    unit: float
+    step: float
+    generator: torch.Generator
+    exact: Mapping[str, Tensor]
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """An input, rounded."""
+        return tensor * (1 + self.unit * self._noise(tensor))
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """Softmax weights, rounded after backward has computed them again as exp(score - lse):
+        they are off by what rounding the two changes in the exponent."""
+        smallest = torch.finfo(torch.float32).tiny
+        exponent = weights.detach().clamp_min(smallest).log().abs()
+        exponent = 1 + exponent + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0).unsqueeze(-1)
+        return self.tensor(weights * (1 + 2 * self.step * self._noise(weights) * exponent))
+
+    def dlse(self, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        """Backward subtracts the sum of dout * out, of an out that was rounded: that arrives like
+        a change of dlse."""
+        change = self.unit * (dout * self.exact["out"].nan_to_num(0.0)).abs().sum(-1)
+        return change * self._noise(change) + (0 if dlse is None else dlse)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
 
 
 def _result_dtype(name: str, case: AttentionCase, drawn: Drawn) -> torch.dtype:
@@ -118,30 +183,26 @@ def _formula(
     case: AttentionCase,
     drawn: Drawn,
     dtype: torch.dtype,
-    unit: float = 0.0,
-    generator: torch.Generator | None = None,
-    exact_out: Tensor | None = None,
+    shaken: _Shaken | None = None,
+    numbers: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """The dense formula; with a unit of rounding, on changed inputs, weights and dlse."""
+    """The dense formula.
 
-    def shaken(tensor: Tensor) -> Tensor:
-        if not unit:
-            return tensor
-        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-        return tensor * (1 + unit * noise)
-
-    def changed(weights: Tensor) -> Tensor:
-        # In float64 the exponent is exact enough.
-        wide = case.dtype is torch.float64
-        return shaken(weights if wide else _recomputed(weights, generator))
-
+    Args:
+        dtype: that it is computed in.
+        shaken: changes inputs, weights and dlse.
+        numbers: what integers become that meet a Python float, if not `dtype`.
+    """
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype if numbers is None else numbers)
     try:
         query, key, value = (
-            shaken(drawn.tensors[name].cpu().to(dtype)).requires_grad_()
-            for name in ("query", "key", "value")
+            drawn.tensors[name].detach().cpu().to(dtype) for name in ("query", "key", "value")
         )
+        if shaken is not None:
+            query, key, value = (shaken.tensor(tensor) for tensor in (query, key, value))
+        for tensor in (query, key, value):
+            tensor.requires_grad_()
         mod = _widened(drawn.mods["score"], dtype) if "score" in drawn.mods else None
         forward = dense_attention(
             query,
@@ -150,30 +211,19 @@ def _formula(
             None if mod is None else mod.function(),
             _live(case, drawn),
             case.scale,
-            changed if unit else None,
+            None if shaken is None else shaken.weights,
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
         dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
-        if exact_out is not None and dout is not None:
-            # Backward reads the rounded output: that arrives like a change of dlse.
-            change = unit * (dout * exact_out.nan_to_num(0.0)).abs().sum(-1)
-            noise = torch.randn(change.shape, generator=generator, dtype=dtype)
-            dlse = change * noise + (0 if dlse is None else dlse)
+        if shaken is not None and dout is not None and case.rounded_delta:
+            dlse = shaken.dlse(dout, dlse)
         grads: dict[str, Tensor] = {}
         if case.gradients:
             inputs = _wanted(case, query, key, value, mod)
             grads = gradients(forward, inputs, dout, dlse, missing_is_zero=True)
     finally:
         torch.set_default_dtype(previous)
-    named = Results(forward, grads).named()
-    return {name: tensor for name, tensor in named.items() if name not in _unasked(case)}
-
-
-def _recomputed(weights: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Weights as exp(score - lse) gives them in float32: off by the exponent's rounding."""
-    noise = torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
-    exponent = weights.detach().clamp_min(torch.finfo(torch.float32).tiny).log().abs()
-    return weights * (1 + 2 * torch.finfo(torch.float32).eps * noise * (1 + exponent))
+    return Results(forward, grads).named()
 
 
 def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
@@ -184,10 +234,6 @@ def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
         for name, leaf in mod.leaves.items()
     }
     return mod.with_leaves(leaves)
-
-
-def _unasked(case: AttentionCase) -> frozenset[str]:
-    return frozenset({"lse", "max_scores"} - case.aux)
 
 
 def _wanted(
@@ -237,7 +283,7 @@ def by_backend(
         dlse = drawn.weights["dlse"] if case.dlse else None
         grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)
     named = Results(forward, grads).named()
-    return {name: t for name, t in named.items() if name not in _unasked(case)}
+    return {name: named[name] for name in named.keys() - ({"lse", "max_scores"} - case.aux)}
 
 
 def _moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:

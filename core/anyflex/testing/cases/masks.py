@@ -1,29 +1,315 @@
-"""Every mask mod of the list, by its runs."""
+"""Block masks: every mask mod of the list by its runs, and structure that says other things."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
+
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, comparisons
-from anyflex.testing.mods import MASK_MODS
+from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.checking import compare
+from anyflex.testing.mods import MASK_MODS, Entry
+from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-ALL = frozenset({"q", "k", "v", "captured"})
+QKV = frozenset({"q", "k", "v"})
+ALL = QKV | {"captured"}
+FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
+BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
+
+
+def _case(name: str, entry: Entry, **changes: object) -> AttentionCase:
+    case = AttentionCase(
+        name,
+        f"mask mod {entry.number}, {entry.name}: the runs, and the function in PARTIAL ones",
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        mask_mod=entry.name,
+        gradients=QKV,
+    )
+    return dataclasses.replace(case, **changes)  # type: ignore[arg-type]
+
 
 for _entry in MASK_MODS.values():
+    _name = f"masks/{_entry.name}"
+    _is_required = _entry.name in ("causal", "doc_sorted", "padding")
     comparisons(
         CASES,
-        AttentionCase(
-            f"masks/{_entry.name}",
-            f"mask mod {_entry.number}, {_entry.name}: the runs, and the function in PARTIAL ones",
-            batch=2,
-            heads=4,
-            kv_heads=2,
+        _case(
+            _name,
+            _entry,
             q_length=70,
             kv_length=90,
-            mask_mod=_entry.name,
             score_mod="alibi_learned",
             gradients=ALL,
+            quick=True,
+            required=BACKWARD if _is_required else frozenset(),
+        ),
+        _case(f"{_name}/short", _entry, batch=3, q_length=40, kv_length=40, dlse=True),
+        _case(
+            f"{_name}/bfloat16",
+            _entry,
+            q_length=129,
+            kv_length=257,
+            dtype=BFLOAT16,
+            block_size=(128, 128),
+            score_mod="softcap",
+        ),
+        _case(
+            f"{_name}/float16",
+            _entry,
+            q_length=150,
+            kv_length=77,
+            dtype=FLOAT16,
+            block_size=(32, 128),
+            layout="heads_last",
+            form="object",
+        ),
+        _case(
+            f"{_name}/float64",
+            _entry,
+            q_length=65,
+            kv_length=65,
+            kv_batch=1,
+            value_head_dim=24,
+            dtype=FLOAT64,
+            block_size=(64, 64),
+            form="partial",
+            dlse=True,
+        ),
+        _case(
+            f"{_name}/decode",
+            _entry,
+            batch=3,
+            kv_heads=1,
+            q_length=1,
+            kv_length=200,
+            gradients=frozenset(),
         ),
     )
+
+comparisons(
+    CASES,
+    AttentionCase(
+        "masks/causal_in_one_block",
+        "the mask function applies inside of a PARTIAL block",
+        q_length=4,
+        kv_length=4,
+        mask_mod="causal",
+        gradients=QKV,
+        quick=True,
+        required=BACKWARD,
+    ),
+    AttentionCase(
+        "masks/full_where_the_function_is_false",
+        "in a FULL block the mask function doesn't apply: structure wins",
+        q_length=16,
+        kv_length=16,
+        mask_mod="causal",
+        runs=((1,),),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/unlisted_where_the_function_is_true",
+        "a block that isn't listed isn't visited: structure wins",
+        q_length=16,
+        kv_length=32,
+        mask_mod="all_true",
+        runs=((1, 0),),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/structure_alone",
+        "rows of blocks with gaps, FULL beside PARTIAL, a row of none: only structure tells",
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        q_length=75,
+        kv_length=93,
+        score_mod="alibi_learned",
+        mask_mod="causal",
+        runs=(
+            (0, 1, 1, 0, 2, 1),
+            (1, 0, 2, 2, 0, 1),
+            (0, 0, 0, 0, 0, 0),
+            (2, 2, 1, 0, 0, 0),
+            (0, 0, 0, 0, 0, 1),
+        ),
+        gradients=ALL,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/last_block_only",
+        "a row whose only block is the last, ragged one",
+        q_length=16,
+        kv_length=33,
+        mask_mod="last_column",
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/end_of_a_run",
+        "the block after a run's last is dead",
+        q_length=64,
+        kv_length=64,
+        mask_mod="all_true",
+        runs=((1, 0, 0, 0), (1, 1, 0, 0), (0, 1, 1, 0), (0, 0, 1, 1)),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/two_runs",
+        "a row has several runs, with a gap between them",
+        q_length=64,
+        kv_length=64,
+        mask_mod="sink_window",
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
+        "masks/broadcast_over_batch",
+        "a mask of batch and heads 1 serves every batch and head",
+        batch=3,
+        heads=4,
+        kv_heads=2,
+        mask_mod="causal",
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
+        "masks/rectangular_blocks",
+        "blocks of 32 rows by 128 keys",
+        q_length=200,
+        kv_length=200,
+        mask_mod="causal",
+        block_size=(32, 128),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/rectangular_blocks_other_way",
+        "blocks of 128 rows by 32 keys",
+        q_length=200,
+        kv_length=200,
+        mask_mod="window_left",
+        block_size=(128, 32),
+        gradients=QKV,
+    ),
+    AttentionCase(
+        "masks/bottom_right",
+        "positions count from the beginning of both sequences, also where lengths differ",
+        q_length=3,
+        kv_length=7,
+        mask_mod="causal_bottom_right",
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/no_live_pair",
+        "without a live pair out is 0, lse -inf and every gradient 0",
+        q_length=2,
+        kv_length=2,
+        mask_mod="all_false",
+        runs=((2,),),
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/dead_then_live",
+        "a row that is dead in the first visited blocks and live in a later one",
+        q_length=1,
+        kv_length=290,
+        mask_mod="last_column",
+        runs=((2,) * 19,),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/dead_then_live_rows",
+        "the same for many rows, each its own number of blocks",
+        q_length=70,
+        kv_length=290,
+        mask_mod="anti_causal",
+        runs=((2,) * 19,) * 5,
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/far_keys",
+        "index products past 2^31 are those of int64",
+        heads=1,
+        kv_heads=1,
+        q_length=1,
+        kv_length=30000,
+        head_dim=8,
+        value_head_dim=8,
+        mask_mod="hash_mask",
+        block_size=(128, 128),
+        quick=True,
+    ),
+    AttentionCase(
+        "masks/per_batch_columns",
+        "a key column that is live in the last block of rows only gets its gradient",
+        batch=2,
+        q_length=64,
+        kv_length=64,
+        mask_mod="prefix_batch",
+        gradients=QKV,
+        quick=True,
+        required=BACKWARD,
+    ),
+)
+
+
+@behaviour(
+    CASES,
+    "masks/one_after_another",
+    "each call uses its own mask, also where two have one shape",
+    quick=True,
+)
+def one_after_another(session: Session) -> str | None:
+    """Causal, its opposite, and causal again."""
+    for name in ("causal", "anti_causal", "causal"):
+        case = AttentionCase(
+            f"masks/{name}",
+            "",
+            q_length=16,
+            kv_length=16,
+            mask_mod=name,
+            gradients=frozenset(),
+        )
+        compare(session, case)
+    return None
+
+
+@behaviour(
+    CASES,
+    "masks/rebuilt",
+    "a mask that was built again from other document ids is another mask",
+    quick=True,
+)
+def rebuilt(session: Session) -> str | None:
+    """One mask mod over four draws of its ids."""
+    for seed in range(4):
+        case = AttentionCase(
+            "masks/doc_sorted",
+            "",
+            q_length=72,
+            kv_length=72,
+            mask_mod="doc_sorted",
+            gradients=frozenset(),
+            seed=seed,
+        )
+        compare(session, case)
+    return None

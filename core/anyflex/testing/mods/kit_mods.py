@@ -1,0 +1,41 @@
+"""Score mods that the kit needs beyond the acceptance list, by the same rules.
+
+Their numbers start with the list's letter, which says what kind of mod they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyflex.testing.mods.leaves import floats
+from anyflex.testing.mods.mod import Entry
+from anyflex.testing.mods.register import register
+
+__all__ = ["KIT_MODS"]
+
+KIT_MODS: dict[str, Entry] = {}
+score_mod = functools.partial(register, KIT_MODS)
+
+ScoreMod = Callable[..., Any]
+
+
+@score_mod("S+1", low=floats("S"), smooth=False)
+def maximum_of_table(low: Any) -> ScoreMod:
+    """NaN wins against every number."""
+    return lambda s, b, h, q, k: torch.maximum(s, low[k])
+
+
+@score_mod("S+2", w=floats("16", torch.bfloat16, grad=True))
+def bf16_collide(w: Any) -> ScoreMod:
+    """Every pair adds into one of two bf16 addresses."""
+    return lambda s, b, h, q, k: s + w[(q + k) % 2]
+
+
+@score_mod("S+3", w=floats("H", grad=True))
+def squared_table(w: Any) -> ScoreMod:
+    """Gradients of the score and of the table need each other's values."""
+    return lambda s, b, h, q, k: s * w[h] * w[h]
