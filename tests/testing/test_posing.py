@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pkgutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 import anyflex
+import anyflex.testing
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call, Outputs, TensorSpec
@@ -22,9 +24,10 @@ from anyflex.contract.spec import Spec
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import hot_path, isolated, register
 from anyflex.registry.table import Table
+from anyflex.runtime.kernels import kernel_for
 from anyflex.testing import posing
 from anyflex.testing.oracle import dense_attention, dense_mask
-from tests.registry.stubs import Stub, make_stub
+from tests.registry.stubs import Stub, make_spec, make_stub
 
 __all__: list[str] = []
 
@@ -165,7 +168,9 @@ def test_a_block_inside_a_compiled_function_breaks_its_graph(chip: type[Chip]) -
             inside = anyflex.flex_attention(query, query, query)
         return inside, anyflex.flex_attention(query, query, query)
 
-    inside, outside = torch.compile(posed, backend="aot_eager")(some_query())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # Dynamo's, of what it can't look into
+        inside, outside = torch.compile(posed, backend="aot_eager")(some_query())
     assert inside.any() and not outside.any()
     assert hot_path.posed_in_force() is None
 
@@ -257,6 +262,16 @@ def test_a_probe_that_rejects_counts_again_after_the_block() -> None:
         pytest.raises(anyflex.BackendRefused, match="cpu.picky.*computes on cpu.*are on xpu"),
     ):
         anyflex.flex_attention(query, query, query, backend="cpu.picky")
+
+
+def test_what_is_decided_in_a_block_is_not_taken_for_a_call_on_the_real_device() -> None:
+    register("xpu", make_stub(rejects="the driver is too old"))
+    spec = make_spec("xpu")
+    for posed, name in ((True, "xpu"), (False, "reference")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", anyflex.PerformanceWarning)
+            compiled = kernel_for(spec, (), None, (), posed=posed)
+        assert compiled.backend.name == name
 
 
 def test_a_backend_that_is_broken_is_no_more_whole_in_a_block() -> None:
@@ -456,7 +471,7 @@ def test_a_forked_child_inherits_the_block_and_may_open_its_own() -> None:
             warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of forks and threads
             child = context.Process(target=_in_child, args=(queue,))
             child.start()
-        assert queue.get(timeout=60) == (("xpu", ""), ("cuda", ""))
+        assert queue.get(timeout=30) == (("xpu", ""), ("cuda", ""))
         child.join()
     finally:
         run_in_thread(lambda: held.__exit__(None, None, None))
@@ -491,6 +506,12 @@ def test_a_wrong_architecture_is_refused() -> None:
 def test_leaving_what_was_not_entered_is_refused() -> None:
     with pytest.raises(anyflex.ArgumentError, match=r"posing\('xpu'\): left without"):
         posing("xpu").__exit__(None, None, None)
+
+
+def test_no_module_of_the_kit_has_the_name_of_what_the_kit_exports() -> None:
+    # Importing such a module would put it in the place of the export.
+    modules = {module.name for module in pkgutil.iter_modules(anyflex.testing.__path__)}
+    assert not modules & set(anyflex.testing.__all__)
 
 
 def test_only_cpu_tensors_pose() -> None:

@@ -180,8 +180,7 @@ class Choice:
 
     def _state(self, entry: Entry) -> State:
         state = entry.state()
-        probed = state.kind == "rejected" and state.backend is not None
-        if self.posed and probed and entry.device_type == self.spec.device_type:
+        if self.posed and state.kind == "rejected" and state.backend is not None:
             return State("usable", backend=state.backend)
         return state
 

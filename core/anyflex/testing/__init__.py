@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anyflex.testing.posing import posing
+    from anyflex.testing.absent_device import posing
 
 __all__ = ["posing"]
 
-_LATER = {"posing": "anyflex.testing.posing"}
-"""Public names whose modules are imported at first use."""
+_LATER = {"posing": "anyflex.testing.absent_device"}
+"""Public names whose modules are imported at first use. No module has the name of what it
+holds: importing it would put it in the place of that."""
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         import importlib
 
-        # Kept here: importing a module puts the module under its own name.
         value = getattr(importlib.import_module(_LATER[name]), name)
         globals()[name] = value
         return value
