@@ -84,7 +84,7 @@ def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
     strides = tensor.stride()
     rank = len(sizes)
     # The outermost dimension has the largest stride; expanded ones go outside of all.
-    order = sorted(range(rank - 1), key=lambda d: (strides[d] != 0, -strides[d], d))
+    order = sorted(range(rank - 1), key=lambda d: (1 if strides[d] != 0 else 0, -strides[d], d))
     dense = [1] * rank
     step = sizes[-1]
     for d in reversed(order):

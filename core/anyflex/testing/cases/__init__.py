@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from anyflex.testing.case import Case
-from anyflex.testing.cases import masks, mods
+from anyflex.testing.cases import (
+    compiled,
+    declared,
+    determinism,
+    devices,
+    masks,
+    memory,
+    mods,
+    options,
+    processes,
+    refusals,
+    run_time,
+)
 
 __all__ = ["every_case"]
 
-_GROUPS = (mods, masks)
+_GROUPS = (
+    mods,
+    masks,
+    refusals,
+    declared,
+    options,
+    run_time,
+    determinism,
+    memory,
+    devices,
+    processes,
+    compiled,
+)
 
 
 def every_case() -> dict[str, Case]:

@@ -1,0 +1,70 @@
+"""Equal calls give equal bits."""
+
+from __future__ import annotations
+
+import torch
+
+from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import compare, differentiable, plain
+from anyflex.testing.comparison import by_backend
+from anyflex.testing.guarded import same_bytes
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+_RUNS = 20
+
+
+def _repeat(session: Session, case: AttentionCase, runs: int) -> None:
+    """Fail unless so many runs give the same bits."""
+    drawn: Drawn = case.draw(session.device)
+    first = by_backend(case, drawn, session.name, session.device)
+    for run in range(1, runs):
+        again = by_backend(case, drawn, session.name, session.device)
+        for name, tensor in first.items():
+            session.require(
+                same_bytes(tensor, again[name]),
+                f"run {run + 1} of equal calls gives another {name}",
+            )
+
+
+@behaviour(
+    CASES,
+    "determinism/forward",
+    "equal calls of forward give equal bits, 20 times",
+    quick=True,
+)
+def _forward(session: Session) -> str | None:
+    case = plain(session, "forward", kv_length=300, gradients=frozenset())
+    _repeat(session, case, _RUNS)
+    return None
+
+
+def _mode_case(session: Session, length: int) -> AttentionCase:
+    gradients = differentiable(session, captured=True)
+    name = "scatter_collide" if "captured" in gradients else "identity"
+    return plain(
+        session, "mode", score_mod=name, q_length=length, kv_length=length, gradients=gradients
+    )
+
+
+@behaviour(
+    CASES,
+    "determinism/mode",
+    "under torch.use_deterministic_algorithms every gradient repeats bit for bit, or is refused",
+    quick=True,
+)
+def _mode(session: Session) -> str | None:
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        # Many additions into two addresses: another order of them is another sum.
+        _repeat(session, _mode_case(session, 512), 4)
+        compare(session, _mode_case(session, 80))
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+    return None

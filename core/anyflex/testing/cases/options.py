@@ -1,0 +1,97 @@
+"""kernel_options: a backend's own options do what they say, unknown ones are refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import anyflex
+from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import compare, plain, with_options
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+
+def _refused(session: Session, options: dict[str, object]) -> str:
+    """Return the message of the refusal of these options; fail the case if there is none."""
+    tensors: Mapping[str, Any] = plain(session, "options").draw(session.device).tensors
+    try:
+        anyflex.flex_attention(
+            **tensors, kernel_options={session.name: options}, backend=session.name
+        )
+    except (ArgumentError, ArgumentTypeError) as error:
+        return str(error)
+    session.require(False, f"kernel_options {options} were accepted")
+    return ""
+
+
+@behaviour(
+    CASES,
+    "options/unknown",
+    "an option that isn't declared is refused, with the nearest name",
+    quick=True,
+)
+def _unknown(session: Session) -> str | None:
+    _refused(session, {"NO_SUCH_KEY": 1})
+    for name in session.backend.options:
+        message = _refused(session, {name + "x": 1})
+        nearest = difflib.get_close_matches(name + "x", session.backend.options, n=1)[0]
+        session.require(
+            repr(nearest) in message, f"the refusal of {name}x doesn't name {nearest}: {message}"
+        )
+    return None
+
+
+@behaviour(
+    CASES,
+    "options/wrong_type",
+    "a value of another type, or out of the choices, is refused",
+    quick=True,
+)
+def _wrong_type(session: Session) -> str | None:
+    for name, option in session.backend.options.items():
+        wrong: list[object] = [b"bytes", None]
+        if option.type is not str:
+            wrong.append("text")
+        if option.choices and option.type is int:
+            wrong.append(max(int(choice) for choice in option.choices) + 1)
+        for value in wrong:
+            _refused(session, {name: value})
+    return None if session.backend.options else "no options are declared"
+
+
+@behaviour(
+    CASES,
+    "options/choices",
+    "every declared choice of every option is accepted and computes the same attention",
+    quick=True,
+)
+def _choices(session: Session) -> str | None:
+    if not session.backend.options:
+        return "no options are declared"
+    case = plain(session, "choices", q_length=70, kv_length=150)
+    for name, option in session.backend.options.items():
+        session.require(
+            option.default is None or isinstance(option.default, option.type),
+            f"the default of option {name} is {option.default!r}, no {option.type.__name__}",
+        )
+        session.require(
+            option.default is None or not option.choices or option.default in option.choices,
+            f"the default of option {name}, {option.default!r}, is none of its choices",
+        )
+        values: list[object] = [*option.choices] or ([False, True] if option.type is bool else [])
+        if not values and option.default is not None:
+            values = [option.default]
+        for value in values:
+            attention = with_options({session.name: {name: value}})
+            compare(session, case, attention=attention)
+            session.require(
+                (name, value) in session.journal.forwards[-1].options,
+                f"option {name}={value!r} did not arrive in spec.options",
+            )
+    return None

@@ -1,0 +1,196 @@
+"""Threads, forked children and fresh processes."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+
+from torch import Tensor
+
+from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.checking import compare, plain
+from anyflex.testing.children import forked, fresh, why_no_fork, why_not_fresh
+from anyflex.testing.comparison import by_backend
+from anyflex.testing.fresh_process import KeptArtifacts
+from anyflex.testing.guarded import same_bytes
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+_THREADS = 8
+_ROUNDS = 4
+_SWITCH_SECONDS = 1e-5
+_MODULES = 150
+_HEAVY = frozenset(
+    "triton cutlass cupy numba llvmlite pycuda jax tensorflow torch._inductor torch._dynamo "
+    "torch.utils.cpp_extension setuptools distutils Cython pybind11 cffi scipy sympy".split()
+)
+
+
+@behaviour(
+    CASES,
+    "processes/threads",
+    f"{_THREADS} threads that compute at once give the bits of one after the other",
+    quick=True,
+)
+def _threads(session: Session) -> str | None:
+    cases = [
+        plain(session, "threads", seed=seed, q_length=64 + 8 * seed, kv_length=64)
+        for seed in range(_THREADS)
+    ]
+    inputs = [case.draw(session.device) for case in cases]
+
+    def run(index: int) -> dict[str, Tensor]:
+        return by_backend(cases[index], inputs[index], session.name, session.device)
+
+    serial = [run(index) for index in range(_THREADS)]
+    wrong: list[str] = []
+    begin = threading.Barrier(_THREADS)
+
+    def work(index: int) -> None:
+        begin.wait()
+        try:
+            for _ in range(_ROUNDS):
+                for name, tensor in run(index).items():
+                    if not same_bytes(tensor, serial[index][name]):
+                        wrong.append(f"thread {index} gets another {name}")
+        except Exception as error:  # noqa: BLE001  told to the main thread
+            wrong.append(f"thread {index}: {type(error).__name__}: {error.__cause__ or error}")
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(_THREADS)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+    finally:
+        sys.setswitchinterval(before)
+    session.require(not any(thread.is_alive() for thread in threads), "a thread hangs")
+    session.require(not wrong, "; ".join(dict.fromkeys(wrong)))
+    return None
+
+
+@behaviour(
+    CASES,
+    "processes/fork",
+    "a forked child of a process that has called can call",
+    quick=True,
+)
+def _fork(session: Session) -> str | None:
+    reason = why_no_fork(session.device)
+    if reason is not None:
+        return reason
+    case = plain(session, "fork", q_length=80, kv_length=70)
+    compare(session, case)
+    failure = forked(lambda: compare(session, case))
+    session.require(failure is None, f"{failure}")
+    return None
+
+
+comparisons(
+    CASES,
+    AttentionCase(
+        "processes/plain",
+        "what a fresh process computes",
+        q_length=70,
+        kv_length=80,
+        head_dim=16,
+        value_head_dim=16,
+        aux=frozenset(),
+        score_mod="softcap",
+        mask_mod="causal",
+        quick=True,
+    ),
+    AttentionCase(
+        "processes/bare",
+        "what a fresh process computes, without mods and mask",
+        q_length=70,
+        kv_length=80,
+        head_dim=16,
+        value_head_dim=16,
+        aux=frozenset(),
+        quick=True,
+    ),
+)
+
+
+@behaviour(
+    CASES,
+    "processes/fresh",
+    "a fresh process computes the same, with artifacts that were kept and without, and the "
+    "fingerprint that tells whose they are is the same there",
+    quick=True,
+)
+def _fresh(session: Session) -> str | None:
+    reason = why_not_fresh(session)
+    if reason is not None:
+        return reason
+    can = session.backend.capabilities
+    name = "processes/bare"
+    if {"score_graph", "mask_graph", "mask_kind"} <= can.known_fields:
+        name = "processes/plain"
+    case = CASES[name]
+    assert isinstance(case, AttentionCase)
+    compare(session, case)
+    kept = KeptArtifacts()
+    session.backend.compile(session.journal.forwards[-1], kept)
+    fingerprint = session.backend.fingerprint()
+    session.require(
+        isinstance(fingerprint, str), f"fingerprint() returns {fingerprint!r}, which is no str"
+    )
+    session.require(
+        bool(fingerprint.strip()) or not kept.stored,
+        f"compile() keeps artifacts ({', '.join(kept.stored)}) and fingerprint() is empty: those "
+        "of another toolchain, driver or device would be taken for its own",
+    )
+    told = fresh(
+        session,
+        "compute",
+        case=name,
+        artifacts={name: base64.b64encode(data).decode() for name, data in kept.stored.items()},
+    )
+    session.require(
+        told["fingerprint"] == fingerprint,
+        f"fingerprint() is {fingerprint!r} here and {told['fingerprint']!r} in a fresh process",
+    )
+    for what, outcome in zip(("with", "without"), told["outcomes"], strict=True):
+        session.require(
+            outcome["status"] == "passed",
+            f"a fresh process {what} kept artifacts: {outcome['status']}: {outcome['detail']}",
+        )
+    return None
+
+
+@behaviour(
+    CASES,
+    "processes/probe",
+    "importing and probing the backend loads no compiler, starts no program and no device",
+    quick=True,
+)
+def _probe(session: Session) -> str | None:
+    reason = why_not_fresh(session)
+    if reason is not None:
+        return reason
+    told = fresh(session, "probe")
+    heavy = [m for m in told["modules"] if m in _HEAVY or m.partition(".")[0] in _HEAVY]
+    session.require(not heavy, f"importing and probing loads {', '.join(heavy[:5])}")
+    own = session.target.partition(".")[0].partition(":")[0]
+    others = [m for m in told["modules"] if m.partition(".")[0] != own]
+    session.require(
+        len(others) <= _MODULES,
+        f"importing and probing loads {len(others)} modules of others, {_MODULES} are allowed: "
+        f"{', '.join(others[:5])} ...",
+    )
+    session.require(
+        not told["programs"], f"importing or probing runs {', '.join(told['programs'])}"
+    )
+    session.require(
+        not told["started"], f"importing or probing starts {', '.join(told['started'])}"
+    )
+    return None

@@ -1,0 +1,185 @@
+"""Refusals: what isn't declared is refused with a reason, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+import anyflex
+from anyflex.errors import BackendRefused
+from anyflex.plugin import CapturedFacts, Rejected, Spec
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import plain
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_RESERVED: tuple[dict[str, Any], ...] = (
+    {"q_layout": "packed"},
+    {"kv_layout": "packed"},
+    {"kv_layout": "paged", "page_size": 16},
+    {"page_size": 64},
+    {"index_map": "offset"},
+    {"index_map": "per_row"},
+    {"kv_storage": "fp8"},
+    {"dropout": True},
+    {"sinks": True},
+)
+
+
+def _plainest(session: Session) -> Spec:
+    """The spec of the plainest declared call, put together by hand."""
+    case = plain(session, "refusals")
+    return Spec(
+        device_type=session.device_type,
+        arch="",
+        dtype=case.dtype,
+        head_dim=case.head_dim,
+        value_head_dim=case.value_head_dim,
+        fp32_precision="highest" if case.dtype is torch.float32 else "",
+    )
+
+
+def _undeclared(session: Session) -> Iterator[tuple[str, Spec]]:
+    """Specs that are one step outside of the declaration each."""
+    can, spec = session.backend.capabilities, _plainest(session)
+
+    def other(**changes: Any) -> Spec:
+        return dataclasses.replace(spec, **changes)
+
+    for dtype in (*_FLOATS, torch.float8_e4m3fn, torch.int32):
+        if dtype not in can.dtypes:
+            yield f"dtype {dtype}", other(dtype=dtype)
+    step = can.head_dim_multiple
+    dims = [can.head_dim_max + step, can.head_dim_max + 1]
+    if can.head_dim_min > 1:
+        dims.append(can.head_dim_min - 1)
+    if step > 1:
+        dims.append(spec.head_dim + 1)
+    for dim in dims:
+        yield f"head dim {dim}", other(head_dim=dim, value_head_dim=dim)
+    if not can.different_value_head_dim and spec.head_dim + step <= can.head_dim_max:
+        yield "Ev != E", other(value_head_dim=spec.head_dim + step)
+    if not can.gqa:
+        yield "grouped query attention", other(gqa_ratio=4)
+    if not can.kv_broadcast:
+        yield "kv batch 1", other(kv_broadcast=True)
+    if not can.scattered:
+        yield "scattered query", other(alignment=("scattered", "aligned", "aligned"))
+    if not can.decode:
+        yield "decoding", other(q_class="one")
+    for name in sorted({"lse", "max_scores"} - can.aux):
+        yield f"aux {name}", other(aux=(name,), needs_lse=name == "lse")
+    if not can.core_backward:
+        for name in sorted({"q", "k", "v"} - can.gradients):
+            yield f"gradient of {name}", other(gradients=(name,), needs_lse=True)
+        if not can.deterministic and can.gradients & {"q", "k", "v"}:
+            wanted = tuple(sorted(can.gradients & {"q", "k", "v"}))
+            yield "determinism", other(gradients=wanted, needs_lse=True, determinism="on")
+    for dtype in (torch.uint8, torch.float64, torch.bool, torch.complex64):
+        if dtype not in can.captured_dtypes:
+            facts = CapturedFacts(dtype, 1, needs_grad=False)
+            yield f"captured {dtype}", other(captured=(facts,))
+
+
+@behaviour(
+    CASES,
+    "refusals/reserved",
+    "a spec field that the backend doesn't know must have its default: else supports() refuses "
+    "with a reason, and doesn't raise",
+    quick=True,
+)
+def _reserved(session: Session) -> str | None:
+    known = session.backend.capabilities.known_fields
+    spec = _plainest(session)
+    for changes in (*_RESERVED, {"opaque": True}):
+        decision = session.ask(dataclasses.replace(spec, **changes))
+        session.require(
+            isinstance(decision, Rejected) or changes.keys() <= known,
+            f"supports() accepts {changes}, which is no known field of the backend",
+        )
+    return None
+
+
+@behaviour(
+    CASES,
+    "refusals/undeclared",
+    "each spec one step outside of the declaration is refused with a reason",
+    quick=True,
+)
+def _one_step(session: Session) -> str | None:
+    for what, spec in _undeclared(session):
+        decision = session.ask(spec)
+        session.require(
+            isinstance(decision, Rejected),
+            f"supports() accepts {what}, which the capabilities don't declare: {decision}",
+        )
+    return None
+
+
+@behaviour(
+    CASES,
+    "refusals/asked_again",
+    "supports() gives the same answer whenever it is asked, and whatever came between",
+    quick=True,
+)
+def _asked_again(session: Session) -> str | None:
+    specs = [_plainest(session), *(spec for _, spec in _undeclared(session))]
+    first = [session.ask(spec) for spec in specs]
+    for order in (reversed(range(len(specs))), range(len(specs))):
+        for index in order:
+            again = session.ask(specs[index])
+            session.require(
+                again == first[index],
+                f"supports() answered {first[index]} and, asked later, {again}",
+            )
+    return None
+
+
+@behaviour(
+    CASES,
+    "refusals/plainest",
+    "the plainest declared call is accepted",
+    quick=True,
+)
+def _plainest_accepted(session: Session) -> str | None:
+    decision = session.ask(_plainest(session))
+    session.require(not isinstance(decision, Rejected), f"the plainest call: {decision}")
+    return None
+
+
+@behaviour(
+    CASES,
+    "refusals/forced_call",
+    "a forced call that isn't declared raises BackendRefused with the reason, and nothing runs",
+    quick=True,
+)
+def _forced_call(session: Session) -> str | None:
+    can = session.backend.capabilities
+    case = plain(session, "forced_call", gradients=frozenset(), aux=frozenset(), batch=1)
+    undeclared = [dtype for dtype in _FLOATS if dtype not in can.dtypes]
+    if undeclared:
+        case = dataclasses.replace(case, dtype=undeclared[0])
+    elif can.head_dim_max < 1 << 14:
+        dim = can.head_dim_max + can.head_dim_multiple
+        case = dataclasses.replace(case, head_dim=dim, value_head_dim=dim)
+    else:
+        return "no call of a reasonable size is undeclared"
+    tensors: Mapping[str, Any] = case.draw(session.device).tensors
+    session.journal.clear()
+    try:
+        anyflex.flex_attention(**tensors, backend=session.name)
+    except BackendRefused as error:
+        reasons = error.reasons.get(session.name, "")
+        session.require(bool(reasons), f"the refusal has no reason of {session.name}: {error}")
+    else:
+        session.require(False, f"a call that isn't declared was accepted: {case.dtype}, "
+                               f"head dim {case.head_dim}")  # fmt: skip
+    session.require(not session.journal.launches, "the call was refused and a kernel ran")
+    return None

@@ -1,0 +1,201 @@
+"""Values that change between calls of one spec: numbers, lengths, captured tensors, masks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anyflex.testing.attention_case import Drawn
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import compare, differentiable, plain, with_mod
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+ScoreMod = Callable[..., Any]
+
+
+def _scaled(factor: float) -> ScoreMod:
+    return lambda s, b, h, q, k: s * factor
+
+
+def _distance(limit: int) -> ScoreMod:
+    return lambda s, b, h, q, k: torch.where(q - k < limit, s, s - 2.0)
+
+
+@behaviour(
+    CASES,
+    "run_time/numbers",
+    "a closed-over number that changes between calls is read at each call, not baked in",
+    quick=True,
+)
+def _numbers(session: Session) -> str | None:
+    case = plain(session, "numbers", score_mod="identity")
+    drawn = case.draw(session.device)
+    for factor, limit in ((0.5, 3), (1.25, 7), (3.0, -2), (0.5, 3)):
+        compare(session, case, with_mod(drawn, "score", case, _scaled, factor))
+        compare(session, case, with_mod(drawn, "score", case, _distance, limit))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/scale",
+    "the scale is a run-time value",
+    quick=True,
+)
+def _scale(session: Session) -> str | None:
+    for scale in (0.25, 1.5, None, 0.25):
+        compare(session, plain(session, "scale", scale=scale))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/two_mods",
+    "two mods of calls that are alike in all else are two kernels",
+    quick=True,
+)
+def _two_mods(session: Session) -> str | None:
+    for name in ("softcap", "alibi_abs", "softcap", "clamped", "alibi_abs"):
+        compare(session, plain(session, "two_mods", score_mod=name))
+    return None
+
+
+def _table(table: Any) -> ScoreMod:
+    return lambda s, b, h, q, k: s + table[h, k]
+
+
+@behaviour(
+    CASES,
+    "run_time/closures",
+    "closures of one factory over other tensors have the same source and other values",
+    quick=True,
+)
+def _closures(session: Session) -> str | None:
+    gradients = differentiable(session, captured=True)
+    case = plain(session, "closures", score_mod="identity", gradients=gradients)
+    drawn = case.draw(session.device)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        table = torch.randn(case.heads, case.kv_length, generator=generator)
+        table.requires_grad_("captured" in gradients)
+        compare(session, case, with_mod(drawn, "score", case, _table, table=table))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/captured_dtype",
+    "one mod over a captured tensor of another type is another kernel",
+    quick=True,
+)
+def _captured_dtype(session: Session) -> str | None:
+    readable = session.backend.capabilities.captured_dtypes
+    dtypes = [
+        dtype
+        for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)
+        if dtype in readable
+    ]
+    if len(dtypes) < 2:
+        return "fewer than two types of captured tensors are declared"
+    case = plain(session, "captured_dtype", score_mod="identity")
+    drawn = case.draw(session.device)
+    # More digits than bfloat16 has, and whole parts for the integer types.
+    table = 3 * torch.randn(case.heads, case.kv_length, generator=torch.Generator().manual_seed(2))
+    for dtype in (*dtypes, dtypes[0]):
+        compare(session, case, with_mod(drawn, "score", case, _table, table=table.to(dtype)))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/captured_strides",
+    "a captured tensor's strides, offset and shape are run-time values",
+    quick=True,
+)
+def _captured_strides(session: Session) -> str | None:
+    case = plain(session, "captured_strides", score_mod="identity")
+    drawn = case.draw(session.device)
+    heads, length = case.heads, case.kv_length
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(2 * heads + 3, 3 * length, generator=generator)
+    for table in (
+        wide[:heads, :length].contiguous(),
+        wide.t()[: 2 * length, :heads].t()[:, :length],
+        wide[3 : 3 + 2 * heads : 2, 5 : 5 + 2 * length : 2],
+        wide[:1, :length].expand(heads, length),
+        wide[1 : 1 + heads, 2 : 2 + length],
+    ):
+        compare(session, case, with_mod(drawn, "score", case, _table, table=table))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/lengths",
+    "query and key lengths are run-time values",
+    quick=True,
+)
+def _lengths(session: Session) -> str | None:
+    for lengths in ((70, 64), (100, 90), (70, 64), (129, 33)):
+        for mask in (None, "causal"):
+            case = plain(session, "lengths", mask_mod=mask)
+            compare(session, dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1]))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/batch",
+    "batch and the number of heads are run-time values",
+    quick=True,
+)
+def _batch(session: Session) -> str | None:
+    for batch, heads in ((1, 2), (3, 2), (1, 4), (2, 4), (1, 2)):
+        case = plain(session, "batch", batch=batch, heads=heads, kv_heads=heads)
+        compare(session, case)
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/masks",
+    "a mask's runs are those of this call, not of the mask before",
+    quick=True,
+)
+def _masks(session: Session) -> str | None:
+    for mask in ("causal", "anti_causal", "window_left", "causal"):
+        compare(session, plain(session, "masks", mask_mod=mask))
+    return None
+
+
+def _documents(documents: Any) -> Callable[..., Any]:
+    return lambda b, h, q, k: documents[q] == documents[k]
+
+
+@behaviour(
+    CASES,
+    "run_time/mask_rebuilt",
+    "a mask built again after its captured tensor has changed is another mask",
+    quick=True,
+)
+def _mask_rebuilt(session: Session) -> str | None:
+    case = plain(session, "mask_rebuilt", mask_mod="causal")
+    documents = torch.zeros(max(case.q_length, case.kv_length), dtype=torch.int64)
+    drawn = case.draw(session.device)
+    for ends in ((10, 20), (3, 33), (19, 21)):
+        documents.zero_()
+        for end in ends:
+            documents[end:] += 1
+        compare(session, case, _with_documents(drawn, documents, case))
+    return None
+
+
+def _with_documents(drawn: Drawn, documents: torch.Tensor, case: Any) -> Drawn:
+    return with_mod(drawn, "mask", case, _documents, documents=documents)

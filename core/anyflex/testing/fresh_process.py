@@ -1,0 +1,120 @@
+"""What a fresh process is asked: to probe a backend, or to compute with it."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+__all__ = ["KeptArtifacts", "answer"]
+
+
+class KeptArtifacts:
+    """Artifacts of one spec, kept in a dictionary."""
+
+    def __init__(self, stored: Mapping[str, bytes] | None = None) -> None:
+        self.stored = dict(stored or {})
+
+    def get(self, name: str) -> bytes | None:
+        """See `anyflex.plugin.Artifacts`."""
+        return self.stored.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        """See `anyflex.plugin.Artifacts`."""
+        self.stored[name] = bytes(data)
+
+
+def answer(task: dict[str, Any]) -> dict[str, Any]:
+    """Carry a task of `anyflex.testing.children.fresh` out."""
+    return _TASKS[task["task"]](task)
+
+
+def _probe(task: dict[str, Any]) -> dict[str, Any]:
+    """Load and probe: which modules came, which programs were started, which device runs."""
+    import torch
+
+    from anyflex.registry import table
+
+    programs: list[str] = []
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn"):
+            programs.append(str(arguments[0]))
+
+    importlib.import_module("anyflex.plugin")
+    before = set(sys.modules)
+    sys.addaudithook(audit)
+    with _registered(task):
+        entry = table.current().get(task["name"])
+        state = "missing" if entry is None else entry.state().kind
+    return {
+        "modules": sorted(set(sys.modules) - before),
+        "programs": programs,
+        "state": state,
+        "started": [
+            kind
+            for kind in ("cuda", "xpu")
+            if getattr(getattr(torch, kind, None), "is_initialized", bool)()
+        ],
+    }
+
+
+def _compute(task: dict[str, Any]) -> dict[str, Any]:
+    """Run a case, twice: with artifacts that another process has kept, and without any."""
+    import torch
+
+    from anyflex.testing.cases import every_case
+    from anyflex.testing.runner import run_case
+    from anyflex.testing.session import open_session
+
+    torch.set_num_threads(task["threads"])
+    case = every_case()[task["case"]]
+    outcomes = []
+    with _posed(task):
+        kept = {name: base64.b64decode(text) for name, text in task["artifacts"].items()}
+        fingerprint = ""
+        for stored in (kept, {}):
+            with _registered(task), open_session(task["name"], task["device"]) as session:
+                session.journal.artifacts = KeptArtifacts(stored)
+                outcome = run_case(session, case)
+                fingerprint = session.backend.fingerprint()
+            outcomes.append({"status": outcome.status, "detail": outcome.detail})
+    return {"outcomes": outcomes, "fingerprint": fingerprint}
+
+
+@contextmanager
+def _registered(task: dict[str, Any]) -> Iterator[None]:
+    """Put the parent's backend into an empty registry, unless it is installed."""
+    from anyflex.registry import table
+
+    if task["name"] == table.REFERENCE:
+        with table.isolated(reference=task["target"]):
+            yield
+    elif task["installed"]:
+        with table.isolated(scan=True):
+            yield
+    else:
+        module, _, name = task["target"].partition(":")
+        backend_class: Any = importlib.import_module(module)
+        for part in name.split("."):
+            backend_class = getattr(backend_class, part)
+        with table.isolated():
+            table.register(task["name"], backend_class)
+            yield
+
+
+@contextmanager
+def _posed(task: dict[str, Any]) -> Iterator[None]:
+    from anyflex.testing import posing
+
+    with ExitStack() as stack:
+        if task["posed"]:
+            kind, arch = task["posed"]
+            stack.enter_context(posing(kind, arch=arch))
+        yield
+
+
+_TASKS = {"probe": _probe, "compute": _compute}
