@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +37,8 @@ def _process(*arguments: str, **options: object) -> subprocess.CompletedProcess[
 def test_help_lists_every_command_and_every_exit_status(command: RunCommand) -> None:
     result = command("--help")
     assert result.code == ExitCode.OK
-    for name in ("doctor", "explain", "demo", "cache"):
-        assert f"    {name} " in result.out
+    for name in ("doctor", "explain", "demo", "cache", "new-plugin"):
+        assert re.search(rf"^    {name}\s", result.out, flags=re.MULTILINE)
     assert exit_code_table() in result.out
     assert len({code.value for code in ExitCode}) == len(ExitCode)
     assert all(code.meaning for code in ExitCode)

@@ -44,7 +44,8 @@ class Capabilities:
         decode: a q_class of "one" or "short".
         deterministic: gradients repeat bit for bit. Without it determinism "on" is refused, and
             "warn" warns.
-        operations: names of mod-graph operations that can be lowered.
+        operations: names of mod-graph operations that can be lowered, in mods and, for gradients
+            of its own, in their derivatives.
         known_fields: names of the spec fields that the backend looks at; all others must have
             their defaults. A backend that takes other layouts than dense ones names ``q_layout``
             or ``kv_layout`` here.
@@ -119,6 +120,17 @@ class Capabilities:
                 "gradients that repeat bit for bit (torch.use_deterministic_algorithms) are not "
                 "supported"
             )
+        return self._derivative_refusal(spec) if wanted else None
+
+    def _derivative_refusal(self, spec: Spec) -> str | None:
+        if spec.score_graph is None or self.operations >= OPERATIONS.keys():
+            return None
+        from anyflex.mod_graph.differentiate import differentiate
+
+        learned = (i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+        for node in differentiate(spec.score_graph, wanted_captured=frozenset(learned)).nodes:
+            if node.operation not in self.operations:
+                return f"operation {node.operation} in the derivative of a mod is not supported"
         return None
 
 
