@@ -63,8 +63,8 @@ class Boxes(NamedTuple):
     def cut(self, q_side: int, q_parts: int, kv_side: int, kv_parts: int) -> Boxes:
         """Cut each box into `q_parts` x `kv_parts` of these sides; parts outside fall away."""
         parts = q_parts * kv_parts
-        q_step = (torch.arange(q_parts) * q_side).repeat_interleave(kv_parts)
-        kv_step = (torch.arange(kv_parts) * kv_side).repeat(q_parts)
+        q_step = (torch.arange(q_parts, device="cpu") * q_side).repeat_interleave(kv_parts)
+        kv_step = (torch.arange(kv_parts, device="cpu") * kv_side).repeat(q_parts)
         q_low = (self.q_low[:, None] + q_step).reshape(-1)
         kv_low = (self.kv_low[:, None] + kv_step).reshape(-1)
         whole = self._each(lambda field: field.repeat_interleave(parts))
@@ -86,8 +86,8 @@ class Boxes(NamedTuple):
 
         Where a box is smaller its last element is repeated, which changes neither any nor all.
         """
-        q_idx = self.q_low[:, None] + torch.arange(q_side)
-        kv_idx = self.kv_low[:, None] + torch.arange(kv_side)
+        q_idx = self.q_low[:, None] + torch.arange(q_side, device="cpu")
+        kv_idx = self.kv_low[:, None] + torch.arange(kv_side, device="cpu")
         q_idx = torch.minimum(q_idx, self.q_high[:, None])[:, :, None]
         kv_idx = torch.minimum(kv_idx, self.kv_high[:, None])[:, None, :]
         b, h = (f[:, None, None] if isinstance(f, Tensor) else f for f in (self.b, self.h))

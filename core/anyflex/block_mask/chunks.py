@@ -38,9 +38,9 @@ def chunked_runs(
     """Return the runs of all blocks; rows of blocks past the budget become PARTIAL."""
     rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
     parts: list[RunList] = []
-    open_rows = torch.ones(batch * heads * rows, dtype=torch.bool)
+    open_rows = torch.ones(batch * heads * rows, dtype=torch.bool, device="cpu")
     place: tuple[int, int, int] | None = None
-    some = every = torch.empty(0)
+    some = every = torch.empty(0, device="cpu")
 
     def close() -> None:
         if place is not None:
@@ -70,7 +70,7 @@ def chunked_runs(
         whole = (torch.zeros_like(rest), torch.full_like(rest, columns))
         parts.append(RunList(rest, *whole, torch.full_like(rest, PARTIAL)))
     if not parts:
-        return RunList(*torch.zeros(4, 0, dtype=torch.int64))
+        return RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
     return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

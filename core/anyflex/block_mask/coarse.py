@@ -46,7 +46,7 @@ def coarse_grid(
         chosen = (runs.kind == kind).nonzero().squeeze(1)
         # Up to an edge at x, x // step cells are whole and x % step blocks are in the next one.
         # A run is what lies before its end less what lies before its first block.
-        whole = torch.zeros(lines * width, dtype=torch.int64)
+        whole = torch.zeros(lines * width, dtype=torch.int64, device="cpu")
         rest = torch.zeros_like(whole)
         for edge, sign in ((runs.end, 1), (runs.first, -1)):
             place, inside = line[chosen], edge[chosen]
@@ -65,5 +65,5 @@ def coarse_grid(
 
 def _cells(length: int, step: int) -> Tensor:
     """int64 [cells]: how many of `length` are in each."""
-    begin = torch.arange(0, length, step)
+    begin = torch.arange(0, length, step, device="cpu")
     return (length - begin).clamp(max=step)

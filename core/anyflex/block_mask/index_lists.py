@@ -108,7 +108,7 @@ def _listed_runs(
     for name, counts, indices, kind in lists:
         counts, indices = _checked_list(name, counts, indices)
         width = indices.shape[-1]
-        place = (torch.arange(width) < counts[..., None]).flatten(0, 2).nonzero()
+        place = (torch.arange(width, device="cpu") < counts[..., None]).flatten(0, 2).nonzero()
         row, slot = place.unbind(1)
         block = indices.flatten(0, 2)[row, slot]
         wrong = ((block < 0) | (block >= columns)).nonzero()

@@ -46,10 +46,10 @@ def list_blocks(views: MaskViews, *, ragged_is_partial: bool = False) -> IndexLi
     rows, columns = host.q_blocks, host.kv_blocks
     shape = (batch, heads, rows)
     lists = IndexLists(
-        torch.empty(shape, dtype=torch.int32),
-        torch.empty(*shape, columns, dtype=torch.int32),
-        torch.empty(shape, dtype=torch.int32),
-        torch.empty(*shape, columns, dtype=torch.int32),
+        torch.empty(shape, dtype=torch.int32, device="cpu"),
+        torch.empty(*shape, columns, dtype=torch.int32, device="cpu"),
+        torch.empty(shape, dtype=torch.int32, device="cpu"),
+        torch.empty(*shape, columns, dtype=torch.int32, device="cpu"),
     )
     ragged_row = ragged_is_partial and views.q_length % views.block_size[0] != 0
     ragged_column = ragged_is_partial and views.kv_length % views.block_size[1] != 0
@@ -80,6 +80,6 @@ def _list_rows(chosen: Tensor, counts: Tensor, indices: Tensor) -> None:
     # A chosen column goes behind the chosen ones before it, the others behind all of these.
     before = chosen.cumsum(-1)
     counts.copy_(before[..., -1])
-    column = torch.arange(columns)
+    column = torch.arange(columns, device="cpu")
     place = torch.where(chosen, before - 1, before[..., -1:] + column - before)
     indices.scatter_(-1, place, column.to(torch.int32).expand_as(place))

@@ -80,7 +80,7 @@ class OpenBlocks:
         Args:
             blocks: whole blocks; `owner` counts them from 0.
         """
-        some = torch.zeros(blocks.owner.numel(), dtype=torch.bool)
+        some = torch.zeros(blocks.owner.numel(), dtype=torch.bool, device="cpu")
         lacking = torch.zeros_like(some)
         self.count += some.numel()
         # Depth first, so that few boxes wait at any time.

@@ -75,7 +75,7 @@ def png(views: MaskViews, batch: int, head: int) -> bytes:
 
 
 def _rgb(colour: str) -> Tensor:
-    return torch.tensor([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+    return torch.tensor([int(colour[i : i + 2], 16) for i in (1, 3, 5)], device="cpu")
 
 
 def _enlarged(pixels: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def _enlarged(pixels: Tensor) -> Tensor:
         side = max(scale, -(-_SHORTEST // pixels.shape[axis]))
         pixels = pixels.repeat_interleave(side, axis)
         if side >= _LINED:
-            lines = torch.arange(side - 1, pixels.shape[axis] - 1, side)
+            lines = torch.arange(side - 1, pixels.shape[axis] - 1, side, device="cpu")
             pixels.index_fill_(axis, lines, 255)
     return pixels
 
@@ -93,7 +93,8 @@ def _enlarged(pixels: Tensor) -> Tensor:
 def _encoded(pixels: Tensor) -> bytes:
     """A PNG file (RFC 2083) of uint8 [height, width, 3]: three chunks, no filter."""
     height, width, _ = pixels.shape
-    lines = torch.zeros(height, 1 + 3 * width, dtype=torch.uint8)  # filter 0 begins each line
+    # Filter 0 begins each line.
+    lines = torch.zeros(height, 1 + 3 * width, dtype=torch.uint8, device="cpu")
     lines[:, 1:] = pixels.reshape(height, 3 * width)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits a channel, RGB
     return b"".join(

@@ -18,6 +18,7 @@ from anyflex.block_mask.open_blocks import CELL_COST, Budget, OpenBlocks
 from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count
 from anyflex.intervals.analysis import Analysis, Domain
 from anyflex.intervals.cells import Cells
+from anyflex.intervals.ends import tensor_of
 
 __all__ = ["Blocks", "Lattice", "QuadTree"]
 
@@ -84,8 +85,8 @@ class Lattice:
         """Return single blocks as boxes."""
         cells = self.cells(blocks, 1)
         ends = (cells.q_low, cells.q_high, cells.kv_low, cells.kv_high)
-        owner = torch.arange(cells.count)
-        return Boxes(owner, cells.b, cells.h, *map(torch.as_tensor, ends))
+        owner = torch.arange(cells.count, device="cpu")
+        return Boxes(owner, cells.b, cells.h, *map(tensor_of, ends))
 
     def indices(self, place: Tensor) -> tuple[Tensor | int, Tensor | int]:
         """Return b and h of places."""
@@ -135,7 +136,7 @@ class QuadTree:
                 break
             side *= 2
         for begin in range(0, count, _CELLS):
-            index = torch.arange(begin, min(begin + _CELLS, count))
+            index = torch.arange(begin, min(begin + _CELLS, count), device="cpu")
             line, column = index // across, index % across * side
             self._decide(Blocks(line // down, line % down * side, column), side)
         return self._runs()
@@ -173,7 +174,7 @@ class QuadTree:
                 self._keep(rest.chosen(some & lacking), 1, PARTIAL)
                 continue
             half = side // 2
-            step = torch.tensor([0, half])
+            step = torch.tensor([0, half], device="cpu")
             quarters = Blocks(
                 rest.place.repeat_interleave(4),
                 (rest.row[:, None] + step.repeat_interleave(2)).reshape(-1),
@@ -196,8 +197,10 @@ class QuadTree:
             end = (blocks.column + side).clamp(max=self.lattice.columns)
             first = blocks.column
             if side > 1:
-                owner = torch.arange(height.numel()).repeat_interleave(height)
-                inside = torch.arange(owner.numel()) - (height.cumsum(0) - height)[owner]
+                owner = torch.arange(height.numel(), device="cpu").repeat_interleave(height)
+                inside = (
+                    torch.arange(owner.numel(), device="cpu") - (height.cumsum(0) - height)[owner]
+                )
                 row, first, end = row[owner] + inside, first[owner], end[owner]
             parts.append((row, first, end, torch.full_like(row, kind)))
         self._found = []
@@ -207,4 +210,4 @@ class QuadTree:
 
 
 def _no_runs() -> RunList:
-    return RunList(*torch.zeros(4, 0, dtype=torch.int64))
+    return RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))

@@ -153,7 +153,7 @@ def _combined(
         one = torch.ones_like(full)
         kinds += [torch.stack([one, full]), -torch.stack([one, full])]
     place, group = torch.unique(torch.cat(places), return_inverse=True)
-    sums = torch.zeros(2, place.numel(), dtype=torch.int64).index_add_(
+    sums = torch.zeros(2, place.numel(), dtype=torch.int64, device="cpu").index_add_(
         1, group, torch.cat(kinds, 1)
     )
     visited, full = sums.cumsum(1)

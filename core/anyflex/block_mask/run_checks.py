@@ -157,7 +157,7 @@ def _check_kinds_and_ends(offsets: Tensor, runs: Tensor, columns: int) -> None:
     if wrong.numel():
         i = int(wrong[0])
         raise BlockMaskError(f"run {i} has kind {int(kind[i])}; FULL is {FULL}, PARTIAL {PARTIAL}")
-    starts = torch.zeros(runs.shape[0] + 1, dtype=torch.bool)
+    starts = torch.zeros(runs.shape[0] + 1, dtype=torch.bool, device="cpu")
     starts[offsets.reshape(-1).to(torch.int64)] = True
     wrong = ((first[1:] < end[:-1]) & ~starts[1 : first.numel()]).nonzero()
     if wrong.numel():

@@ -70,9 +70,10 @@ def pack(runs: RunList, batch: int, heads: int, rows: int, columns: int) -> tupl
     packed = padded(torch.stack([first[begin], end[last], kind[begin]], 1).to(torch.int32))
     total = batch * heads * rows
     counts = torch.bincount(row[begin], minlength=total)
-    edges = torch.zeros(total + 1, dtype=torch.int64)
+    edges = torch.zeros(total + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=edges[1:])
-    position = torch.arange(batch * heads)[:, None] * rows + torch.arange(rows + 1)
+    grid = torch.arange(batch * heads, device="cpu")
+    position = grid[:, None] * rows + torch.arange(rows + 1, device="cpu")
     offsets = edges[position].to(torch.int32).view(batch, heads, rows + 1)
     return offsets, packed
 
@@ -88,7 +89,7 @@ def unpack(offsets: Tensor, runs: Tensor) -> RunList:
     """Return the used runs of a canonical form on the CPU, with their rows."""
     flat = offsets.to(torch.int64)
     counts = (flat[..., 1:] - flat[..., :-1]).reshape(-1)
-    row = torch.arange(counts.numel()).repeat_interleave(counts)
+    row = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
     used = runs[: row.numel()].to(torch.int64)
     return RunList(row, used[:, 0], used[:, 1], used[:, 2])
 
@@ -103,8 +104,8 @@ def unpack_rows(offsets: Tensor, runs: Tensor) -> RunList:
 def gathered(begins: Tensor, ends: Tensor, runs: Tensor) -> RunList:
     """Return, as runs of row i, ``runs[begins[i]:ends[i]]``; int64 [rows] each."""
     counts = ends - begins
-    row = torch.arange(counts.numel()).repeat_interleave(counts)
-    inside = torch.arange(row.numel()) - (counts.cumsum(0) - counts)[row]
+    row = torch.arange(counts.numel(), device="cpu").repeat_interleave(counts)
+    inside = torch.arange(row.numel(), device="cpu") - (counts.cumsum(0) - counts)[row]
     return RunList(row, *runs[begins[row] + inside].to(torch.int64).unbind(1))
 
 
@@ -123,8 +124,8 @@ def runs_of_grid(grid: Tensor, first_row: int) -> RunList:
     """
     rows, columns = grid.shape
     if not rows or not columns:
-        return RunList(*torch.zeros(4, 0, dtype=torch.int64))
-    edge = torch.zeros(rows, columns + 2, dtype=grid.dtype)
+        return RunList(*torch.zeros(4, 0, dtype=torch.int64, device="cpu"))
+    edge = torch.zeros(rows, columns + 2, dtype=grid.dtype, device="cpu")
     edge[:, 1:-1] = grid
     # A run of no blocks closes every row, so that each run's end is the next change.
     row, column = (edge[:, 1:] != edge[:, :-1]).nonzero().unbind(1)
@@ -135,7 +136,7 @@ def runs_of_grid(grid: Tensor, first_row: int) -> RunList:
 
 def expand_rows(runs: RunList, first_row: int, rows: int, columns: int) -> Tensor:
     """Return the kinds of `rows` consecutive rows as int8 [rows, columns], 0 where no run is."""
-    change = torch.zeros(rows, columns + 1, dtype=torch.int8)
+    change = torch.zeros(rows, columns + 1, dtype=torch.int8, device="cpu")
     kind = runs.kind.to(torch.int8)
     row = runs.row - first_row
     change.index_put_((row, runs.first), kind, accumulate=True)
@@ -188,8 +189,8 @@ def _columns_between(place: Tensor, chosen: Tensor, rows: int, columns: int) -> 
     index = chosen.nonzero().squeeze(1)
     begin, end = place[index], place[index + 1]
     length = end - begin
-    owner = torch.arange(index.numel()).repeat_interleave(length)
-    inside = torch.arange(owner.numel()) - (length.cumsum(0) - length)[owner]
+    owner = torch.arange(index.numel(), device="cpu").repeat_interleave(length)
+    inside = torch.arange(owner.numel(), device="cpu") - (length.cumsum(0) - length)[owner]
     at = begin[owner] + inside
     line, column = at // (columns + 1), at % (columns + 1)
     grid, row = line // (rows + 1), line % (rows + 1)

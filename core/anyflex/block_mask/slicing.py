@@ -63,7 +63,9 @@ def _shift(positions: Tensor) -> int | Tensor:
     if not positions.numel():
         return 0
     first = int(positions[0])
-    consecutive = torch.equal(positions, torch.arange(first, first + positions.numel()))
+    consecutive = torch.equal(
+        positions, torch.arange(first, first + positions.numel(), device="cpu")
+    )
     return first if consecutive else positions
 
 
@@ -74,7 +76,7 @@ def _row_shift(rows: Tensor, length: int, q_length: int, block: int) -> int | Te
         return shift * block
     # A ragged row that is taken for a whole one: its last row of elements stands for those
     # beyond it, which are nobody's.
-    elements = rows[:, None] * block + torch.arange(block)
+    elements = rows[:, None] * block + torch.arange(block, device="cpu")
     return elements.reshape(-1)[:length].clamp(max=max(q_length - 1, 0))
 
 
@@ -93,9 +95,9 @@ def _positions(index: Any, size: int, axis: str) -> Tensor:
         begin, end, step = index.indices(size)
         if step > 0 and begin >= size > 0:
             _raise_out_of_range(axis, index.start, size)
-        return torch.tensor(range(begin, end, step), dtype=torch.int64)
+        return torch.tensor(range(begin, end, step), dtype=torch.int64, device="cpu")
     if isinstance(index, list):
-        index = torch.tensor(index)
+        index = torch.tensor(index, device="cpu")
     if isinstance(index, Tensor) and index.dim() > 0:
         return _tensor_positions(index.cpu(), size, axis)
     if isinstance(index, bool):
@@ -108,7 +110,7 @@ def _positions(index: Any, size: int, axis: str) -> Tensor:
         ) from error
     if not -size <= position < size:
         _raise_out_of_range(axis, position, size)
-    return torch.tensor([position % size])
+    return torch.tensor([position % size], device="cpu")
 
 
 def _tensor_positions(index: Tensor, size: int, axis: str) -> Tensor:

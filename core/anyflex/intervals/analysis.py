@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anyflex.intervals.affine import AffineForm, affine_form
 from anyflex.intervals.cells import Cells
-from anyflex.intervals.ends import End, Range, Verdict
+from anyflex.intervals.ends import End, Range, Verdict, tensor_of
 from anyflex.intervals.equality import ReadEquality, read_equality
 from anyflex.intervals.flags import Flag, both, either, inverse
 from anyflex.intervals.floats import APPROXIMATE, FLOAT_RULES
@@ -145,7 +145,7 @@ class Analysis:
         reads stay inside their captured tensors."""
         if position not in self._fixed:
             self._fixed[position] = Evaluator(self.nodes, (position,))
-        inputs = {"b": torch.as_tensor(b), "h": torch.as_tensor(h)}
+        inputs = {"b": tensor_of(b), "h": tensor_of(h)}
         outside: list[tuple[int, Tensor]] = []
         (value,) = self._fixed[position](inputs, self._captured, (), (), outside)
         return value, both(*(~where for _, where in outside))
@@ -276,7 +276,7 @@ class Evaluation:
         is_float = node.dtype.is_floating_point
         if node.operation == "const":
             if is_float:
-                value = torch.tensor(node.attribute, dtype=node.dtype)
+                value = torch.tensor(node.attribute, dtype=node.dtype, device="cpu")
                 return Range(value, value)
             assert isinstance(node.attribute, int)
             number = int(node.attribute)
@@ -361,4 +361,4 @@ def _fits(low: End, high: End, dtype: torch.dtype) -> bool:
 def _spread(flag: Flag, count: int) -> Tensor:
     if isinstance(flag, Tensor):
         return flag.expand(count)
-    return torch.full((count,), flag)
+    return torch.full((count,), flag, device="cpu")

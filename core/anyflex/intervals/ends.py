@@ -13,7 +13,17 @@ from torch import Tensor
 
 from anyflex.intervals.flags import Flag
 
-__all__ = ["End", "Range", "Verdict", "choose", "greater", "hull", "lesser", "magnitude"]
+__all__ = [
+    "End",
+    "Range",
+    "Verdict",
+    "choose",
+    "greater",
+    "hull",
+    "lesser",
+    "magnitude",
+    "tensor_of",
+]
 
 End = int | Tensor
 
@@ -77,3 +87,8 @@ def choose(flag: Flag, a: End, b: End) -> End:
 def magnitude(range_: Range) -> End:
     """Return the largest absolute value."""
     return greater(range_.high, -range_.low)
+
+
+def tensor_of(end: End) -> Tensor:
+    """Return an end, or a flag, as a tensor: on the CPU, whatever torch's default device is."""
+    return end if isinstance(end, Tensor) else torch.tensor(end, device="cpu")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.intervals.ends import Verdict, lesser
+from anyflex.intervals.ends import Verdict, lesser, tensor_of
 from anyflex.intervals.flags import Flag, both
 from anyflex.intervals.loads import bounded_range, fixed_row
 from anyflex.intervals.tables import (
@@ -154,9 +154,9 @@ class ReadEquality:
                 _BlockSets(kv_labels[:, :kv_length], kv_block, self._count),
             )
         q_sets, kv_sets = self._sets
-        q_place = q_sets.place(_at(q_row, chosen), torch.as_tensor(cells.q_low)[chosen])
-        kv_place = kv_sets.place(_at(kv_row, chosen), torch.as_tensor(cells.kv_low)[chosen])
-        some = torch.empty(chosen.numel(), dtype=torch.bool)
+        q_place = q_sets.place(_at(q_row, chosen), tensor_of(cells.q_low)[chosen])
+        kv_place = kv_sets.place(_at(kv_row, chosen), tensor_of(cells.kv_low)[chosen])
+        some = torch.empty(chosen.numel(), dtype=torch.bool, device="cpu")
         step = max(1, _SET_WORDS // q_sets.words.shape[1])
         for begin in range(0, chosen.numel(), step):
             part = slice(begin, begin + step)
@@ -181,10 +181,11 @@ class _BlockSets:
         rows, length = labels.shape
         self._blocks = -(-length // block)
         width = -(-bits // 64)
-        owner = torch.arange(rows)[:, None] * self._blocks + torch.arange(length) // block
+        owner = torch.arange(rows, device="cpu")[:, None] * self._blocks
+        owner = owner + torch.arange(length, device="cpu") // block
         key = torch.unique(owner.reshape(-1) * bits + labels.reshape(-1).to(torch.int64) % bits)
         place, label = key // bits, key % bits
-        words = torch.zeros(rows * self._blocks * width, dtype=torch.int64)
+        words = torch.zeros(rows * self._blocks * width, dtype=torch.int64, device="cpu")
         words.scatter_add_(0, place * width + label // 64, torch.ones_like(label) << (label % 64))
         self.words = words.view(-1, width)
         self.sizes = torch.bincount(place, minlength=rows * self._blocks)
@@ -256,10 +257,10 @@ def _relabelled(rows: list[Tensor], *, by_row: bool) -> tuple[list[_Segments], i
     else:
         _, group = torch.unique(values, return_inverse=True)
     count = int(group.amax()) + 1
-    appearance = torch.full((count,), group.numel(), dtype=torch.int64)
-    appearance.scatter_reduce_(0, group, torch.arange(group.numel()), "amin")
-    label = torch.empty(count, dtype=torch.int32)
-    label[appearance.argsort()] = torch.arange(count, dtype=torch.int32)
+    appearance = torch.full((count,), group.numel(), dtype=torch.int64, device="cpu")
+    appearance.scatter_reduce_(0, group, torch.arange(group.numel(), device="cpu"), "amin")
+    label = torch.empty(count, dtype=torch.int32, device="cpu")
+    label[appearance.argsort()] = torch.arange(count, dtype=torch.int32, device="cpu")
     parts = torch.split(label[group], [h.numel() for h in heads])
     found = [_Segments(h, part) for h, part in zip(heads, parts, strict=True)]
     return (found if len(found) == 2 else found * 2), count

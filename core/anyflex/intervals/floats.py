@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.intervals.ends import Range
+from anyflex.intervals.ends import Range, tensor_of
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
 from anyflex.mod_graph.operations import FUNCTIONS
@@ -56,7 +56,7 @@ def _rule(function: Callable[..., Ends]) -> Rule:
             found = evaluation.range(argument)
             if found is None:
                 return None
-            ends += [torch.as_tensor(found.low), torch.as_tensor(found.high)]
+            ends += [tensor_of(found.low), tensor_of(found.high)]
         low, high = function(*ends)
         finite = torch.isfinite(ends[0]) & torch.isfinite(ends[1])
         for end in ends[2:]:
@@ -117,13 +117,13 @@ def _cast(evaluation: Evaluation, node: Node) -> Range | None:
     source = evaluation.nodes[argument]
     if type_class(source.dtype) == "bool":
         verdict = evaluation.verdict(argument)
-        low, high = torch.as_tensor(verdict.true), ~torch.as_tensor(verdict.false)
+        low, high = tensor_of(verdict.true), ~tensor_of(verdict.false)
         return Range(low.to(node.dtype), high.to(node.dtype))
     found = evaluation.range(argument)
     if found is None:
         return None
     # Rounding is monotone; what overflows becomes infinite, as the value does.
-    low, high = (torch.as_tensor(end).to(node.dtype) for end in found[:2])
+    low, high = (tensor_of(end).to(node.dtype) for end in found[:2])
     return Range(low, high)
 
 
@@ -135,8 +135,8 @@ def _where(evaluation: Evaluation, node: Node) -> Range | None:
         return x if verdict.true is True else y
     if x is None or y is None:
         return None
-    (a, b), (c, d) = (tuple(map(torch.as_tensor, range_[:2])) for range_ in (x, y))
-    true, false = torch.as_tensor(verdict.true), torch.as_tensor(verdict.false)
+    (a, b), (c, d) = (tuple(map(tensor_of, range_[:2])) for range_ in (x, y))
+    true, false = tensor_of(verdict.true), tensor_of(verdict.false)
     low, high = torch.minimum(a, c), torch.maximum(b, d)
     return Range(
         torch.where(true, a, torch.where(false, c, low)),
@@ -155,9 +155,7 @@ def _comparing(pick: Callable[[Tensor, Tensor], Tensor]) -> Rule:
         x, y = (evaluation.range(argument) for argument in node.arguments)
         if x is None or y is None:
             return None
-        low, high = (
-            pick(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(x[:2], y[:2], strict=True)
-        )
+        low, high = (pick(tensor_of(a), tensor_of(b)) for a, b in zip(x[:2], y[:2], strict=True))
         return Range(low, high)
 
     return rule

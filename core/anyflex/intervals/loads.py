@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.intervals.ends import Range, Verdict
+from anyflex.intervals.ends import Range, Verdict, tensor_of
 from anyflex.intervals.flags import Flag, both, inverse
 from anyflex.intervals.floats import spoilt_where
 from anyflex.intervals.tables import GridTable, RowTable, row_table
@@ -100,7 +100,7 @@ def load_range(evaluation: Evaluation, node: Node) -> Range | None:
         return None
     evaluation.must_stay_inside(found.inside)
     if node.dtype.is_floating_point:
-        return spoilt_where(torch.zeros((), dtype=torch.bool), found.low, found.high)
+        return spoilt_where(torch.zeros((), dtype=torch.bool, device="cpu"), found.low, found.high)
     low, high = found.low.to(torch.int64), found.high.to(torch.int64)
     if evaluation.static:
         return Range(int(low), int(high))
@@ -174,7 +174,7 @@ def bounded_range(range_: Range, size: int) -> tuple[Tensor, Tensor, Flag, Flag]
     Returns:
         (low, high, no index leaves [-size, size), the range is as it was).
     """
-    low, high = torch.as_tensor(range_.low), torch.as_tensor(range_.high)
+    low, high = tensor_of(range_.low), tensor_of(range_.high)
     least, most = int(low.amin()), int(high.amax())
     if least >= 0 and most < size:
         return low, high, True, True

@@ -86,7 +86,7 @@ class SegmentTable:
             highs.append(torch.maximum(highs[-1][:-width], highs[-1][width:]))
             width *= 2
         self._low, self._high = torch.cat(lows), torch.cat(highs)
-        self._starts = torch.tensor(starts)
+        self._starts = torch.tensor(starts, device="cpu")
 
     def look_up(self, row: Tensor | int, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Flag]:
         """See `RowTable`."""
@@ -123,9 +123,9 @@ class GridTable:
         starts = [0]
         for low, _ in levels[:-1]:
             starts.append(starts[-1] + low.numel())
-        self._starts = torch.tensor(starts)
-        self._rows = torch.tensor([low.shape[1] for low, _ in levels])
-        self._columns = torch.tensor([low.shape[2] for low, _ in levels])
+        self._starts = torch.tensor(starts, device="cpu")
+        self._rows = torch.tensor([low.shape[1] for low, _ in levels], device="cpu")
+        self._columns = torch.tensor([low.shape[2] for low, _ in levels], device="cpu")
         self._low = torch.cat([low.reshape(-1) for low, _ in levels])
         self._high = torch.cat([high.reshape(-1) for _, high in levels])
 
@@ -173,7 +173,7 @@ def is_ascending(values: Tensor) -> bool:
 
 def segment_heads(values: Tensor) -> Tensor:
     """Return the flat positions in [R, N] where a row or a run of equal values begins, int64."""
-    begins = torch.ones(values.shape, dtype=torch.bool)
+    begins = torch.ones(values.shape, dtype=torch.bool, device="cpu")
     torch.ne(values[:, 1:], values[:, :-1], out=begins[:, 1:])
     return begins.reshape(-1).nonzero().squeeze(1)
 

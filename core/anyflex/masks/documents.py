@@ -92,9 +92,9 @@ def document_offsets(
     if inner is not None:
         check_callable("document_offsets: inner", inner, "mask mod")
     lengths = torch.cat([lengths, lengths.new_tensor([size - end])])
-    ids = torch.arange(len(lengths)).repeat_interleave(lengths)
+    ids = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
     # An int32 table is half the memory traffic; a row is never longer.
-    positions = (torch.arange(size) - edges[ids]).to(torch.int32).to(offsets.device)
+    positions = (torch.arange(size, device="cpu") - edges[ids]).to(torch.int32).to(offsets.device)
     ids = ids.to(torch.int32).to(offsets.device)
 
     def document_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:

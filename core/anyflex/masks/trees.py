@@ -48,7 +48,7 @@ def tree(parents: Tensor, prefix: int | Tensor = 0) -> MaskMod:
     before = number_at("tree: prefix", prefix, "B", 0)
     check_one_device("tree", parents=parents, prefix=prefix)
     rows = parents.tolist() if parents.dim() == 2 else [parents.tolist()]
-    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.int32)
+    numbered = torch.tensor([_preorder(row) for row in rows], dtype=torch.int32, device="cpu")
     numbered = numbered.reshape(len(rows), 2, parents.shape[-1]).to(parents.device)
     numbers, ends = (numbered[:, i].reshape(parents.shape) for i in range(2))
     number = table_at("tree: parents", numbers, (torch.int32,), "N")

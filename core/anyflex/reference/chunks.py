@@ -107,7 +107,7 @@ def _masked_chunk(
     first, last = int(visited[0]), int(visited[-1]) + 1
     start, stop = first * kv_block, min(last * kv_block, layout.kv_length)
     columns: slice | Tensor = slice(start, stop)
-    positions = torch.arange(start, stop)
+    positions = torch.arange(start, stop, device="cpu")
     if 2 * len(visited) <= last - first:
         # Visited blocks far apart: gathering their keys is cheaper than scoring the gap.
         positions = positions[torch.isin(positions // kv_block, visited)]
@@ -123,7 +123,7 @@ def _masked_chunk(
     if holes or (partial and full):
         elements = kinds[..., place].masked_fill_(gap, 0)
         if kinds.shape[2] > 1:
-            row = torch.arange(begin, end) // q_block - begin // q_block
+            row = torch.arange(begin, end, device="cpu") // q_block - begin // q_block
             elements = elements[:, :, row]
         elements = layout.grouped(elements.to(device))
     return Chunk(begin, end, columns, len(positions), elements, holes, partial, full)
