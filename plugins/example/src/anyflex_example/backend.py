@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import zlib
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
+import anyflex
 from anyflex.plugin import (
     CONTRACT_1_FIELDS,
     DTYPES,
@@ -21,6 +24,7 @@ from anyflex.plugin import (
     Spec,
     make_first_calls,
 )
+from anyflex_example import mods
 from anyflex_example.kernel import ExampleKernel
 from anyflex_example.mods import TORCH, load_source, write_source
 
@@ -70,8 +74,10 @@ class ExampleBackend(Backend):
         return Accepted()
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key, so that artifacts of another toolchain aren't found."""
-        return f"torch {torch.__version__}"
+        """Part of the disk cache's key: what something else has written isn't found."""
+        # The version stays what it is while one works on the table.
+        table = zlib.crc32(inspect.getsource(mods).encode())
+        return f"torch {torch.__version__}, anyflex {anyflex.__version__}, mods {table:08x}"
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods as source text, or take the text that an earlier process has written."""
