@@ -63,10 +63,9 @@ def dense_attention(
     key = key.expand(batch, -1, -1, -1).repeat_interleave(group, dim=1)
     value = value.expand(batch, -1, -1, -1).repeat_interleave(group, dim=1)
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = torch.einsum("bhqe,bhke->bhqk", query, key) * scale
-
     shape = (batch, heads, q_length, kv_length)
     live = (torch.ones((), dtype=torch.bool) if mask is None else mask).expand(shape)
+    scores = _scores(query, key, live) * scale
     pairs = live.nonzero(as_tuple=True)
     modified = scores[pairs]
     if score_mod is not None:
@@ -81,10 +80,28 @@ def dense_attention(
     weights = torch.where(live & ~dead, torch.softmax(safe, -1), 0.0)
     if round_weights is not None:
         weights = round_weights(weights)
-    out = torch.einsum("bhqk,bhke->bhqe", weights, value)
+    out = _weighted_sum(weights, value, live)
     lse = torch.where(dead[..., 0], -math.inf, torch.logsumexp(safe, -1))
     with torch.no_grad():
         maximum = (
             scores.amax(-1) if kv_length else torch.full(shape[:3], -math.inf, dtype=scores.dtype)
         )
     return Forward(out, lse, maximum)
+
+
+def _scores(query: Tensor, key: Tensor, live: Tensor) -> Tensor:
+    """[B, H, L, E] times [B, H, S, E] over E, and nothing of dead pairs in the gradients."""
+    if bool(query.isfinite().all()) and bool(key.isfinite().all()):
+        return torch.einsum("bhqe,bhke->bhqk", query, key)
+    # 0 * NaN is NaN: each pair has operands of its own, and dead ones are 0.
+    rows = torch.where(live.unsqueeze(-1), query.unsqueeze(3), 0.0)
+    keys = torch.where(live.unsqueeze(-1), key.unsqueeze(2), 0.0)
+    return (rows * keys).sum(-1)
+
+
+def _weighted_sum(weights: Tensor, value: Tensor, live: Tensor) -> Tensor:
+    """[B, H, L, S] times [B, H, S, Ev] over S, live pairs only."""
+    if bool(value.isfinite().all()):
+        return torch.einsum("bhqk,bhke->bhqe", weights, value)
+    values = torch.where(live.unsqueeze(-1), value.unsqueeze(2), 0.0)
+    return (weights.unsqueeze(-1) * values).sum(3)

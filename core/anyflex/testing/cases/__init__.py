@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from anyflex.testing.case import Case
 from anyflex.testing.cases import (
+    aux_outputs,
     compiled,
     declared,
     determinism,
     devices,
+    gradients,
+    inputs,
     masks,
     memory,
     mods,
     options,
+    precision,
     processes,
     refusals,
     run_time,
+    shapes,
 )
 
 __all__ = ["every_case"]
@@ -22,6 +27,11 @@ __all__ = ["every_case"]
 _GROUPS = (
     mods,
     masks,
+    shapes,
+    aux_outputs,
+    gradients,
+    precision,
+    inputs,
     refusals,
     declared,
     options,

@@ -1,0 +1,237 @@
+"""Inputs with NaN, infinities and very different magnitudes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.case import Case, comparisons
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+QKV = frozenset({"q", "k", "v"})
+ALL = QKV | {"captured"}
+
+
+def nan_in_dead_keys(tensors: dict[str, Tensor]) -> None:
+    """NaN in the last two keys and values, which causal rows don't reach."""
+    for name in ("key", "value"):
+        tensors[name][..., -2:, ::3] = math.nan
+
+
+def infinity_in_dead_keys(tensors: dict[str, Tensor]) -> None:
+    """Infinities in the last two keys and values, which causal rows don't reach."""
+    tensors["key"][..., -2:, :] = math.inf
+    tensors["value"][..., -1, :] = -math.inf
+
+
+def nan_in_later_keys(tensors: dict[str, Tensor]) -> None:
+    """NaN in a key and in another key's value that some rows reach and earlier ones don't."""
+    tensors["key"][..., 20, 0] = math.nan
+    tensors["value"][..., 30, 1] = math.nan
+
+
+def nan_in_a_query(tensors: dict[str, Tensor]) -> None:
+    """One query row holds a NaN."""
+    tensors["query"][0, 0, 1, 0] = math.nan
+
+
+def infinity_in_a_key(tensors: dict[str, Tensor]) -> None:
+    """A key whose scores are infinite, of the sign of the query's first element."""
+    tensors["key"][..., 3, 0] = math.inf
+
+
+def infinity_in_a_value(tensors: dict[str, Tensor]) -> None:
+    """One element of one value is infinite."""
+    tensors["value"][0, 0, 3, 0] = -math.inf
+
+
+def larger_scores_later(tensors: dict[str, Tensor]) -> None:
+    """Keys grow along the sequence, so that the running maximum rises from tile to tile."""
+    length = tensors["key"].shape[2]
+    tensors["key"].mul_(torch.linspace(0.1, 5.0, length, dtype=torch.float64).view(-1, 1))
+
+
+def larger_scores_earlier(tensors: dict[str, Tensor]) -> None:
+    """Keys shrink along the sequence."""
+    length = tensors["key"].shape[2]
+    tensors["key"].mul_(torch.linspace(5.0, 0.1, length, dtype=torch.float64).view(-1, 1))
+
+
+def huge(tensors: dict[str, Tensor]) -> None:
+    """Scores of some thousands, values near 1e4."""
+    tensors["query"].mul_(30)
+    tensors["key"].mul_(30)
+    tensors["value"].mul_(5e3)
+
+
+def tiny(tensors: dict[str, Tensor]) -> None:
+    """Scores of about 1e-8, values near 1e-3."""
+    for name, factor in (("query", 1e-4), ("key", 1e-4), ("value", 1e-3)):
+        tensors[name].mul_(factor)
+
+
+comparisons(
+    CASES,
+    AttentionCase(
+        "inputs/nan_in_dead_keys",
+        "NaN in a dead key or value doesn't reach any result",
+        q_length=10,
+        kv_length=14,
+        mask_mod="causal",
+        values=nan_in_dead_keys,
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_in_dead_keys_and_mod",
+        "NaN in a dead key doesn't reach a captured tensor's gradient",
+        q_length=70,
+        kv_length=90,
+        heads=4,
+        score_mod="squared_table",
+        mask_mod="causal",
+        values=nan_in_dead_keys,
+        gradients=ALL,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/infinity_in_dead_keys",
+        "infinities in a dead key or value don't reach any result",
+        q_length=10,
+        kv_length=14,
+        mask_mod="causal",
+        values=infinity_in_dead_keys,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_for_some_rows",
+        "NaN in a key or value reaches the rows that visit it, and no other",
+        q_length=40,
+        kv_length=40,
+        mask_mod="causal",
+        values=nan_in_later_keys,
+        gradients=frozenset({"q"}),
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_pair_is_dead",
+        "a NaN that the mod makes at a masked pair doesn't reach any result",
+        score_mod="nan_one_pair",
+        mask_mod="anti_causal",
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_in_a_query",
+        "a NaN in a query stays in its row",
+        q_length=37,
+        values=nan_in_a_query,
+        gradients=frozenset({"q"}),
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_through_maximum",
+        "NaN wins against a number in torch.maximum",
+        q_length=37,
+        score_mod="maximum_of_table",
+        values=nan_in_a_query,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/infinity_in_a_key",
+        "scores of +inf make their row of out NaN, scores of -inf their pair dead",
+        q_length=37,
+        values=infinity_in_a_key,
+        aux=frozenset({"max_scores"}),
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/infinity_in_a_value",
+        "an infinite value reaches its own element of out",
+        q_length=37,
+        values=infinity_in_a_value,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/larger_scores_later",
+        "sums so far are rescaled when the maximum rises",
+        q_length=70,
+        kv_length=300,
+        values=larger_scores_later,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/larger_scores_earlier",
+        "and stay where it doesn't",
+        q_length=70,
+        kv_length=300,
+        values=larger_scores_earlier,
+        gradients=QKV,
+        quick=True,
+    ),
+    *(
+        AttentionCase(
+            f"inputs/{change.__name__}{suffix}",
+            str(change.__doc__),
+            batch=2,
+            heads=4,
+            kv_heads=2,
+            q_length=q_length,
+            kv_length=150,
+            mask_mod="causal_bottom_right",
+            dtype=dtype,
+            values=change,
+            gradients=QKV,
+            dlse=True,
+        )
+        for change in (huge, tiny, larger_scores_later, larger_scores_earlier)
+        for suffix, q_length, dtype in (
+            ("_float32", 70, torch.float32),
+            ("_short", 5, torch.float32),
+            ("_bfloat16", 70, torch.bfloat16),
+            ("_float64", 70, torch.float64),
+        )
+    ),
+    # The list's combinations that have broken implementations.
+    *(
+        AttentionCase(
+            f"inputs/{score_mod}_and_{mask_mod}",
+            f"score mod {score_mod} under mask {mask_mod}",
+            batch=2,
+            heads=4,
+            kv_heads=2,
+            kv_batch=kv_batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            gradients=ALL,
+            dlse=True,
+            quick=q_length * kv_length < 20000,
+        )
+        for score_mod, mask_mod, q_length, kv_length, kv_batch in (
+            ("alibi_learned", "window_head", 70, 90, None),
+            ("bias_transposed", "random_spans", 70, 90, None),
+            ("softcap", "causal_bottom_right", 90, 70, None),
+            ("dead_rows_by_score", "causal", 70, 90, None),
+            ("ignores_score", "doc_permuted", 70, 90, None),
+            ("nan_one_pair", "dead_columns", 20, 20, None),
+            ("big_scores", "first_block_dead", 70, 150, None),
+            ("very_low", "all_false", 20, 20, None),
+            ("key_norm_gqa", "padding", 70, 90, 1),
+            ("temperature", "decode_position", 1, 90, None),
+            ("graphormer", "block_table_head", 70, 90, None),
+            ("mixed_tables", "batch_head_mix", 70, 90, None),
+            ("rope_like", "hash_mask", 70, 90, None),
+            ("scatter_collide", "causal", 400, 400, None),
+        )
+    ),
+)

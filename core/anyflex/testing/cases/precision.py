@@ -1,0 +1,222 @@
+"""Precision: what a type promises, where less of it would show."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.case import Case, comparisons
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+QKV = frozenset({"q", "k", "v"})
+ALL = QKV | {"captured"}
+BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def far_from_zero(tensors: dict[str, Tensor]) -> None:
+    """Move keys and values away from 0.
+
+    The gradient of query is a covariance of key and value under the weights: offsets cancel in
+    it, unless the sum of dout * out that is subtracted has another out than the weights give.
+    """
+    tensors["key"].add_(4.0)
+    tensors["value"].add_(4.0)
+
+
+def constant_columns(tensors: dict[str, Tensor]) -> None:
+    """All weights are equal, and each column of value is a constant between 1 and 2: out is that
+    constant, and sums up to it grow along the row."""
+    tensors["query"].zero_()
+    columns = torch.linspace(1.0, 2.0, tensors["value"].shape[-1], dtype=torch.float64)
+    tensors["value"].copy_(columns.expand_as(tensors["value"]))
+
+
+def one_large_score(tensors: dict[str, Tensor]) -> None:
+    """Value is 1; the first key's score is larger than the others', which are equal: all other
+    weights are one number, whose rounding would add up."""
+    tensors["value"].fill_(1.0)
+    tensors["query"].fill_(1.0)
+    tensors["key"].zero_()
+    heads = tensors["key"].shape[1]
+    steps = torch.arange(1, heads + 1, dtype=torch.float64)
+    tensors["key"][:, :, 0] = (0.07 * steps).view(1, -1, 1)
+
+
+def sixty_four(tensors: dict[str, Tensor]) -> None:
+    """Products of query and key sum to 64 * 64 * 64, which float16 can't hold; scores can be."""
+    for tensor in tensors.values():
+        tensor.fill_(64.0)
+
+
+comparisons(
+    CASES,
+    AttentionCase(
+        "precision/tanh",
+        "tanh is right to float32's digits",
+        q_length=16,
+        kv_length=16,
+        dtype=FLOAT32,
+        insists=True,
+        score_mod="softcap",
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/cosine",
+        "cos is right to float32's digits",
+        q_length=16,
+        kv_length=16,
+        dtype=FLOAT32,
+        insists=True,
+        score_mod="rope_like",
+        gradients=ALL,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/exponential",
+        "exp is right to float32's digits",
+        q_length=16,
+        kv_length=16,
+        dtype=FLOAT32,
+        insists=True,
+        score_mod="scalar_learned",
+        gradients=ALL,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/float32_products",
+        "products of float32 inputs keep float32's digits",
+        q_length=64,
+        kv_length=64,
+        head_dim=64,
+        value_head_dim=64,
+        dtype=FLOAT32,
+        insists=True,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/float32_products_long",
+        "the same for more rows and a larger head dim",
+        q_length=130,
+        kv_length=130,
+        head_dim=128,
+        value_head_dim=128,
+        dtype=FLOAT32,
+        insists=True,
+        mask_mod="causal",
+        gradients=QKV,
+    ),
+    AttentionCase(
+        "precision/float16_scores",
+        "scores of float16 inputs are summed in float32",
+        heads=1,
+        kv_heads=1,
+        q_length=2,
+        kv_length=2,
+        head_dim=64,
+        value_head_dim=64,
+        dtype=FLOAT16,
+        values=sixty_four,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/long_row",
+        "out is summed in float32 over a long row",
+        q_length=1,
+        kv_length=4096,
+        dtype=BFLOAT16,
+        head_dim=64,
+        value_head_dim=64,
+        values=constant_columns,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/long_rows",
+        "out is summed in float32 over long rows, many at once",
+        heads=1,
+        kv_heads=1,
+        q_length=70,
+        kv_length=4096,
+        dtype=BFLOAT16,
+        values=constant_columns,
+        gradients=QKV,
+    ),
+    AttentionCase(
+        "precision/sum_of_weights",
+        "weights are summed before they are rounded: a constant value comes out constant, and lse "
+        "keeps its digits",
+        heads=8,
+        kv_heads=8,
+        q_length=4,
+        kv_length=1000,
+        dtype=BFLOAT16,
+        values=one_large_score,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/sum_of_weights_long",
+        "the same for more rows",
+        heads=8,
+        kv_heads=8,
+        q_length=70,
+        kv_length=300,
+        dtype=FLOAT16,
+        values=one_large_score,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/delta",
+        "backward subtracts the sum of dout * out of an out that was not rounded",
+        q_length=64,
+        kv_length=1024,
+        dtype=BFLOAT16,
+        values=far_from_zero,
+        gradients=QKV,
+        rounded_delta=False,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/float64",
+        "float64 is computed in float64",
+        q_length=4,
+        kv_length=4,
+        dtype=FLOAT64,
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "precision/float64_mods",
+        "mods of float64 scores are computed in float64",
+        q_length=70,
+        kv_length=90,
+        dtype=FLOAT64,
+        score_mod="squared_table",
+        mask_mod="causal",
+        gradients=ALL,
+        dlse=True,
+        quick=True,
+    ),
+    *(
+        AttentionCase(
+            f"precision/{kv_length}_keys_of_{head_dim}_{str(dtype).removeprefix('torch.')}",
+            f"{kv_length} keys of head dim {head_dim} in {dtype}",
+            heads=2,
+            q_length=33,
+            kv_length=kv_length,
+            head_dim=head_dim,
+            value_head_dim=head_dim,
+            dtype=dtype,
+            insists=True,
+            mask_mod="causal_bottom_right",
+            gradients=QKV,
+            dlse=True,
+        )
+        for dtype in (FLOAT32, BFLOAT16, FLOAT16, FLOAT64)
+        for kv_length, head_dim in ((64, 256), (1024, 64), (2048, 128))
+    ),
+)

@@ -1,0 +1,325 @@
+"""Lengths, tails, head dims, grouped heads, key batches and memory layouts."""
+
+from __future__ import annotations
+
+import typing
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.attention_case import AttentionCase, Layout
+from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.checking import compare, differentiable, plain
+from anyflex.testing.session import ConformanceFailure, Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+QKV = frozenset({"q", "k", "v"})
+ALL = QKV | {"captured"}
+LSE = frozenset({"lse"})
+FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
+DECODE = frozenset({"decode"})
+_LARGEST_DIM = 2048
+"""Of a backend that declares any head dim."""
+BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
+
+
+def last_key_only(tensors: dict[str, Tensor]) -> None:
+    """Make every value 0 but the last key's."""
+    tensors["value"][..., :-1, :] = 0
+
+
+def low_scores(tensors: dict[str, Tensor]) -> None:
+    """Make all scores about -12, so that one of 0 would outweigh them."""
+    tensors["query"].mul_(0.1).add_(2.0)
+    tensors["key"].mul_(0.1).sub_(1.5)
+
+
+comparisons(
+    CASES,
+    *(
+        AttentionCase(
+            f"shapes/length_{length}",
+            f"{length} queries and keys",
+            q_length=length,
+            kv_length=length,
+            mask_mod="causal",
+            gradients=QKV,
+            quick=True,
+            required=BACKWARD if length in (1, 7, 17, 33) else frozenset(),
+        )
+        for length in range(1, 41)
+    ),
+    *(
+        AttentionCase(
+            f"shapes/lengths_{q_length}_{kv_length}",
+            f"{q_length} queries and {kv_length} keys",
+            batch=2,
+            heads=4,
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_mod="causal_bottom_right" if q_length % 2 else None,
+            gradients=QKV,
+            dtype=BFLOAT16 if q_length % 3 == 0 else torch.float32,
+            quick=quick,
+            required=BACKWARD if quick else frozenset(),
+        )
+        for quick, lengths in (
+            (True, [(1, 1), (1, 200), (128, 128), (129, 257), (300, 77)]),
+            (False, [(n, 41 - n) for n in range(1, 41)]),
+            (False, [(63, 64), (64, 63), (65, 64), (64, 65), (127, 129), (256, 255), (257, 31)]),
+        )
+        for q_length, kv_length in lengths
+    ),
+    *(
+        AttentionCase(
+            f"shapes/empty_{q_length}_{kv_length}{'_masked' if mask else ''}",
+            f"{q_length} queries and {kv_length} keys: out is empty or 0, lse -inf",
+            q_length=q_length,
+            kv_length=kv_length,
+            mask_mod=mask,
+            gradients=QKV,
+            dlse=True,
+            quick=True,
+            required=FORWARD,
+        )
+        for q_length, kv_length in ((0, 5), (5, 0), (0, 0))
+        for mask in (None, "causal")
+    ),
+    AttentionCase(
+        "shapes/no_batch",
+        "a batch of 0 gives empty results",
+        batch=0,
+        mask_mod="causal",
+        gradients=QKV,
+    ),
+    AttentionCase(
+        "shapes/keys_past_the_end",
+        "what lies past the last key counts for nothing",
+        q_length=1,
+        kv_length=17,
+        mask_mod="all_true",
+        values=low_scores,
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
+        "shapes/keys_past_the_end_long",
+        "the same for many rows and no mask",
+        q_length=80,
+        kv_length=141,
+        values=low_scores,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "shapes/last_key",
+        "the last key counts",
+        q_length=1,
+        kv_length=17,
+        values=last_key_only,
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
+        "shapes/last_key_long",
+        "the last key counts, in the last of several tiles",
+        q_length=70,
+        kv_length=257,
+        values=last_key_only,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "shapes/full_block_at_the_end",
+        "a FULL block that is ragged ends with the keys",
+        q_length=16,
+        kv_length=17,
+        mask_mod="all_true",
+        values=low_scores,
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
+        "shapes/one_row_past_a_block",
+        "rows past the last are not written",
+        q_length=17,
+        kv_length=16,
+        mask_mod="all_true",
+        gradients=QKV,
+        quick=True,
+        required=BACKWARD,
+    ),
+    AttentionCase(
+        "shapes/smaller_value_dim",
+        "the default scale comes from E",
+        q_length=4,
+        kv_length=4,
+        head_dim=16,
+        value_head_dim=8,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "shapes/larger_value_dim",
+        "value and out have their own head dim",
+        heads=4,
+        q_length=17,
+        kv_length=17,
+        head_dim=16,
+        value_head_dim=24,
+        mask_mod="causal",
+        gradients=QKV,
+        quick=True,
+    ),
+)
+
+# Grouped heads: sizes that are no power of two, and one key head for all.
+comparisons(
+    CASES,
+    *(
+        AttentionCase(
+            f"shapes/gqa_{heads}_{kv_heads}",
+            f"{heads} query heads read {kv_heads} key heads, neighbours the same one",
+            batch=2,
+            heads=heads,
+            kv_heads=kv_heads,
+            q_length=q_length,
+            kv_length=kv_length,
+            score_mod="alibi_learned",
+            gradients=ALL,
+            quick=True,
+            required=BACKWARD if heads == 4 else frozenset(),
+        )
+        for heads, kv_heads, q_length, kv_length in (
+            (4, 2, 2, 2),
+            (4, 1, 66, 30),
+            (6, 2, 4, 4),
+            (5, 1, 70, 20),
+            (14, 2, 9, 33),
+        )
+    ),
+    *(
+        AttentionCase(
+            f"shapes/{name}",
+            shows,
+            batch=2,
+            kv_batch=1,
+            heads=4,
+            kv_heads=kv_heads,
+            q_length=q_length,
+            kv_length=50,
+            mask_mod=mask,
+            gradients=QKV,
+            quick=True,
+        )
+        for name, shows, kv_heads, q_length, mask in (
+            ("one_key_batch", "key and value of batch 1 serve every batch", 4, 70, None),
+            ("one_key_batch_gqa", "the same with grouped heads and a mask", 2, 33, "padding"),
+        )
+    ),
+)
+
+# Memory: the kit's other cases are dense.
+comparisons(
+    CASES,
+    *(
+        AttentionCase(
+            f"shapes/layout_{layout}{suffix}",
+            f"query, key and value that are {layout} in memory",
+            batch=2,
+            heads=2,
+            q_length=q_length,
+            kv_length=kv_length,
+            value_head_dim=value_head_dim,
+            mask_mod="causal",
+            dtype=dtype,
+            layout=layout,
+            gradients=QKV,
+            quick=dtype is torch.float32,
+        )
+        for layout in typing.get_args(Layout)
+        for suffix, q_length, kv_length, value_head_dim, dtype in (
+            ("", 4, 4, 16, torch.float32),
+            ("_long", 70, 133, 16, torch.float32),
+            ("_bfloat16", 70, 133, 24, BFLOAT16),
+            ("_float16", 1, 133, 16, FLOAT16),
+            ("_float64", 20, 33, 24, FLOAT64),
+        )
+    ),
+)
+
+# Decoding: one or few rows, grouped heads, lse.
+_DECODE: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
+    (1, 4, 4, 1, 200, "alibi_abs", None),
+    (1, 4, 4, 2, 333, None, "decode_position"),
+    (1, 8, 2, 2, 200, None, "decode_position"),
+    (1, 8, 2, 1, 300, "softcap", None),
+    (1, 6, 1, 3, 77, None, None),
+    (4, 8, 2, 2, 130, "alibi_learned", "causal_bottom_right"),
+    (16, 4, 1, 1, 400, "alibi_abs", "window_both"),
+    (64, 6, 2, 1, 345, "alibi_learned", "causal_bottom_right"),
+)
+comparisons(
+    CASES,
+    *(
+        AttentionCase(
+            f"shapes/decode_{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}",
+            f"{q_length} queries of {heads} heads, {kv_length} keys of {kv_heads}"
+            + (f", score mod {score_mod}" if score_mod else ""),
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            q_length=q_length,
+            kv_length=kv_length,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            aux=LSE,
+            dtype=dtype,
+            quick=dtype is torch.float32,
+            required=DECODE if dtype is torch.float32 else frozenset(),
+        )
+        for q_length, heads, kv_heads, batch, kv_length, score_mod, mask_mod in _DECODE
+        for suffix, dtype in (("", torch.float32), ("_bfloat16", BFLOAT16), ("_float16", FLOAT16))
+    ),
+)
+
+
+@behaviour(
+    CASES,
+    "shapes/head_dims",
+    "head dims at the ends of the declared range, next to them, and between",
+    quick=True,
+)
+def head_dims(session: Session) -> str | None:
+    """E and Ev at the ends; Ev between where it may differ."""
+    can = session.backend.capabilities
+    step = can.head_dim_multiple
+    least = -(-max(can.head_dim_min, 1) // step) * step
+    most = min(can.head_dim_max, _LARGEST_DIM) // step * step
+    wanted = {least, least + step, most - step, most, 3 * step, 40, 64, 80, 128, 192, 256}
+    dims = sorted(dim for dim in wanted if least <= dim <= most and dim % step == 0)
+    pairs = [(dim, dim) for dim in dims]
+    if can.different_value_head_dim:
+        pairs += [(least, most), (most, least), (dims[len(dims) // 2], dims[0])]
+    for head_dim, value_head_dim in pairs:
+        case = plain(
+            session,
+            f"shapes/head_dim_{head_dim}_{value_head_dim}",
+            heads=1,
+            kv_heads=1,
+            q_length=4 if can.decode else 65,
+            kv_length=5,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            gradients=differentiable(session),
+        )
+        try:
+            compare(session, case)
+        except ConformanceFailure as error:
+            raise ConformanceFailure(f"E {head_dim}, Ev {value_head_dim}: {error}") from error
+    return None
