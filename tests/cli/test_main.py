@@ -37,7 +37,7 @@ def _process(*arguments: str, **options: object) -> subprocess.CompletedProcess[
 def test_help_lists_every_command_and_every_exit_status(command: RunCommand) -> None:
     result = command("--help")
     assert result.code == ExitCode.OK
-    for name in ("doctor", "explain", "demo", "cache", "new-plugin"):
+    for name in ("doctor", "explain", "demo", "cache", "conformance", "new-plugin"):
         assert re.search(rf"^    {name}\s", result.out, flags=re.MULTILINE)
     assert exit_code_table() in result.out
     assert len({code.value for code in ExitCode}) == len(ExitCode)

@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from anyflex.testing.absent_device import posing
+    from anyflex.testing.conformance import Conformance
 
-__all__ = ["posing"]
+__all__ = ["Conformance", "posing"]
 
-_LATER = {"posing": "anyflex.testing.absent_device"}
+_LATER = {
+    "Conformance": "anyflex.testing.conformance",
+    "posing": "anyflex.testing.absent_device",
+}
 """Public names whose modules are imported at first use. No module has the name of what it
 holds: importing it would put it in the place of that."""
 

@@ -107,16 +107,19 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
     except ConformanceFailure as error:
         status, detail = "failed", str(error)
     except Exception as error:  # noqa: BLE001  whatever a backend raises is its outcome
-        where = traceback.extract_tb(error.__traceback__)[-1]
         cause = error.__cause__ or error
+        frames = traceback.extract_tb(cause.__traceback__ or error.__traceback__)
         status = "failed"
-        detail = f"{type(cause).__name__}: {cause} ({where.filename}:{where.lineno})"
+        detail = f"{type(cause).__name__}: {cause} ({frames[-1].filename}:{frames[-1].lineno})"
     seconds = time.perf_counter() - begin
-    return Outcome(case.name, case.shows, status, detail, seconds, _command(session, case))
+    command = _command(session, case, require)
+    return Outcome(case.name, case.shows, status, detail, seconds, command)
 
 
-def _command(session: Session, case: Case) -> str:
-    device = "" if str(session.device) == session.name.partition(".")[0] else (
-        f" --device {session.device}"
-    )  # fmt: skip
-    return f"anyflex conformance --backend {session.name}{device} --case {case.name}"
+def _command(session: Session, case: Case, require: frozenset[str]) -> str:
+    words = ["anyflex conformance --backend", session.name]
+    if str(session.device) != session.name.partition(".")[0]:
+        words += ["--device", str(session.device)]
+    if require:
+        words += ["--require", ",".join(sorted(require))]
+    return " ".join([*words, "--case", case.name])

@@ -33,6 +33,8 @@ class Session:
         distribution: ``"name version"`` of what carries the backend.
         target: ``"module:Class"``, for other processes.
         installed: the backend came from an entry point.
+        threads: how many threads torch's operations had before the session. In it they have one:
+            most calls are tiny, and threads would only wait for each other.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Session:
     distribution: str = ""
     target: str = ""
     installed: bool = False
+    threads: int = 1
 
     @property
     def device_type(self) -> str:
@@ -126,15 +129,21 @@ def open_session(
         if name != table.REFERENCE:
             table.register(name, watched)
         table.register_hooks(_Listener(journal), "conformance")
-        yield Session(
-            name,
-            _device(entry) if device is None else torch.device(device),
-            backend,
-            journal,
-            entry.distribution,
-            entry.value,
-            not entry.in_process,
-        )
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield Session(
+                name,
+                _device(entry) if device is None else torch.device(device),
+                backend,
+                journal,
+                entry.distribution,
+                entry.value,
+                not entry.in_process,
+                threads,
+            )
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _usable(entry: Entry) -> Backend:

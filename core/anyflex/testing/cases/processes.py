@@ -6,6 +6,7 @@ import base64
 import sys
 import threading
 
+import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import AttentionCase
@@ -73,6 +74,22 @@ def _threads(session: Session) -> str | None:
         sys.setswitchinterval(before)
     session.require(not any(thread.is_alive() for thread in threads), "a thread hangs")
     session.require(not wrong, "; ".join(dict.fromkeys(wrong)))
+    return None
+
+
+@behaviour(
+    CASES,
+    "processes/many_threads_in_one_call",
+    "a call of a larger size is right where torch's operations have several threads",
+    quick=True,
+)
+def _many_threads(session: Session) -> str | None:
+    torch.set_num_threads(max(4, session.threads))
+    try:
+        case = plain(session, "many_threads", batch=2, q_length=300, kv_length=280)
+        compare(session, case)
+    finally:
+        torch.set_num_threads(1)
     return None
 
 

@@ -1,0 +1,185 @@
+"""``anyflex conformance``: hold a backend to the contract."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from anyflex.cli.exit_codes import ExitCode, WrongUsage
+
+if TYPE_CHECKING:
+    from anyflex.testing.case import Case
+    from anyflex.testing.runner import Outcome
+
+__all__ = ["add_parser", "run"]
+
+_SECONDS = 5.0
+"""Between lines of progress where there is no terminal."""
+_COLUMNS = 79
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``conformance``."""
+    parser = subparsers.add_parser(
+        "conformance",
+        help="hold a backend to the contract, case by case",
+        description=(
+            "Runs the conformance kit: calls are compared with a dense float64 formula within "
+            "budgets that follow from the data, and what a backend declares, refuses and promises "
+            "is tried. A declared capability must pass, an undeclared one must be refused with a "
+            "reason. Fails (1) if a case fails, or passes and is listed as an expected failure."
+        ),
+    )
+    parser.add_argument("--backend", metavar="NAME", help="a registered name: cpu.mine, reference")
+    parser.add_argument("--device", help="where tensors are (default: the name's device type)")
+    parser.add_argument(
+        "--require",
+        metavar="SETS",
+        default="",
+        help="cases that must be accepted: forward, backward, decode (comma-separated), or all",
+    )
+    parser.add_argument("--quick", action="store_true", help="the subset for each change")
+    parser.add_argument(
+        "--case",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="only cases of this name or pattern; may be given more than once",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report; - for standard output")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as a page")
+    parser.add_argument(
+        "--expected",
+        metavar="FILE",
+        type=Path,
+        help="expected failures, `case = reason` a line; one that passes fails the run",
+    )
+    parser.add_argument("--list", action="store_true", help="print the cases, and run none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cases. Progress goes to stderr, failures and the summary to stdout."""
+    from anyflex.cli.device_argument import present_device
+    from anyflex.registry import table
+    from anyflex.testing.cases import every_case
+    from anyflex.testing.expected import read_expected
+    from anyflex.testing.report import html_page, make_report
+    from anyflex.testing.runner import run_cases
+    from anyflex.testing.selection import requirements, select
+    from anyflex.testing.session import open_session
+
+    cases = every_case()
+    chosen = select(cases, quick=args.quick, globs=args.case)
+    if args.list:
+        print("\n".join(_listed(chosen)))
+        return ExitCode.OK
+    if args.backend is None:
+        raise WrongUsage("--backend NAME is needed; `anyflex doctor` lists the names")
+    if table.current().get(args.backend) is None:
+        known = ", ".join(table.current().names())
+        raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
+    require = requirements([name for name in args.require.split(",") if name])
+    expected = None if args.expected is None else read_expected(args.expected, cases)
+    device = None if args.device is None else present_device(args.device)
+    # Where the report itself is the output, failures must not stand in it.
+    told = sys.stderr if args.json == "-" else sys.stdout
+    begin = time.perf_counter()
+    outcomes: list[Outcome] = []
+    with open_session(args.backend, device) as session:
+        progress = _Progress(len(chosen), sys.stderr)
+        progress.show(0, 0, chosen[0].name)
+        for outcome in run_cases(session, chosen, require=require, expected=expected):
+            outcomes.append(outcome)
+            if not outcome.good:
+                progress.clear()
+                print(_failure(outcome), file=told, flush=True)
+            bad = sum(not other.good for other in outcomes)
+            following = chosen[min(len(outcomes), len(chosen) - 1)].name
+            progress.show(len(outcomes), bad, following)
+        progress.clear()
+        report = make_report(
+            session,
+            outcomes,
+            quick=args.quick,
+            require=require,
+            globs=args.case,
+            seconds=time.perf_counter() - begin,
+        )
+    if args.json == "-":
+        print(json.dumps(report, indent=2))
+    elif args.json is not None:
+        _write(Path(args.json), json.dumps(report, indent=2) + "\n")
+    if args.html is not None:
+        _write(args.html, html_page(report))
+    print("\n".join(_summary(report)), file=told)
+    return ExitCode.OK if report["passed"] else ExitCode.CHECK_FAILED
+
+
+def _listed(cases: Sequence[Case]) -> list[str]:
+    width = max(len(case.name) for case in cases)
+    return [
+        f"{case.name:<{width}}  {'quick' if case.quick else '     '}  {case.shows}"
+        for case in cases
+    ]
+
+
+def _failure(outcome: Outcome) -> str:
+    detail = " ".join(outcome.detail.split())
+    label = "FAIL" if outcome.status == "failed" else "UNEXPECTED"
+    return f"{label} {outcome.case}: {detail} [{outcome.command}]"
+
+
+def _summary(report: dict[str, Any]) -> list[str]:
+    counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items() if count)
+    verdict = "PASS" if report["passed"] else "FAIL"
+    lines = [
+        f"{verdict} {report['backend']} of {report['distribution']} on {report['device']}: "
+        f"{counts}; {report['seconds']:.0f} s"
+    ]
+    for status in ("refused", "skipped", "expected"):
+        details: dict[str, list[str]] = {}
+        for row in report["cases"]:
+            if row["status"] == status:
+                details.setdefault(" ".join(row["detail"].split()), []).append(row["case"])
+        for detail, names in details.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"  {status}: {names[0]}{more}: {detail}")
+    return lines
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WrongUsage(f"{path} can't be written: {error}") from error
+
+
+class _Progress:
+    """One line that is written again on a terminal; elsewhere a line every few seconds."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._total = total
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._last = time.monotonic()
+
+    def show(self, done: int, failed: int, following: str) -> None:
+        """Say how far the run is and which case comes."""
+        line = f"{done}/{self._total} cases, {failed} failed, now {following}"
+        if self._terminal:
+            self._stream.write("\r\x1b[K" + line[:_COLUMNS])
+            self._stream.flush()
+        elif time.monotonic() - self._last >= _SECONDS:
+            self._last = time.monotonic()
+            print(line, file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        """Empty the line, so that something else can be printed."""
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
