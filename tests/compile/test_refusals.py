@@ -20,10 +20,7 @@ from anyflex.mod_graph.trace import trace_mod
 
 __all__: list[str] = []
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="Dynamo before 2.13 refuses some of these in its own words",
-)
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 QUERY = torch.linspace(-1.0, 1.0, 128).view(1, 1, 16, 8)
 NUMBER = torch.tensor(2.0)
 BACKWARDS = "{1} {0:d}"
@@ -148,9 +145,11 @@ def test_a_compiled_mod_is_refused_as_an_eager_one(name: str) -> None:
     with pytest.raises(ModTraceError) as caught:
         compiled(mod)
     assert type(caught.value).__name__ == type(eager.value).__name__
+    assert (MEAN == 1).all()
+    if OLDER_TORCH:  # where Dynamo gives up on some of these before it asks
+        return
     assert caught.value.operation == eager.value.operation
     assert problem(caught.value).startswith(problem(eager.value))
-    assert (MEAN == 1).all()
 
 
 @pytest.mark.parametrize("name", GIVEN_UP)
@@ -204,7 +203,7 @@ def test_python_numbers_in_a_compiled_mod_stay_python_numbers() -> None:
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for i in range(min(2, 3)):
             s = s * math.cos(math.radians(max([i, 30]))) + math.floor(1.5)
-        return s * len(bin(2)) if 1 in [1, 2] else -s
+        return s * len(str(2)) if 1 in [1, 2] else -s
 
     found = torch.compile(attend, backend="eager", fullgraph=True)(mod)
     torch.testing.assert_close(found, attend(mod))

@@ -73,7 +73,9 @@ def mend_refusals() -> None:
     except (ImportError, AttributeError):
         pass  # Dynamo says no by itself
     wrap("lists", "BaseListVariable", "sq_contains", lambda call: _asking(call, "__bool__"))
+    wrap("lists", "BaseListVariable", "call_method", _searching)  # before torch 2.13
     wrap("builtin", "SetAttrBuiltinVariable", "_call_setattr", _watching_attributes)
+    wrap("builtin", "BuiltinVariable", "call_setattr", _watching_attributes)  # before torch 2.13
     wrap("misc", "DelayGraphBreakVariable", "call_function", _watching_calls)
 
 
@@ -140,6 +142,21 @@ def _left_to_mode(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._dynamo.variables.torch_function import dispatch_torch_function
 
     return dispatch_torch_function(tx, self, args, kwargs) if in_mod(tx) else None
+
+
+def _searching(otherwise: Handler) -> Handler:
+    """Of methods of lists and tuples: ``in`` compares and branches."""
+    asking = _asking(None, "__bool__")
+
+    @functools.wraps(otherwise)
+    def call(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__contains__":
+            found = asking(self, tx, *args)
+            if found is not None:
+                return found
+        return otherwise(self, tx, name, args, kwargs)
+
+    return call
 
 
 def _watching_attributes(otherwise: Handler) -> Handler:
