@@ -22,7 +22,7 @@ from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.intervals.analysis import Domain
 from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
-from tests.block_masks.test_random_masks import CHECKED, COUNT, dense, kinds
+from tests.block_masks.test_random_masks import CHECKED, COUNT, check, dense, kinds
 from tests.masks import CASES, Made
 
 __all__: list[str] = []
@@ -216,3 +216,19 @@ def test_odd_block_sizes_give_the_blocks_of_the_dense_mask(block: tuple[int, int
                 dense(mod, Sizes(1, 1, 50, 60, block)), (min(block[0], 50), min(block[1], 60))
             )
         assert torch.equal(kind_grid(mask), wanted)
+
+
+def test_ids_of_many_rows_are_told_apart_row_by_row() -> None:
+    # 60 rows of up to 128 ids: more labels than a block's set could tell apart, if rows shared.
+    ids = torch.randint(0, 128, (60, 300), generator=torch.Generator().manual_seed(2))
+    other = torch.randint(64, 192, (60, 300), generator=torch.Generator().manual_seed(3))
+    for ours, theirs in ((ids, ids), (ids, other)):
+
+        def mask_mod(
+            b: Any, h: Any, q: Any, k: Any, ours: Any = ours, theirs: Any = theirs
+        ) -> Any:
+            return ours[b, q] == theirs[b, k]
+
+        tree, budget = built(Made(mask_mod, mask_mod, 290, 300, 60), (16, 16))
+        assert tree.open_blocks.count == budget.looked_at == 0
+        check(mask_mod, Sizes(60, 1, 290, 300, (16, 16)))

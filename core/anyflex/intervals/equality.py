@@ -245,22 +245,28 @@ def _relabelled(rows: list[Tensor], *, by_row: bool) -> tuple[list[_Segments], i
         by_row: only equal rows are compared, so that they may have labels of their own.
 
     Returns:
-        The segments of both and how many labels there are.
+        The segments of both and how many labels there are, in the row that has the most.
     """
     distinct = rows[:1] if rows[0] is rows[1] else rows
     heads = [segment_heads(values) for values in distinct]
     values = torch.cat([v.reshape(-1)[h] for v, h in zip(distinct, heads, strict=True)])
+    _, group = torch.unique(values, return_inverse=True)
+    row = torch.zeros_like(group)
     if by_row:
         row = torch.cat([h // v.shape[1] for v, h in zip(distinct, heads, strict=True)])
-        pairs = torch.stack([row, values.to(torch.int64)], 1)
-        _, group = torch.unique(pairs, dim=0, return_inverse=True)
-    else:
-        _, group = torch.unique(values, return_inverse=True)
-    count = int(group.amax()) + 1
-    appearance = torch.full((count,), group.numel(), dtype=torch.int64, device="cpu")
-    appearance.scatter_reduce_(0, group, torch.arange(group.numel(), device="cpu"), "amin")
-    label = torch.empty(count, dtype=torch.int32, device="cpu")
-    label[appearance.argsort()] = torch.arange(count, dtype=torch.int32, device="cpu")
+        _, group = torch.unique(row * group.numel() + group, return_inverse=True)
+    total = int(group.amax()) + 1
+    appearance = torch.full((total,), group.numel(), dtype=torch.int64, device="cpu")
+    places = torch.arange(group.numel(), device="cpu")
+    appearance.scatter_reduce_(0, group, places, "amin")
+    # Labels begin anew in each row: fewer are exact in more masks.
+    row_of = row[appearance]
+    order = (row_of * group.numel() + appearance).argsort()
+    counts = torch.bincount(row_of)
+    first = (counts.cumsum(0) - counts)[row_of[order]]
+    label = torch.empty(total, dtype=torch.int32, device="cpu")
+    label[order] = (torch.arange(total, device="cpu") - first).to(torch.int32)
+    count = int(counts.amax())
     parts = torch.split(label[group], [h.numel() for h in heads])
     found = [_Segments(h, part) for h, part in zip(heads, parts, strict=True)]
     return (found if len(found) == 2 else found * 2), count
