@@ -16,7 +16,7 @@ from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
 from anyflex.testing.mods.kit_mods import KIT_MODS
 from anyflex.testing.mods.mod import Form
 
-__all__ = ["AttentionCase", "Drawn", "Layout"]
+__all__ = ["AttentionCase", "Drawn", "Layout", "laid_out"]
 
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 

@@ -19,8 +19,10 @@ import torch
 from anyflex.registry import hot_path
 from anyflex.testing.session import ConformanceFailure, Session
 
-__all__ = ["forked", "fresh", "why_no_fork", "why_not_fresh"]
+__all__ = ["FORK_SECONDS", "forked", "fresh", "why_no_fork", "why_not_fresh"]
 
+FORK_SECONDS = 30.0
+"""What was compiled before the fork takes moments: longer is for ever."""
 _SECONDS = 120
 _MARK = "anyflex-conformance-answer "
 
@@ -40,7 +42,7 @@ def why_no_fork(device: torch.device) -> str | None:
     return None
 
 
-def forked(work: Callable[[], None], seconds: float = _SECONDS) -> str | None:
+def forked(work: Callable[[], None]) -> str | None:
     """Run work in a forked child; return how it failed, or None.
 
     As in torch's own forked workers, torch's operations there use one thread.
@@ -54,7 +56,7 @@ def forked(work: Callable[[], None], seconds: float = _SECONDS) -> str | None:
         _be_the_child(work, writing)
     os.close(writing)
     try:
-        return _wait(pid, reading, time.monotonic() + seconds)
+        return _wait(pid, reading, time.monotonic() + FORK_SECONDS)
     finally:
         os.close(reading)
 

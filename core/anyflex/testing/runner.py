@@ -110,7 +110,8 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
         cause = error.__cause__ or error
         frames = traceback.extract_tb(cause.__traceback__ or error.__traceback__)
         status = "failed"
-        detail = f"{type(cause).__name__}: {cause} ({frames[-1].filename}:{frames[-1].lineno})"
+        raised = f"{type(cause).__name__}: {cause} ({frames[-1].filename}:{frames[-1].lineno})"
+        detail = "; ".join([*session.journal.violations, raised])
     seconds = time.perf_counter() - begin
     command = _command(session, case, require)
     return Outcome(case.name, case.shows, status, detail, seconds, command)

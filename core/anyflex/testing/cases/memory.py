@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.testing.attention_case import Layout, laid_out
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.children import forked, why_no_fork
@@ -37,6 +38,38 @@ def _owned(like: Tensor) -> tuple[Tensor, weakref.ref[_Owner]]:
 
 def _biased(bias: Any) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + bias[q, k]
+
+
+@behaviour(
+    CASES,
+    "memory/tensors",
+    "a call fills the outputs that it is given, all of each and nothing beside, changes no input, "
+    "and results lie in memory as their inputs do",
+    quick=True,
+)
+def _tensors(session: Session) -> str | None:
+    can = session.backend.capabilities
+    changes: dict[str, Any] = {"q_length": 17 if can.decode else 81, "kv_length": 17}
+    if can.different_value_head_dim and can.head_dim_min <= 24 <= can.head_dim_max:
+        changes["value_head_dim"] = -(-24 // can.head_dim_multiple) * can.head_dim_multiple
+    if {"score_graph", "captured"} <= can.known_fields:
+        changes["score_mod"] = "alibi_learned"
+        changes["gradients"] = differentiable(session, captured=True)
+    if {"mask_graph", "mask_kind"} <= can.known_fields:
+        changes["mask_mod"] = "causal"
+    layouts: tuple[Layout, ...] = ("dense", "heads_last")
+    for layout in layouts:
+        case = plain(session, "tensors", layout=layout, batch=2, **changes)
+        compare(session, case)
+        found = by_backend(case, case.draw(session.device), session.name, session.device)
+        for name in ("out", "dq", "dk", "dv"):
+            if name in found:
+                wanted = laid_out(torch.empty(found[name].shape), layout).stride()
+                session.require(
+                    found[name].stride() == wanted,
+                    f"{name} has strides {found[name].stride()}, wanted {wanted} ({layout})",
+                )
+    return None
 
 
 @behaviour(

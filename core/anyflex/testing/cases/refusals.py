@@ -12,7 +12,7 @@ import anyflex
 from anyflex.errors import BackendRefused
 from anyflex.plugin import CapturedFacts, Rejected, Spec
 from anyflex.testing.case import Case, behaviour
-from anyflex.testing.checking import plain
+from anyflex.testing.checking import compare, plain
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
@@ -182,4 +182,26 @@ def _forced_call(session: Session) -> str | None:
         session.require(False, f"a call that isn't declared was accepted: {case.dtype}, "
                                f"head dim {case.head_dim}")  # fmt: skip
     session.require(not session.journal.launches, "the call was refused and a kernel ran")
+    return None
+
+
+@behaviour(
+    CASES,
+    "refusals/who_ran",
+    "a forced call is computed by the backend alone, forward and backward",
+    quick=True,
+)
+def _who_ran(session: Session) -> str | None:
+    empty: dict[str, Any] = {}
+    for changes in (empty, {"batch": 2, "q_length": 100, "kv_length": 70}):
+        session.journal.clear()
+        case = plain(session, "who_ran", **changes)
+        compare(session, case)
+        ran = {name for name, _ in session.journal.launches}
+        session.require(ran == {session.name}, f"launched: {', '.join(sorted(ran)) or 'nobody'}")
+        own = session.backend.capabilities.gradients >= case.gradients and case.gradients
+        session.require(
+            bool(session.journal.backwards) or not own,
+            "gradients are declared, and the backend's own backward did not run",
+        )
     return None

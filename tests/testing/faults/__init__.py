@@ -1,0 +1,1 @@
+"""Seeded faults: the example plugin with one defect each, and the case that reveals it."""
