@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import anyflex
+from anyflex.errors import BlockMaskError
 from tests.block_masks.families import Sizes
 from tests.block_masks.test_random_masks import check
 
@@ -48,3 +52,28 @@ def test_tables_of_as_many_rows_in_other_shapes_are_read_in_different_rows() -> 
 def test_a_number_that_a_tables_type_cannot_hold_wraps(term: Callable[[Any], Any]) -> None:
     table = ids(200, high=256).to(torch.uint8)
     blocks_are_those_of_the_elements(lambda b, h, q, k: term(table[q]) & (k >= 0))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_mask_whose_ids_were_changed_is_not_copied_as_if_they_were_not(
+    copied: Callable[[Any], Any],
+) -> None:
+    table = ids(64)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: table[q] == table[k], 1, 1, 64, 64)
+    table[3] += 1
+    with pytest.raises(BlockMaskError, match="'table' of this block mask was changed in place"):
+        copied(mask)
+
+
+@pytest.mark.parametrize("name", ["exact", "separate_full_blocks", "dq_kv_order"])
+def test_switches_of_create_block_mask_are_bools(name: str) -> None:
+    with pytest.raises(BlockMaskError, match=f"^{name} must be a bool .* got NoneType"):
+        anyflex.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 64, 64, **{name: None})
+
+
+@pytest.mark.parametrize("size", [0, 1 << 31])
+def test_the_block_sizes_that_there_are_are_named(size: int) -> None:
+    with pytest.raises(
+        BlockMaskError, match=rf"BLOCK_SIZE must be in 1\.\.2147483647, got {size}"
+    ):
+        anyflex.create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 64, 64, BLOCK_SIZE=size)

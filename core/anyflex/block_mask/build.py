@@ -106,10 +106,15 @@ def _create(
     batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
     block_size = checked_block_size(BLOCK_SIZE)
     wanted = None if device is None else checked_device(device)
-    if not isinstance(dq_kv_order, bool):
-        raise BlockMaskError(
-            f"dq_kv_order must be a bool in create_block_mask, got {type(dq_kv_order).__name__}"
-        )
+    for name, flag in (
+        ("separate_full_blocks", separate_full_blocks),
+        ("dq_kv_order", dq_kv_order),
+        ("exact", exact),
+    ):
+        if not isinstance(flag, bool):
+            raise BlockMaskError(
+                f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
+            )
     traced, opaque = trace_mask_mod(mask_mod)
     if wanted is None:
         wanted = _captured_device(traced)

@@ -56,7 +56,7 @@ def checked_block_size(value: Any) -> tuple[int, int]:
             f"{type(value).__name__}"
         )
     if not (1 <= sizes[0] <= _LARGEST and 1 <= sizes[1] <= _LARGEST):
-        raise BlockMaskError(f"BLOCK_SIZE must be at least 1, got {value!r}")
+        raise BlockMaskError(f"BLOCK_SIZE must be in 1..{_LARGEST}, got {value!r}")
     return sizes[0], sizes[1]
 
 

@@ -17,7 +17,11 @@ FORMAT = 1
 
 
 def state_of(mask: MaskContent) -> dict[str, Any]:
-    """Return what `restore` reads."""
+    """Return what `restore` reads.
+
+    Raises BlockMaskError if a tensor of the mask was changed in place: a copy would not know.
+    """
+    mask.views()
     # A traced mask mod is plain data and says all; the function itself may not be picklable.
     traced = mask.traced
     return {
