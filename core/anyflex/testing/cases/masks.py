@@ -259,6 +259,17 @@ comparisons(
         quick=True,
     ),
     AttentionCase(
+        "masks/per_batch",
+        "each batch visits its own blocks",
+        batch=6,
+        q_length=40,
+        kv_length=90,
+        mask_mod="prefix_batch",
+        gradients=QKV,
+        quick=True,
+        required=FORWARD,
+    ),
+    AttentionCase(
         "masks/per_batch_columns",
         "a key column that is live in the last block of rows only gets its gradient",
         batch=2,
@@ -284,8 +295,8 @@ def one_after_another(session: Session) -> str | None:
         case = AttentionCase(
             f"masks/{name}",
             "",
-            q_length=16,
-            kv_length=16,
+            q_length=48,
+            kv_length=48,
             mask_mod=name,
             gradients=frozenset(),
         )

@@ -1,0 +1,75 @@
+"""Each numerical fault is caught by its case of the quick subset, for the reason it names.
+
+What a fault `says` is a regular expression here. ``ANYFLEX_FAULTS_BY_ALL=1`` runs all quick cases
+of these groups on each fault and prints how many fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from anyflex.testing.case import Case
+from anyflex.testing.cases import aux_outputs, gradients, inputs, masks, mods, precision, shapes
+from anyflex.testing.runner import Outcome, run_case, run_cases
+from anyflex.testing.session import open_session
+from tests.testing.faults import forward
+from tests.testing.faults import gradients as gradient_faults
+from tests.testing.faults import masks as mask_faults
+from tests.testing.faults import precision as precision_faults
+from tests.testing.faults import shapes as shape_faults
+from tests.testing.faults.fault import Fault, example
+
+GROUPS = (mods, masks, shapes, aux_outputs, gradients, precision, inputs)
+QUICK: dict[str, Case] = {
+    name: case for group in GROUPS for name, case in group.CASES.items() if case.quick
+}
+FAULTS = (
+    *forward.FAULTS,
+    *mask_faults.FAULTS,
+    *shape_faults.FAULTS,
+    *gradient_faults.FAULTS,
+    *precision_faults.FAULTS,
+)
+BY_ALL = os.environ.get("ANYFLEX_FAULTS_BY_ALL") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYFLEX_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def failures(outcomes: Iterable[Outcome]) -> list[str]:
+    return [f"{outcome.case}: {outcome.detail}" for outcome in outcomes if not outcome.good]
+
+
+def test_every_fault_of_the_list_is_there() -> None:
+    assert [fault.number for fault in FAULTS] == list(range(1, 79))
+
+
+def test_the_plugin_without_a_fault_passes_every_quick_case(tmp_path: Path) -> None:
+    with (
+        example(tmp_path) as backend,
+        open_session("cpu.example", backend_class=backend) as session,
+    ):
+        assert failures(run_cases(session, QUICK.values(), require=frozenset({"all"}))) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.number}-{fault.case}")
+def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
+    with (
+        example(tmp_path, fault.changes) as backend,
+        open_session("cpu.example", backend_class=backend) as session,
+    ):
+        outcome = run_case(session, QUICK[fault.case])
+        caught = outcome.status == "failed" and re.search(fault.says, outcome.detail)
+        how = "caught by" if caught else "NOT caught by"
+        print(f"fault {fault.number:3d}, {fault.what}: {how} {fault.case}")
+        assert caught, f"{outcome.status}: {outcome.detail}"
+        if BY_ALL:
+            failed = failures(run_cases(session, QUICK.values()))
+            print(f"fault {fault.number:3d}: {len(failed)} of {len(QUICK)} quick cases fail")
