@@ -20,9 +20,10 @@ arguments = ["warp", "--device", "cpu", "--variant", "warp", "--into", {folder!r
 raise SystemExit(main(["new-plugin", *arguments]))
 """
 TEST = """
-import sys, pytest, anyflex, anyflex_warp
+import pytest, anyflex, anyflex_warp
+CHOICE = "(float32 or test_mods) and not TestConformance or TestConformance and shapes"
 print(anyflex.__file__, anyflex_warp.__file__, sep="\\n")
-arguments = ["-q", "-p", "no:cacheprovider", "-k", "float32 or mods", {plugin!r}]
+arguments = ["-q", "-p", "no:cacheprovider", "-k", CHOICE, {plugin!r}]
 raise SystemExit(pytest.main(arguments))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,14 @@ FILES = sorted([*EXAMPLE.glob("src/**/*.py"), *EXAMPLE.glob("tests/*.py")])
 
 
 def test_its_own_tests_pass(tmp_path: Path) -> None:
-    printed = run_tests(EXAMPLE, tmp_path)
+    printed = run_tests(EXAMPLE, tmp_path, "-k", "not TestConformance")
     assert " passed" in printed and "skipped" not in printed
+
+
+def test_the_quick_subset_of_the_kit_passes(tmp_path: Path) -> None:
+    printed = run_tests(EXAMPLE, tmp_path, "-k", "TestConformance", "-o", "addopts=")
+    passed = re.search(r"(\d+) passed", printed)
+    assert passed is not None and int(passed[1]) > 300
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

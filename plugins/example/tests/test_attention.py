@@ -1,6 +1,6 @@
 """Results and gradients against a dense formula, and what the backend refuses.
 
-`anyflex conformance` asks far more; these are quick to read and to debug.
+The conformance kit asks far more; these are quick to read and to debug.
 """
 
 from __future__ import annotations

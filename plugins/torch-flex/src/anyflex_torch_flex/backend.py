@@ -1,0 +1,138 @@
+"""The entry points: what torch's flex attention can do on a device, and whether it can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import platform
+import shutil
+import zlib
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from anyflex.plugin import (
+    CONTRACT_1_FIELDS,
+    Accepted,
+    Artifacts,
+    Backend,
+    Capabilities,
+    Decision,
+    Kernel,
+    Option,
+    Rejected,
+    Spec,
+)
+from anyflex_torch_flex import mods
+
+__all__ = ["TorchFlexCpu", "TorchFlexCuda"]
+
+_CAPTURED = frozenset({torch.bool, torch.int32, torch.int64, torch.float32})
+
+
+class _TorchFlex(Backend):
+    # Whoever installs this wants to compare, not to be served by it.
+    priority = -100
+
+    def fingerprint(self) -> str:
+        """Part of the disk cache's key: what something else has written isn't found."""
+        return f"torch {torch.__version__}, mods {zlib.crc32(inspect.getsource(mods).encode()):x}"
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Write the mods; torch compiles at the first call, when it sees the tensors."""
+        # Not at the top: importing a backend is cheap, and torch's compiler isn't.
+        from anyflex_torch_flex.kernel import TorchFlexKernel
+
+        stored = artifacts.get("mods.py")
+        if stored is None:
+            stored = mods.write_source(spec).encode()
+            artifacts.put("mods.py", stored)
+        given = dict(spec.options)
+        chosen = {"BACKEND": str(given["kernels"])} if "kernels" in given else {}
+        return TorchFlexKernel(spec, mods.load_source(stored.decode()), chosen)
+
+
+class TorchFlexCpu(_TorchFlex):
+    """torch's C++ template: forward only, without auxiliary outputs."""
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        head_dim_max=256,
+        gqa=True,
+        captured_dtypes=_CAPTURED,
+        operations=mods.TORCH_FLEX.operations(),
+        known_fields=CONTRACT_1_FIELDS,
+    )
+
+    def probe(self) -> Decision:
+        """Look for what torch's CPU template needs: AVX2, and a C++ compiler."""
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            return Rejected(
+                f"torch's flex attention on the CPU needs AVX2; this is a {platform.machine()}: "
+                "use another backend"
+            )
+        if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+            return Rejected(
+                "torch's flex attention on the CPU needs AVX2, which this processor lacks or "
+                "ATEN_CPU_CAPABILITY turns off: use another backend"
+            )
+        compilers = [os.environ.get("CXX", ""), "g++", "clang++", "cl"]
+        if not any(shutil.which(compiler) for compiler in compilers if compiler):
+            return Rejected(
+                "torch compiles flex attention by a C++ compiler, and there is none; install g++, "
+                "or name yours in CXX"
+            )
+        return Accepted()
+
+    def supports(self, spec: Spec) -> Decision:
+        """As declared; and lse that is kept for a backward doesn't exist here."""
+        decision = super().supports(spec)
+        if isinstance(decision, Accepted) and spec.needs_lse:
+            return Rejected("auxiliary output lse is not supported")
+        return decision
+
+
+class TorchFlexCuda(_TorchFlex):
+    """torch's Triton templates, or with ``kernels="FLASH"`` FlashAttention-4."""
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        head_dim_min=16,
+        head_dim_max=256,
+        head_dim_multiple=16,
+        different_value_head_dim=True,
+        gqa=True,
+        aux=frozenset({"lse", "max_scores"}),
+        gradients=frozenset({"q", "k", "v", "lse"}),
+        captured_dtypes=_CAPTURED,
+        operations=mods.TORCH_FLEX.operations(),
+        known_fields=CONTRACT_1_FIELDS,
+    )
+    options: ClassVar[Mapping[str, Option]] = {
+        "kernels": Option(
+            str,
+            "TRITON",
+            "whose kernels torch generates; FLASH needs the package flash-attn-4",
+            choices=("TRITON", "TRITON_DECODE", "FLASH"),
+        )
+    }
+
+    def probe(self) -> Decision:
+        """Look for a CUDA device and for Triton, without starting either."""
+        if not torch.cuda.is_available():
+            return Rejected("torch sees no CUDA device; install its driver and a torch for CUDA")
+        if importlib.util.find_spec("triton") is None:
+            return Rejected("torch compiles flex attention by Triton: pip install triton")
+        return Accepted()
+
+    def supports(self, spec: Spec) -> Decision:
+        """As declared; and blocks of a mask are multiples of the template's tiles."""
+        decision = super().supports(spec)
+        if isinstance(decision, Accepted) and any(size % 128 for size in spec.block_size):
+            return Rejected(
+                f"blocks of {spec.block_size[0]} x {spec.block_size[1]} are not supported (they "
+                "are: multiples of 128); give create_block_mask BLOCK_SIZE=128"
+            )
+        return decision

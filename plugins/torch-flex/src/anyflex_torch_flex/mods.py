@@ -1,0 +1,150 @@
+"""Mods as Python functions that torch's compiler traces: mod graphs written as source text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anyflex.plugin import DTYPES, Lowering, Node, Spec, simplify
+
+__all__ = ["TORCH_FLEX", "load_source", "write_source"]
+
+Lines = list[str]
+
+_UNARY = (
+    "neg abs floor ceil round trunc sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos "
+    "tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc"
+).split()
+_BINARY = "add sub mul pow minimum maximum atan2 eq ne lt le gt ge".split()
+# An integer divided by 0 may become anything, but must not raise: the pair may be dead.
+_DIVISOR = "torch.where({1} == 0, 1, {1})"
+
+
+def _emit(lines: Lines, node: Node, text: str) -> str:
+    """Give the text a name, on a line of its own."""
+    name = f"v{len(lines)}"
+    lines.append(f"{name} = {text}")
+    return name
+
+
+def _const(lines: Lines, node: Node, operands: Sequence[str]) -> str:
+    value = node.attribute
+    assert isinstance(value, (bool, int, float))
+    if node.dtype.is_floating_point:
+        # A number beyond the type's range is infinite in it.
+        if abs(value) > torch.finfo(node.dtype).max:
+            value = math.copysign(math.inf, value)
+        text = repr(float(value))
+    elif node.dtype is torch.bool:
+        text = repr(bool(value))
+    else:
+        # A number beyond the type's range wraps.
+        bits = torch.iinfo(node.dtype).bits
+        value = int(value) & ((1 << bits) - 1)
+        text = repr(value - (1 << bits) if value > torch.iinfo(node.dtype).max else value)
+    return _emit(lines, node, f"torch.full((), {text}, dtype={node.dtype}, device=h.device)")
+
+
+def _number(lines: Lines, node: Node, operands: Sequence[str]) -> str:
+    slot = str(node.attribute)
+    table = "ints" if slot[0] == "i" else "floats"
+    return _emit(lines, node, f"{table}[{slot[1:]}].to({node.dtype})")
+
+
+def _load(lines: Lines, node: Node, operands: Sequence[str]) -> str:
+    """-N..-1 counts from the end; then the index is clamped: nothing outside is read."""
+    table = f"c{node.attribute}"
+    if not operands:
+        return _emit(lines, node, f"{table}[0]")
+    places = []
+    for axis, operand in enumerate(operands):
+        index = _emit(lines, node, f"{operand}.to(torch.int64)")
+        size = f"{table}.shape[{axis}]"
+        wrapped = _emit(lines, node, f"torch.where({index} < 0, {index} + {size}, {index})")
+        places.append(_emit(lines, node, f"{wrapped}.clamp(0, {size} - 1)"))
+    return _emit(lines, node, f"{table}[{', '.join(places)}]")
+
+
+TORCH_FLEX: Lowering[Lines, str] = Lowering(
+    "torch flex attention",
+    {
+        **{name: f"torch.{name}({{0}})" for name in _UNARY},
+        **{name: f"torch.{name}({{0}}, {{1}})" for name in _BINARY},
+        "input": "{attribute}.to({type})",
+        "number": _number,
+        "const": _const,
+        "load": _load,
+        "truediv": "torch.true_divide({0}, {1})",
+        "floordiv:float": "torch.floor_divide({0}, {1})",
+        "floordiv:int": f"torch.floor_divide({{0}}, {_DIVISOR})",
+        "mod:float": "torch.remainder({0}, {1})",
+        "mod:int": f"torch.remainder({{0}}, {_DIVISOR})",
+        "fmod:float": "torch.fmod({0}, {1})",
+        "fmod:int": f"torch.fmod({{0}}, {_DIVISOR})",
+        "and": "torch.bitwise_and({0}, {1})",
+        "or": "torch.bitwise_or({0}, {1})",
+        "xor": "torch.bitwise_xor({0}, {1})",
+        "not": "torch.bitwise_not({0})",
+        "shl": "torch.bitwise_left_shift({0}, {1})",
+        "shr": "torch.bitwise_right_shift({0}, {1})",
+        "where": "torch.where({0}, {1}, {2})",
+        "cast": "{0}.to({type})",
+        "detach": "{0}.detach()",
+    },
+    emit=_emit,
+    types={dtype: str(dtype) for dtype in DTYPES.values()},
+)
+
+
+def write_source(spec: Spec) -> str:
+    """Return the text of a module with two functions.
+
+    ``make_mods(captured, ints, floats)`` returns ``(score_mod, mask_mod)``, each None where the
+    spec has none. Captured tensors of rank 0 come as [1], and no dimension is 0. ``ints`` is an
+    int64 and ``floats`` a float64 tensor.
+
+    ``attend(flex_attention, query, key, value, score_mod, block_mask, **settings)`` calls
+    ``flex_attention``: torch's compiler counts recompilations by code object, and so each kernel
+    has one of its own.
+    """
+    names = ", ".join(f"c{position}" for position in range(len(spec.captured)))
+    lines = [f"{names}, = captured"] if names else []
+    for mod, arguments, graph in (
+        ("score_mod", "score, b, h, q_idx, kv_idx", spec.score_graph),
+        ("mask_mod", "b, h, q_idx, kv_idx", spec.mask_graph),
+    ):
+        if graph is None:
+            lines.append(f"{mod} = None")
+            continue
+        graph = simplify(graph)
+        body: Lines = []
+        result = TORCH_FLEX.lower(graph.nodes, body, [graph.output])[graph.output]
+        lines.append(f"def {mod}({arguments}):")
+        lines += [f"    {line}" for line in (*body, f"return {result}")]
+    lines.append("return score_mod, mask_mod")
+    settings = "query, key, value, score_mod, block_mask"
+    return "\n".join(
+        [
+            "from math import inf, nan",
+            "import torch",
+            "",
+            "",
+            "def make_mods(captured, ints, floats):",
+            *(f"    {line}" for line in lines),
+            "",
+            "",
+            f"def attend(flex_attention, {settings}, **more):",
+            f"    return flex_attention({settings}, **more)",
+            "",
+        ]
+    )
+
+
+def load_source(text: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of `write_source` by name."""
+    functions: dict[str, Callable[..., Any]] = {}
+    exec(compile(text, "<mods>", "exec"), functions)
+    return functions
