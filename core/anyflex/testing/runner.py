@@ -75,13 +75,11 @@ def _against_expectation(outcome: Outcome, reason: str) -> Outcome:
         return dataclasses.replace(
             outcome, status="expected", detail=f"{reason}: {outcome.detail}"
         )
-    became = outcome.status + (f" ({outcome.detail})" if outcome.detail else "")
-    return dataclasses.replace(
-        outcome,
-        status="unexpected",
-        detail=f"it is listed as an expected failure ({reason}) and is {became}: take it out of "
-        "the list",
+    became = "passed" if outcome.status == "passed" else f"was {outcome.status}"
+    detail = (
+        f"it is listed as an expected failure ({reason}) and {became}: take it out of the list"
     )
+    return dataclasses.replace(outcome, status="unexpected", detail=detail)
 
 
 def run_case(session: Session, case: Case, *, require: frozenset[str] = frozenset()) -> Outcome:

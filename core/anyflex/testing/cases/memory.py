@@ -81,7 +81,8 @@ def _tensors(session: Session) -> str | None:
 def _inputs_released(session: Session) -> str | None:
     if session.device.type != "cpu":
         return "the memory of a tensor can be watched on the CPU only"
-    mod = "identity" if session.backend.capabilities.captured_dtypes else None
+    modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
+    mod = "identity" if modded else None
     case = plain(session, "released", score_mod=mod)
     watched: dict[str, weakref.ref[_Owner]] = {}
 

@@ -143,10 +143,10 @@ def _captured_strides(session: Session) -> str | None:
     quick=True,
 )
 def _lengths(session: Session) -> str | None:
-    for lengths in ((70, 64), (100, 90), (70, 64), (129, 33)):
-        for mask in (None, "causal"):
+    for mask in (None, "causal"):
+        for q_length, kv_length in ((70, 64), (100, 90), (70, 64), (129, 33)):
             case = plain(session, "lengths", mask_mod=mask)
-            compare(session, dataclasses.replace(case, q_length=lengths[0], kv_length=lengths[1]))
+            compare(session, dataclasses.replace(case, q_length=q_length, kv_length=kv_length))
     return None
 
 
