@@ -14,7 +14,7 @@ import torch
 
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.spec import CapturedFacts, Spec
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, parse_graph
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
 
 PLAIN = Spec(device_type="cpu", arch="", dtype=torch.float32, head_dim=16, value_head_dim=16)
@@ -188,3 +188,9 @@ def test_a_backend_refuses_what_it_does_not_know(field: str) -> None:
 def test_every_field_that_may_be_unknown_is_tried() -> None:
     needed = {"device_type", "arch", "dtype", "head_dim", "value_head_dim"}
     assert {each.name for each in dataclasses.fields(Spec)} == {*ELSEWISE, *needed}
+
+
+@pytest.mark.parametrize("name", ["q idx", "x};import os", "", "é", "1x", "a.b", "f0'"])
+def test_a_graph_holds_no_name_that_generated_source_could_not(name: str) -> None:
+    with pytest.raises(ValueError, match=r"a name that is none|not enough|too many"):
+        parse_graph(f"input f32 - {name};=0")

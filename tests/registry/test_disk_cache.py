@@ -71,6 +71,12 @@ def test_every_part_of_the_key_separates(change: dict[str, str]) -> None:
     assert artifacts(**change).get("a") is None
 
 
+def test_another_version_of_core_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    artifacts().put("a", b"1")
+    monkeypatch.setattr("anyflex.__version__", "9.9")
+    assert artifacts().get("a") is None
+
+
 def test_parts_of_the_key_cannot_run_into_each_other() -> None:
     artifacts(package="ab", version="c").put("a", b"1")
     assert artifacts(package="a", version="bc").get("a") is None

@@ -148,6 +148,9 @@ def parse_graph(text: str) -> ModGraph:
 
 def _attribute(operation: str, dtype: torch.dtype, text: str) -> Attribute:
     if operation in ("input", "number"):
+        # Backends write these names into the source that they generate.
+        if not (text.isascii() and text.isidentifier()):
+            raise ValueError(f"a name that is none in a mod graph: {text!r}")
         return text
     if operation == "load":
         return int(text)
