@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 
 from anyflex.testing.case import Case
-from anyflex.testing.cases import aux_outputs, gradients, inputs, masks, mods, precision, shapes
+from anyflex.testing.cases import (
+    aux_outputs,
+    decoding,
+    gradients,
+    inputs,
+    layouts,
+    masks,
+    mods,
+    precision,
+    shapes,
+    structure,
+)
 from anyflex.testing.runner import Outcome, run_case, run_cases
 from anyflex.testing.session import open_session
 from tests.testing.faults import forward
@@ -24,7 +35,18 @@ from tests.testing.faults import precision as precision_faults
 from tests.testing.faults import shapes as shape_faults
 from tests.testing.faults.fault import Fault, example
 
-GROUPS = (mods, masks, shapes, aux_outputs, gradients, precision, inputs)
+GROUPS = (
+    mods,
+    masks,
+    structure,
+    shapes,
+    layouts,
+    decoding,
+    aux_outputs,
+    gradients,
+    precision,
+    inputs,
+)
 QUICK: dict[str, Case] = {
     name: case for group in GROUPS for name, case in group.CASES.items() if case.quick
 }

@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         16,
         "index product in int32 overflows",
-        case="masks/far_keys",
+        case="structure/far_keys",
         says="out is ",
         changes=(
             Change(

@@ -284,7 +284,7 @@ FAULTS = (
     Fault(
         73,
         "backward misses a column that is live only in the last q block",
-        case="masks/per_batch_columns",
+        case="structure/per_batch_columns",
         says="dk is ",
         changes=(
             Change(

@@ -17,21 +17,21 @@ FAULTS = (
     Fault(
         21,
         "mask function skipped on PARTIAL blocks",
-        case="masks/causal_in_one_block",
+        case="structure/causal_in_one_block",
         says="out is ",
         changes=(Change("kernel.py", IF_PARTIAL, "if False:"),),
     ),
     Fault(
         22,
         "mask function applied to FULL blocks too",
-        case="masks/full_where_the_function_is_false",
+        case="structure/full_where_the_function_is_false",
         says="out is ",
         changes=(Change("kernel.py", IF_PARTIAL, "if self.mask_mod is not None:"),),
     ),
     Fault(
         23,
         "blocks not listed are visited",
-        case="masks/unlisted_where_the_function_is_true",
+        case="structure/unlisted_where_the_function_is_true",
         says="out is ",
         changes=(
             Change(
@@ -44,7 +44,7 @@ FAULTS = (
     Fault(
         24,
         "last run of a row dropped",
-        case="masks/last_block_only",
+        case="structure/last_block_only",
         says="out is ",
         changes=(
             Change("tiles.py", RUNS, "for first, last, kind in runs[begin : max(begin, end - 1)]"),
@@ -53,7 +53,7 @@ FAULTS = (
     Fault(
         25,
         "run end treated as inclusive",
-        case="masks/end_of_a_run",
+        case="structure/end_of_a_run",
         says="out is ",
         changes=(
             Change(
@@ -66,14 +66,14 @@ FAULTS = (
     Fault(
         26,
         "only the first run of a row used",
-        case="masks/two_runs",
+        case="structure/two_runs",
         says="out is ",
         changes=(Change("tiles.py", RUNS, "for first, last, kind in runs[begin:end][:1]"),),
     ),
     Fault(
         27,
         "mask batch index always 0",
-        case="masks/per_batch",
+        case="structure/per_batch",
         says=r"out is .* at \[[1-5],",
         changes=(
             Change("tiles.py", "in enumerate(of_batch):", "in enumerate(offsets.tolist()[0]):"),
@@ -95,7 +95,7 @@ FAULTS = (
     Fault(
         29,
         "mask with B' = 1 read at batch b",
-        case="masks/broadcast_over_batch",
+        case="structure/broadcast_over_batch",
         says="IndexError",
         changes=(
             Change(
@@ -113,7 +113,7 @@ FAULTS = (
     Fault(
         30,
         "rectangular block size used as square",
-        case="masks/rectangular_blocks",
+        case="structure/rectangular_blocks",
         says="out is ",
         changes=(
             Change(
@@ -126,7 +126,7 @@ FAULTS = (
     Fault(
         31,
         "bottom-right causal done as top-left",
-        case="masks/bottom_right",
+        case="structure/bottom_right",
         says="out is ",
         changes=(
             Change(
@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         33,
         "dead row gives the mean of v",
-        case="masks/no_live_pair",
+        case="structure/no_live_pair",
         says="out is .* wanted 0",
         changes=(
             Change(
@@ -168,7 +168,7 @@ FAULTS = (
     Fault(
         34,
         "row dead in the first block stays dead",
-        case="masks/dead_then_live",
+        case="structure/dead_then_live",
         says="out is 0 ",
         changes=(
             Change(
@@ -212,7 +212,7 @@ FAULTS = (
     Fault(
         37,
         "stale mask data: runs of the previous mask used",
-        case="masks/one_after_another",
+        case="structure/one_after_another",
         says="out is ",
         changes=(
             Change("tiles.py", "ALL = slice(None)", "ALL = slice(None)\nKEPT = {}"),
@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         38,
         "stale mask after a captured tensor changed",
-        case="masks/rebuilt",
+        case="structure/rebuilt",
         says="out is ",
         changes=(
             Change("mods.py", "Lines = list[str]", "Lines = list[str]\nKEPT = {}"),

@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         48,
         "k or v assumed contiguous",
-        case="shapes/layout_heads_last",
+        case="layouts/heads_last",
         says="out is ",
         changes=(
             Change(
@@ -157,7 +157,7 @@ FAULTS = (
     Fault(
         50,
         "output strides ignore q's order",
-        case="shapes/layout_heads_last_long",
+        case="layouts/heads_last_long",
         says="out is ",
         changes=(
             Change(
@@ -172,7 +172,7 @@ FAULTS = (
     Fault(
         51,
         "decode path ignores the score mod",
-        case="shapes/decode_1_4_4_200",
+        case="decoding/1_4_4_200",
         says="out is ",
         changes=(
             Change(

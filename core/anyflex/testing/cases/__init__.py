@@ -7,10 +7,12 @@ from anyflex.testing.cases import (
     aux_outputs,
     compiled,
     declared,
+    decoding,
     determinism,
     devices,
     gradients,
     inputs,
+    layouts,
     masks,
     memory,
     mods,
@@ -20,6 +22,7 @@ from anyflex.testing.cases import (
     refusals,
     run_time,
     shapes,
+    structure,
 )
 
 __all__ = ["every_case"]
@@ -27,7 +30,10 @@ __all__ = ["every_case"]
 _GROUPS = (
     mods,
     masks,
+    structure,
     shapes,
+    layouts,
+    decoding,
     aux_outputs,
     gradients,
     precision,

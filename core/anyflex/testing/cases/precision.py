@@ -171,8 +171,10 @@ comparisons(
     AttentionCase(
         "precision/delta",
         "backward subtracts the sum of dout * out of an out that was not rounded",
+        heads=1,
+        kv_heads=1,
         q_length=64,
-        kv_length=1024,
+        kv_length=3000,
         dtype=BFLOAT16,
         values=far_from_zero,
         gradients=QKV,

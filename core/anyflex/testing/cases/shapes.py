@@ -1,13 +1,11 @@
-"""Lengths, tails, head dims, grouped heads, key batches and memory layouts."""
+"""Lengths, tails, head dims, grouped heads and key batches."""
 
 from __future__ import annotations
-
-import typing
 
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import AttentionCase, Layout
+from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import ConformanceFailure, Session
@@ -17,12 +15,9 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
-LSE = frozenset({"lse"})
 FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
-DECODE = frozenset({"decode"})
 _LARGEST_DIM = 2048
 """Of a backend that declares any head dim."""
-BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 
 def last_key_only(tensors: dict[str, Tensor]) -> None:
@@ -61,7 +56,7 @@ comparisons(
             kv_length=kv_length,
             mask_mod="causal_bottom_right" if q_length % 2 else None,
             gradients=QKV,
-            dtype=BFLOAT16 if q_length % 3 == 0 else torch.float32,
+            dtype=torch.bfloat16 if q_length % 3 == 0 else torch.float32,
             quick=quick,
             required=BACKWARD if quick else frozenset(),
         )
@@ -221,70 +216,6 @@ comparisons(
             ("one_key_batch", "key and value of batch 1 serve every batch", 4, 70, None),
             ("one_key_batch_gqa", "the same with grouped heads and a mask", 2, 33, "padding"),
         )
-    ),
-)
-
-# Memory: the kit's other cases are dense.
-comparisons(
-    CASES,
-    *(
-        AttentionCase(
-            f"shapes/layout_{layout}{suffix}",
-            f"query, key and value that are {layout} in memory",
-            batch=2,
-            heads=2,
-            q_length=q_length,
-            kv_length=kv_length,
-            value_head_dim=value_head_dim,
-            mask_mod="causal",
-            dtype=dtype,
-            layout=layout,
-            gradients=QKV,
-            quick=dtype is torch.float32,
-        )
-        for layout in typing.get_args(Layout)
-        for suffix, q_length, kv_length, value_head_dim, dtype in (
-            ("", 4, 4, 16, torch.float32),
-            ("_long", 70, 133, 16, torch.float32),
-            ("_bfloat16", 70, 133, 24, BFLOAT16),
-            ("_float16", 1, 133, 16, FLOAT16),
-            ("_float64", 20, 33, 24, FLOAT64),
-        )
-    ),
-)
-
-# Decoding: one or few rows, grouped heads, lse.
-_DECODE: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (
-    (1, 4, 4, 1, 200, "alibi_abs", None),
-    (1, 4, 4, 2, 333, None, "decode_position"),
-    (1, 8, 2, 2, 200, None, "decode_position"),
-    (1, 8, 2, 1, 300, "softcap", None),
-    (1, 6, 1, 3, 77, None, None),
-    (4, 8, 2, 2, 130, "alibi_learned", "causal_bottom_right"),
-    (16, 4, 1, 1, 400, "alibi_abs", "window_both"),
-    (64, 6, 2, 1, 345, "alibi_learned", "causal_bottom_right"),
-)
-comparisons(
-    CASES,
-    *(
-        AttentionCase(
-            f"shapes/decode_{q_length}_{heads}_{kv_heads}_{kv_length}{suffix}",
-            f"{q_length} queries of {heads} heads, {kv_length} keys of {kv_heads}"
-            + (f", score mod {score_mod}" if score_mod else ""),
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            q_length=q_length,
-            kv_length=kv_length,
-            score_mod=score_mod,
-            mask_mod=mask_mod,
-            aux=LSE,
-            dtype=dtype,
-            quick=dtype is torch.float32,
-            required=DECODE if dtype is torch.float32 else frozenset(),
-        )
-        for q_length, heads, kv_heads, batch, kv_length, score_mod, mask_mod in _DECODE
-        for suffix, dtype in (("", torch.float32), ("_bfloat16", BFLOAT16), ("_float16", FLOAT16))
     ),
 )
 

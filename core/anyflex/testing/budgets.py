@@ -1,0 +1,211 @@
+"""What a case's results are by the dense formula, and how far a backend may be from them.
+
+The budget comes from the data. The dense formula is evaluated in float64, then three times more
+with query, key, value, the softmax weights and the sum of dout * out changed at random by what
+rounding them in the call's type changes, and once in float32. The largest change of an element's
+row, or half of the tensor's largest, times 8 (16 in float32 and float64, where long sums round
+too), is what an element may be off; and one step of its 16-bit type or 4 of a wider one. NaN and
+infinities must stand where the formula has them. Nothing here knows how a backend computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.mods import Mod
+from anyflex.testing.oracle import dense_attention, dense_mask
+from anyflex.testing.results import Results, gradients
+
+__all__ = ["Budgets", "by_oracle", "result_dtype", "wanted_inputs"]
+
+_FACTOR, _FACTOR_WIDE = 8.0, 16.0
+"""A kernel's errors add up in another order than the changed oracle's. The second: where sums are
+computed in the call's own type, so that errors of long sums count too."""
+_TRIALS = 3
+_STEPS, _STEPS_NARROW = 4, 1
+"""Steps of the result's type that are always allowed: approximate exponentials and logarithms in
+float32 and float64; what is computed wide and rounded once to 16 bits is off by half a step."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What the oracle says: the exact results and how far each may be missed, by name."""
+
+    exact: Mapping[str, Tensor]
+    allowed: Mapping[str, Tensor]
+
+
+def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
+    """Evaluate the dense formula exactly, and again with what rounding explains."""
+    exact = _formula(case, drawn, torch.float64)
+    trials = _trials(case, drawn, exact)
+    wide = _compute_dtype(case) is case.dtype
+    unasked = {"lse", "max_scores"} - case.aux
+    allowed = {}
+    for name in (name for name in exact if name not in unasked):
+        gap = torch.zeros_like(exact[name])
+        for trial in trials:
+            change = (trial[name].double() - exact[name]).abs().nan_to_num(0.0, 0.0, 0.0)
+            gap = torch.maximum(gap, change)
+        # Of a few trials one element's gap is chance: its row's and half of the tensor's count.
+        row = gap.amax(-1, keepdim=True).expand_as(gap) if gap.dim() and gap.numel() else gap
+        usual = torch.maximum(row, 0.5 * gap.amax()) if gap.numel() else gap
+        result = torch.finfo(result_dtype(name, case, drawn))
+        steps = _STEPS_NARROW if result.bits == 16 else _STEPS
+        size = exact[name].abs().nan_to_num(0.0, 0.0, 0.0)
+        allowed[name] = (_FACTOR_WIDE if wide else _FACTOR) * usual
+        allowed[name] += steps * result.eps * size + torch.finfo(case.dtype).tiny
+    return Budgets({name: exact[name] for name in allowed}, allowed)
+
+
+def _trials(
+    case: AttentionCase, drawn: Drawn, exact: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Results that rounding alone sets apart from the exact ones."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shaken = _Shaken(
+        torch.finfo(case.dtype).eps / 2, torch.finfo(_compute_dtype(case)).eps, generator, exact
+    )
+    trials = [_formula(case, drawn, torch.float64, shaken) for _ in range(_TRIALS)]
+    if case.dtype is torch.float64:
+        # Where a mod multiplies an index by a Python number the product is of torch's default
+        # type, which is float32 for the backend.
+        trials.append(_formula(case, drawn, torch.float64, numbers=torch.float32))
+    else:
+        trials.append(_formula(case, drawn, torch.float32))
+    return trials
+
+
+def _compute_dtype(case: AttentionCase) -> torch.dtype:
+    return torch.promote_types(case.dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Shaken:
+    """Changes that rounding makes.
+
+    Args:
+        unit: half a step of the call's type.
+        step: of the type that scores are computed in.
+        generator: of the noise.
+        exact: the exact results.
+    """
+
+    unit: float
+    step: float
+    generator: torch.Generator
+    exact: Mapping[str, Tensor]
+
+    def tensor(self, tensor: Tensor) -> Tensor:
+        """An input, rounded."""
+        return tensor * (1 + self.unit * self._noise(tensor))
+
+    def weights(self, weights: Tensor) -> Tensor:
+        """Softmax weights, rounded after backward has computed them again as exp(score - lse):
+        they are off by what rounding the two changes in the exponent."""
+        smallest = torch.finfo(torch.float32).tiny
+        exponent = weights.detach().clamp_min(smallest).log().abs()
+        exponent = 1 + exponent + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0).unsqueeze(-1)
+        return self.tensor(weights * (1 + 2 * self.step * self._noise(weights) * exponent))
+
+    def dlse(self, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        """Backward subtracts the sum of dout * out, of an out that was rounded: that arrives like
+        a change of dlse."""
+        change = self.unit * (dout * self.exact["out"].nan_to_num(0.0)).abs().sum(-1)
+        return change * self._noise(change) + (0 if dlse is None else dlse)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
+
+
+def _formula(
+    case: AttentionCase,
+    drawn: Drawn,
+    dtype: torch.dtype,
+    shaken: _Shaken | None = None,
+    numbers: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """The dense formula.
+
+    Args:
+        dtype: that it is computed in.
+        shaken: changes inputs, weights and dlse.
+        numbers: what integers become that meet a Python float, if not `dtype`.
+    """
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if numbers is None else numbers)
+    try:
+        query, key, value = (
+            drawn.tensors[name].detach().cpu().to(dtype) for name in ("query", "key", "value")
+        )
+        if shaken is not None:
+            query, key, value = (shaken.tensor(tensor) for tensor in (query, key, value))
+        for tensor in (query, key, value):
+            tensor.requires_grad_()
+        mod = _widened(drawn.mods["score"], dtype) if "score" in drawn.mods else None
+        forward = dense_attention(
+            query,
+            key,
+            value,
+            None if mod is None else mod.function(),
+            _live(case, drawn),
+            case.scale,
+            None if shaken is None else shaken.weights,
+        )
+        dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
+        dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
+        if shaken is not None and dout is not None and case.rounded_delta:
+            dlse = shaken.dlse(dout, dlse)
+        grads: dict[str, Tensor] = {}
+        if case.gradients:
+            inputs = wanted_inputs(case, query, key, value, mod)
+            grads = gradients(forward, inputs, dout, dlse, missing_is_zero=True)
+    finally:
+        torch.set_default_dtype(previous)
+    return Results(forward, grads).named()
+
+
+def _live(case: AttentionCase, drawn: Drawn) -> Tensor | None:
+    """Return the dense mask, bool [B, H, Q, KV], structure included."""
+    if "mask" not in drawn.mods:
+        return None
+    sizes = (case.batch, case.heads, case.q_length, case.kv_length)
+    by_mod = dense_mask(drawn.mods["mask"].function(), *sizes)
+    if case.runs is None:
+        return by_mod
+    kinds = torch.tensor(case.runs)
+    kinds = kinds.repeat_interleave(case.block_size[0], 0).repeat_interleave(case.block_size[1], 1)
+    kinds = kinds[: case.q_length, : case.kv_length]
+    return (kinds == 1) | ((kinds == 2) & by_mod)
+
+
+def _widened(mod: Mod, dtype: torch.dtype) -> Mod:
+    leaves = {
+        name: leaf.detach().to(torch.promote_types(dtype, leaf.dtype)).requires_grad_()
+        if leaf.requires_grad
+        else leaf
+        for name, leaf in mod.leaves.items()
+    }
+    return mod.with_leaves(leaves)
+
+
+def result_dtype(name: str, case: AttentionCase, drawn: Drawn) -> torch.dtype:
+    if name in ("lse", "max_scores"):
+        return torch.promote_types(case.dtype, torch.float32)
+    learned = drawn.mods["score"].learned if "score" in drawn.mods else {}
+    return learned[name].dtype if name in learned else case.dtype
+
+
+def wanted_inputs(
+    case: AttentionCase, query: Tensor, key: Tensor, value: Tensor, mod: Mod | None
+) -> dict[str, Tensor]:
+    named = {"q": query, "k": key, "v": value}
+    inputs = {f"d{name}": named[name] for name in "qkv" if name in case.gradients}
+    if mod is not None and "captured" in case.gradients:
+        inputs |= mod.learned
+    return inputs
