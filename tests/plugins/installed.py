@@ -10,17 +10,19 @@ from pathlib import Path
 
 from tests.registry.packages import install
 
-__all__ = ["EXAMPLE", "entry_points", "run_tests"]
+__all__ = ["EXAMPLE", "TORCH_FLEX", "entry_points", "run_tests"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "plugins" / "example"
+TORCH_FLEX = ROOT / "plugins" / "torch-flex"
 
 
 def entry_points(plugin: Path) -> str:
     """The entry points that a plugin's pyproject.toml names, as ``entry_points.txt`` has them."""
     text = (plugin / "pyproject.toml").read_text(encoding="utf-8")
-    (line,) = text.partition('[project.entry-points."anyflex.backends.v1"]\n')[2].splitlines()[:1]
-    return f"[anyflex.backends.v1]\n{line.replace(chr(34), '')}\n"
+    table = text.partition('[project.entry-points."anyflex.backends.v1"]\n')[2]
+    lines = table.partition("\n\n")[0]
+    return f"[anyflex.backends.v1]\n{lines.replace(chr(34), '')}\n"
 
 
 def run_tests(plugin: Path, folder: Path, *arguments: str) -> str:

@@ -60,7 +60,9 @@ class TorchFlexCpu(_TorchFlex):
     capabilities = Capabilities(
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         head_dim_max=256,
+        different_value_head_dim=True,
         gqa=True,
+        scattered=True,
         captured_dtypes=_CAPTURED,
         operations=mods.TORCH_FLEX.operations(),
         known_fields=CONTRACT_1_FIELDS,
