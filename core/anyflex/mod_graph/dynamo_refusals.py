@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from anyflex.failing import fail_while_compiling
+from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.refusal import BRANCH, MIN_MAX_HINT, PLAIN_REFUSED, change_in_place
 
 __all__ = ["Handler", "in_mod", "is_symbol", "mend_refusals", "refuse_in_words", "wrap"]
@@ -69,13 +70,18 @@ def mend_refusals() -> None:
         overridable = get_overridable_functions()
         for function in (*PLAIN_REFUSED, *filter(_changes, vars(torch).values())):
             if function not in overridable and function not in handlers:
-                handlers[function] = _left_to_mode
+                handlers[function] = _left_to_mode(None)
+        for function in FACTORIES:  # that are not overridable before torch 2.13
+            if function not in overridable:
+                handlers[function] = _left_to_mode(handlers.get(function))
     except (ImportError, AttributeError):
         pass  # Dynamo says no by itself
-    wrap("lists", "BaseListVariable", "sq_contains", lambda call: _asking(call, "__bool__"))
+    for name in ("sq_contains", "sq_contains_impl"):  # the second one since torch 2.14
+        wrap("lists", "BaseListVariable", name, lambda call: _asking(call, "__bool__"))
     wrap("lists", "BaseListVariable", "call_method", _searching)  # before torch 2.13
     wrap("builtin", "SetAttrBuiltinVariable", "_call_setattr", _watching_attributes)
     wrap("builtin", "BuiltinVariable", "call_setattr", _watching_attributes)  # before torch 2.13
+    wrap("tensor", "TensorVariable", "mp_ass_subscript_impl", _watching_items)  # since torch 2.14
     wrap("misc", "DelayGraphBreakVariable", "call_function", _watching_calls)
 
 
@@ -138,10 +144,15 @@ def in_mod(tx: Any) -> bool:
     return False
 
 
-def _left_to_mode(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch._dynamo.variables.torch_function import dispatch_torch_function
+def _left_to_mode(otherwise: Handler | None) -> Handler:
+    def call(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.variables.torch_function import dispatch_torch_function
 
-    return dispatch_torch_function(tx, self, args, kwargs) if in_mod(tx) else None
+        if in_mod(tx):
+            return dispatch_torch_function(tx, self, args, kwargs)
+        return None if otherwise is None else otherwise(self, tx, *args, **kwargs)
+
+    return call
 
 
 def _searching(otherwise: Handler) -> Handler:
@@ -169,6 +180,18 @@ def _watching_attributes(otherwise: Handler) -> Handler:
             if setter is not None:
                 _refuse_change(setter)
         return otherwise(self, tx, changed, name, value)
+
+    return call
+
+
+def _watching_items(otherwise: Handler) -> Handler:
+    """Of tensors whose items are set or deleted."""
+
+    @functools.wraps(otherwise)
+    def call(self: Any, tx: Any, key: Any, value: Any) -> Any:
+        if in_mod(tx):
+            _refuse_change(Tensor.__setitem__)
+        return otherwise(self, tx, key, value)
 
     return call
 
