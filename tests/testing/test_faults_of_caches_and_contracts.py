@@ -10,14 +10,15 @@ from anyflex.testing import children
 from anyflex.testing.cases import every_case
 from anyflex.testing.runner import run_case
 from anyflex.testing.session import open_session
-from tests.testing.faults import caches, contracts
+from tests.testing.faults import caches, contracts, state
 from tests.testing.faults.fault import Fault, example
 
-FAULTS = (*caches.FAULTS, *contracts.FAULTS)
+LISTED = (*caches.FAULTS, *contracts.FAULTS)
+FAULTS = (*LISTED, *state.FAULTS)
 
 
 def test_every_fault_of_the_list_is_there() -> None:
-    assert [fault.number for fault in FAULTS] == list(range(79, 109))
+    assert [fault.number for fault in LISTED] == list(range(79, 109))
     assert all(every_case()[fault.case].quick for fault in FAULTS)
 
 

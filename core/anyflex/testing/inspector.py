@@ -182,6 +182,7 @@ class _InspectedKernel(Kernel):
             reads["dlse"] = grad.dlse
         if grad.delta is not None:
             reads["delta"] = grad.delta
+        reads |= {f"saved output {i}": tensor for i, tensor in enumerate(saved.extras)}
         watch = _Watch("backward", self._journal, call, reads)
         given = Grads(
             watch.optional("dq", grads.dq),

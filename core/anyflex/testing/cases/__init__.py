@@ -22,6 +22,7 @@ from anyflex.testing.cases import (
     refusals,
     run_time,
     shapes,
+    state,
     structure,
 )
 
@@ -42,6 +43,7 @@ _GROUPS = (
     declared,
     options,
     run_time,
+    state,
     determinism,
     memory,
     devices,

@@ -135,6 +135,10 @@ def _gradients(session: Session) -> str | None:
         return "no gradients are declared"
     for name in possible:
         _accepted(session, plain(session, "gradients", gradients=frozenset({name})))
+    can = session.backend.capabilities
+    if "captured" in differentiable(session, captured=True) and "score_graph" in can.known_fields:
+        alone = {"gradients": frozenset({"captured"}), "score_mod": "alibi_learned"}
+        _accepted(session, plain(session, "gradients", **alone))
     return None
 
 

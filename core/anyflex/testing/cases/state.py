@@ -1,0 +1,240 @@
+"""State: what lies between forward and backward, and what a call leaves as it found it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.errors import ModIndexError
+from anyflex.testing.attention_case import AttentionCase, Drawn
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import compare, differentiable, plain, with_mod
+from anyflex.testing.comparison import Budgets, by_oracle, mismatches
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+
+_attention: Callable[..., Any] = anyflex.flex_attention
+_NO_GRADIENTS = "the gradients of query, key and value are not all declared"
+
+
+def _differentiable(session: Session) -> bool:
+    return differentiable(session) >= {"q", "k", "v"}
+
+
+def _leaves(drawn: Drawn) -> list[Tensor]:
+    return [drawn.tensors[name].detach().requires_grad_() for name in ("query", "key", "value")]
+
+
+def _check_gradients(
+    session: Session, case: AttentionCase, drawn: Drawn, grads: tuple[Tensor, ...], slack: float
+) -> None:
+    """Compare dq, dk and dv with the oracle's, within so many times its budget."""
+    right = by_oracle(case, drawn)
+    names = ("dq", "dk", "dv")
+    budgets = Budgets(
+        {name: right.exact[name] for name in names},
+        {name: slack * right.allowed[name] for name in names},
+    )
+    lines = mismatches(dict(zip(names, grads, strict=True)), budgets, case, drawn)
+    session.require(not lines, "; ".join(lines))
+
+
+@behaviour(
+    CASES,
+    "state/interleaved",
+    "two forwards and then their backwards: a kernel keeps nothing of a call for its backward",
+    quick=True,
+)
+def _interleaved(session: Session) -> str | None:
+    if not _differentiable(session):
+        return _NO_GRADIENTS
+    cases = [plain(session, "interleaved", seed=seed) for seed in range(2)]
+    inputs = [case.draw(session.device) for case in cases]
+    leaves = [_leaves(drawn) for drawn in inputs]
+    outs = [_attention(*tensors, backend=session.name) for tensors in leaves]
+    for index in range(2):
+        grads = torch.autograd.grad(outs[index], leaves[index], inputs[index].weights["dout"])
+        _check_gradients(session, cases[index], inputs[index], grads, 1.0)
+    return None
+
+
+@behaviour(
+    CASES,
+    "state/backward_twice",
+    "backward may run again for the same forward, and gives the same",
+    quick=True,
+)
+def _backward_twice(session: Session) -> str | None:
+    if not _differentiable(session):
+        return _NO_GRADIENTS
+    case = plain(session, "backward_twice")
+    drawn = case.draw(session.device)
+    leaves = _leaves(drawn)
+    out = _attention(*leaves, backend=session.name)
+    for _ in range(2):
+        grads = torch.autograd.grad(out, leaves, drawn.weights["dout"], retain_graph=True)
+        _check_gradients(session, case, drawn, grads, 1.0)
+    return None
+
+
+@behaviour(
+    CASES,
+    "state/dout_strides",
+    "the gradient that arrives at out may have any strides, 0 included",
+    quick=True,
+)
+def _dout_strides(session: Session) -> str | None:
+    if not _differentiable(session):
+        return _NO_GRADIENTS
+    case = plain(session, "dout_strides", batch=2)
+    drawn = case.draw(session.device)
+    dout = drawn.weights["dout"]
+    wide = torch.cat([dout, dout.flip(-1)], -1)
+    for given in (
+        dout.transpose(1, 2).contiguous().transpose(1, 2),
+        dout.mT.contiguous().mT,
+        wide[..., ::2],
+        dout[:, :1, :1, :1].expand(dout.shape),
+    ):
+        weights = {**drawn.weights, "dout": given}
+        compare(session, case, dataclasses.replace(drawn, weights=weights))
+    return None
+
+
+@behaviour(
+    CASES,
+    "state/split_keys",
+    "lse and delta that come from outside, of a softmax over more keys, are used by backward",
+    quick=True,
+)
+def _split_keys(session: Session) -> str | None:
+    if not _differentiable(session) or "lse" not in session.backend.capabilities.aux:
+        return f"{_NO_GRADIENTS}, or lse is not"
+    case = plain(session, "split_keys", kv_length=60)
+    drawn = case.draw(session.device)
+    query, key, value = (drawn.tensors[name] for name in ("query", "key", "value"))
+    dout = drawn.weights["dout"]
+    parts = [(key[:, :, part], value[:, :, part]) for part in (slice(0, 23), slice(23, 60))]
+    outs, lses = [], []
+    for k, v in parts:
+        out, lse = _attention(query, k, v, return_lse=True, backend=session.name)
+        outs.append(out)
+        lses.append(lse)
+    lse = torch.logaddexp(*lses)
+    wide = lse.dtype
+    out = sum(
+        part.to(wide) * (own - lse).exp().unsqueeze(-1)
+        for part, own in zip(outs, lses, strict=True)
+    )
+    assert isinstance(out, Tensor)
+    delta = (dout.to(wide) * out).sum(-1)
+    unread = torch.full_like(dout, torch.nan)
+    grads = [
+        anyflex.flex_attention_backward(
+            dout, query, k, v, unread, lse, delta=delta, backend=session.name
+        )
+        for k, v in parts
+    ]
+    joined = (
+        grads[0].query + grads[1].query,
+        torch.cat([part.key for part in grads], 2),
+        torch.cat([part.value for part in grads], 2),
+    )
+    # Each part is rounded by itself, and so are the parts' outputs that lse and delta are made of.
+    _check_gradients(session, case, drawn, joined, 4.0)
+    return None
+
+
+@behaviour(
+    CASES,
+    "state/modes",
+    "calls under torch.no_grad and torch.inference_mode compute the same",
+    quick=True,
+)
+def _modes(session: Session) -> str | None:
+    case = plain(session, "modes", gradients=frozenset())
+    modes: tuple[Callable[[], Any], ...] = (torch.no_grad, torch.inference_mode)
+    for mode in modes:
+
+        def attention(*given: Any, mode: Any = mode, **named: Any) -> Any:
+            with mode():
+                # Made in the mode: tensors of inference mode know less.
+                made = [t.clone() if isinstance(t, Tensor) else t for t in given]
+                return _attention(*made, **named)
+
+        compare(session, case, attention=attention)
+    return None
+
+
+def _global_state() -> dict[str, Any]:
+    return {
+        "the random number generator's state": torch.get_rng_state().tolist(),
+        "the default dtype": torch.get_default_dtype(),
+        "the number of threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "the precision of float32 products": torch.get_float32_matmul_precision(),
+        "CPU autocast": torch.is_autocast_enabled("cpu"),
+    }
+
+
+@behaviour(
+    CASES,
+    "state/global_state",
+    "a call leaves random numbers, modes, threads and precisions of the process as they were",
+    quick=True,
+)
+def _leaves_state(session: Session) -> str | None:
+    case = plain(session, "global_state")
+    drawn = case.draw(session.device)
+    leaves = [t.requires_grad_(_differentiable(session)) for t in _leaves(drawn)]
+    before = _global_state()
+    out = _attention(*leaves, backend=session.name)
+    if out.requires_grad:
+        out.backward(drawn.weights["dout"])
+    changed = [name for name, value in _global_state().items() if value != before[name]]
+    session.require(not changed, f"a call changes {', '.join(changed)}")
+    return None
+
+
+def _too_far(table: Any) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + table[k]
+
+
+@behaviour(
+    CASES,
+    "state/index_error",
+    "a live pair that reads outside of a captured tensor raises ModIndexError on the CPU; a dead "
+    "one reads nothing and raises nothing",
+    quick=True,
+)
+def _index_error(session: Session) -> str | None:
+    if session.device.type != "cpu":
+        return "elsewhere it would have to wait for the device"
+    gradients = frozenset[str]()
+    case = plain(session, "index_error", score_mod="identity", gradients=gradients)
+    short = torch.randn(case.kv_length - 3, generator=torch.Generator().manual_seed(6))
+    drawn = with_mod(case.draw(session.device), "score", case, _too_far, table=short)
+    tensors = [drawn.tensors[name] for name in ("query", "key", "value")]
+    with contextlib.suppress(ModIndexError):
+        _attention(*tensors, drawn.mods["score"].function(), backend=session.name)
+        session.require(
+            False, "a live pair reads outside of a captured tensor, and nobody says so"
+        )
+    # The oracle reads live pairs only.
+    masked = with_mod(drawn, "mask", case, _but_three, case.kv_length - 3)
+    compare(session, case, masked)
+    return None
+
+
+def _but_three(end: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: k < end

@@ -1,0 +1,92 @@
+"""Faults beside the list: what a kernel keeps between calls, and what it changes around it."""
+
+from __future__ import annotations
+
+from tests.testing.faults.fault import Change, Fault
+
+__all__ = ["FAULTS"]
+
+_FORWARD = "    def forward(self, call: Call, out: Outputs) -> None:\n"
+_TILES = "        for tile in tiles(call, self.keys_at_once):\n"
+_EXTRAS = "        out = saved.extras[0] if saved.extras else saved.out\n"
+_DELTA = "            if grad.delta is None:\n"
+
+
+def _at_forward(*lines: str) -> Change:
+    return Change("kernel.py", _FORWARD, _FORWARD + "".join(f"        {line}\n" for line in lines))
+
+
+FAULTS = (
+    Fault(
+        201,
+        "backward uses what the last forward left in the kernel",
+        (
+            _at_forward("self.last = out"),
+            Change("kernel.py", _EXTRAS, "        out = self.last.out\n"),
+        ),
+        "state/interleaved",
+        "dq is",
+    ),
+    Fault(
+        202,
+        "backward destroys what forward has saved",
+        (
+            Change(
+                "kernel.py", _EXTRAS, _EXTRAS.replace("saved.out\n", "saved.out.neg_().neg()\n")
+            ),
+        ),
+        "state/backward_twice",
+        "out was written to",
+    ),
+    Fault(
+        203,
+        "dout is taken for contiguous",
+        (
+            Change(
+                "kernel.py",
+                _EXTRAS,
+                _EXTRAS
+                + "        size = grad.dout.shape\n        dense = torch.empty(size).stride()\n"
+                "        vars(grad)['dout'] = grad.dout.as_strided(size, dense) if "
+                "grad.dout.numel() <= grad.dout.untyped_storage().nbytes() // "
+                "grad.dout.element_size() else grad.dout.contiguous()\n",
+            ),
+        ),
+        "state/dout_strides",
+        "dq is",
+    ),
+    Fault(
+        204,
+        "a delta from outside is ignored",
+        (Change("kernel.py", _DELTA, "            if True:\n"),),
+        "state/split_keys",
+        "dq is",
+    ),
+    Fault(
+        205,
+        "random numbers are drawn from the process's generator",
+        (_at_forward("torch.rand(())"),),
+        "state/global_state",
+        "the random number generator's state",
+    ),
+    Fault(
+        206,
+        "a live read outside of a captured tensor is clamped in silence",
+        (
+            Change(
+                "mods.py",
+                "            if bool((where & live).any()):\n",
+                "            if False:\n",
+            ),
+        ),
+        "state/index_error",
+        "nobody says so",
+    ),
+    Fault(
+        207,
+        "forward asks for what inference mode doesn't have",
+        (_at_forward("call.query.view(-1)._version if call.query.is_contiguous() else None"),),
+        "state/modes",
+        "nference",
+    ),
+)
