@@ -25,7 +25,8 @@ class ExitCode(enum.IntEnum):
     CHECK_FAILED = (
         1,
         "a check failed (doctor: a self-test, a broken plugin or a wrong variable; demo: the loss "
-        "or the gradients; cache: a folder or an archive that can't be used; conformance: a case)",
+        "or the gradients; cache: a folder or an archive that can't be used; conformance: a case; "
+        "bench: a backend that computes wrongly or fails)",
     )
     USAGE = 2, "wrong usage: an argument, a variable or a function that can't be understood"
     NOT_RUN = 3, "not run: a backend refuses the call, or a device or package is missing"

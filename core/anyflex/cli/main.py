@@ -12,14 +12,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from anyflex.cli import cache, conformance, demo, doctor, explain, new_plugin
+from anyflex.cli import bench, cache, conformance, demo, doctor, explain, new_plugin
 from anyflex.cli.exit_codes import ExitCode, code_of, exit_code_table
 from anyflex.errors import AnyflexError
 from anyflex.registry import environment
 
 __all__ = ["main"]
 
-_COMMANDS = (doctor, explain, demo, cache, conformance, new_plugin)
+_COMMANDS = (doctor, explain, demo, cache, conformance, bench, new_plugin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:
         # argparse has printed what there is to say: --help, --version or the error.
         return int(exit_.code or 0)
+    # For reports that say how to repeat them.
+    args.given = list(sys.argv[1:] if arguments is None else arguments)
     if args.run is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE

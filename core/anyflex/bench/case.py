@@ -1,0 +1,159 @@
+"""What is measured: a call as data, and the tensors and functions that it is made with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.bench.patterns import make_mask_mod, make_score_mod
+
+__all__ = ["DIRECTIONS", "BenchCase", "Direction", "Inputs", "make_inputs"]
+
+Direction = Literal["forward", "backward", "both"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
+
+_SMALL = 192
+"""Length of the call that results are checked on: two blocks, the second ragged."""
+_PAIRS = 1 << 24
+"""Pairs at which the mask is looked at at once."""
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """A call of `flex_attention` that is measured.
+
+    Args:
+        name: says what it is.
+        q_shape: [B, Hq, L, E].
+        kv_shape: [B, Hkv, S, E]; value has key's shape.
+        dtype: of query, key and value: ``"bfloat16"``.
+        masks, mods: as the command line spells them; masks all hold, mods follow one another.
+        directions: of `DIRECTIONS`. ``"both"`` is a forward and its backward.
+        block_size: of the block mask.
+    """
+
+    name: str
+    q_shape: tuple[int, int, int, int]
+    kv_shape: tuple[int, int, int, int]
+    dtype: str = "bfloat16"
+    masks: tuple[str, ...] = ()
+    mods: tuple[str, ...] = ()
+    directions: tuple[Direction, ...] = ("forward",)
+    block_size: int = 128
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's object."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def gqa(self) -> bool:
+        """Query heads share key heads."""
+        return self.q_shape[1] != self.kv_shape[1]
+
+    def small(self) -> BenchCase:
+        """Return a case of the same kind whose dense formula is cheap."""
+        batch, heads, q_length, width = self.q_shape
+        kv_heads, kv_length = self.kv_shape[1:3]
+        ratio = heads // kv_heads
+        few = min(kv_heads, 2)
+        return dataclasses.replace(
+            self,
+            q_shape=(min(batch, 2), few * ratio, min(q_length, _SMALL), width),
+            kv_shape=(min(batch, 2), few, min(kv_length, _SMALL), width),
+        )
+
+    def flops(self, direction: Direction, share: float) -> float:
+        """Floating-point operations of the products at live pairs: two of them forward, five
+        backward.
+
+        Args:
+            share: of the pairs that are live, 0 to 1.
+        """
+        batch, heads, q_length, width = self.q_shape
+        product = 2.0 * batch * heads * q_length * self.kv_shape[2] * width * share
+        return product * {"forward": 2, "backward": 5, "both": 7}[direction]
+
+    def kv_bytes(self) -> int:
+        """Bytes of key and value, which a decoding step has to read."""
+        batch, heads, length, width = self.kv_shape
+        return 2 * batch * heads * length * width * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A case on a device.
+
+    Args:
+        case: what they are of.
+        query, key, value: random normal, requiring gradients where the case has a backward.
+        dout: what arrives at backward, shaped like out.
+        score_mod, mask_mod: or None.
+        block_mask: of `mask_mod`.
+        share: of the pairs that are live.
+    """
+
+    case: BenchCase
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dout: Tensor
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    block_mask: anyflex.BlockMask | None
+    share: float
+
+
+def make_inputs(case: BenchCase, device: torch.device, *, seed: int = 0) -> Inputs:
+    """Return a case's tensors and functions, the same for the same seed.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: from the functions that the case names.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
+    # Never zeros: a chip that multiplies zeros takes less power, and runs faster.
+    query, key, value, dout = (
+        torch.randn(shape, generator=generator, device="cpu").to(device, case.torch_dtype)
+        for shape in shapes
+    )
+    if case.directions != ("forward",):
+        for tensor in (query, key, value):
+            tensor.requires_grad_()
+    lengths = (case.q_shape[2], case.kv_shape[2])
+    mask_mod = make_mask_mod(case.masks, lengths, device)
+    score_mod = make_score_mod(case.mods, case.q_shape[1], device)
+    mask = None
+    share = 1.0
+    if mask_mod is not None:
+        mask = anyflex.create_block_mask(
+            mask_mod, None, None, *lengths, device=device, BLOCK_SIZE=case.block_size
+        )
+        share = _live_share(mask_mod, lengths, device)
+    return Inputs(case, query, key, value, dout, score_mod, mask_mod, mask, share)
+
+
+def _live_share(
+    mask_mod: Callable[..., Any], lengths: tuple[int, int], device: torch.device
+) -> float:
+    """The part of the pairs at which the mask is true. Masks of the command line are the same for
+    each batch and head."""
+    q_length, kv_length = lengths
+    if q_length * kv_length == 0:
+        return 0.0
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    kv_idx = torch.arange(kv_length, device=device)
+    rows = max(1, _PAIRS // kv_length)
+    live = 0
+    for begin in range(0, q_length, rows):
+        q_idx = torch.arange(begin, min(begin + rows, q_length), device=device).unsqueeze(1)
+        kept = mask_mod(zero, zero, q_idx, kv_idx).expand(len(q_idx), kv_length)
+        live += int(kept.sum())
+    return live / (q_length * kv_length)

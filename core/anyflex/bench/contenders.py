@@ -1,0 +1,112 @@
+"""Who is measured: installed backends, through `anyflex.flex_attention`, and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.bench.case import BenchCase, Inputs
+from anyflex.bench.peers import peers
+from anyflex.cli.exit_codes import NotRun, WrongUsage
+from anyflex.registry import table
+
+__all__ = ["Attend", "Contender", "chosen_contenders"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(query, key, value) -> out, with everything else bound."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody who computes attention.
+
+    Args:
+        name: of the backend, or the peer's.
+        kind: peers are what others are compared with: they are not anyflex's own.
+        distribution: ``"name version"`` of what carries it.
+        refusal: says why a case is out of reach, or None; what shows at the first call only is
+            refused then.
+        prepare: binds a case's functions; costly work may wait for the first call.
+    """
+
+    name: str
+    kind: Literal["backend", "peer"]
+    distribution: str
+    refusal: Callable[[BenchCase], str | None]
+    prepare: Callable[[Inputs], Attend]
+
+
+def chosen_contenders(device: torch.device, wanted: Sequence[str] = ()) -> list[Contender]:
+    """Return who is measured on `device`.
+
+    Args:
+        wanted: names; empty for every usable backend of the device's type and every peer. The
+            reference is measured only if it is named, or no other backend is there.
+
+    Raises:
+        WrongUsage: an unknown name, or one of another device type.
+        NotRun: a named backend can't be used here.
+    """
+    backends = {}
+    unusable = {}
+    for entry in table.current().every():
+        if entry.device_type not in (device.type, "*"):
+            continue
+        state = entry.state()
+        if state.backend is None or state.kind != "usable":
+            unusable[entry.name] = state.reason
+            continue
+        # The lowest priority says: here to be compared with.
+        kind: Literal["backend", "peer"] = (
+            "peer" if state.backend.priority < 0 and entry.device_type != "*" else "backend"
+        )
+        backends[entry.name] = Contender(
+            entry.name, kind, entry.distribution, _nothing_refused, _through_anyflex(entry.name)
+        )
+    others = {
+        peer.name: Contender(
+            peer.name, "peer", f"torch {torch.__version__}", peer.refusal, peer.prepare
+        )
+        for peer in peers(device)
+    }
+    known = {**backends, **others}
+    if not wanted:
+        own = [name for name, each in backends.items() if each.kind == "backend"]
+        left_out = {"reference"} if len(own) > 1 else set()
+        return [each for name, each in known.items() if name not in left_out]
+    for name in wanted:
+        if name in unusable:
+            raise NotRun(f"--backend {name}: it can't be used here: {unusable[name]}")
+        if name not in known:
+            raise WrongUsage(
+                f"--backend {name}: there is none on {device.type}; known: {', '.join(known)}"
+            )
+    return [known[name] for name in dict.fromkeys(wanted)]
+
+
+def _nothing_refused(case: BenchCase) -> str | None:
+    return None
+
+
+def _through_anyflex(name: str) -> Callable[[Inputs], Attend]:
+    def prepare(inputs: Inputs) -> Attend:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = anyflex.flex_attention(
+                query,
+                key,
+                value,
+                inputs.score_mod,
+                inputs.block_mask,
+                enable_gqa=inputs.case.gqa,
+                backend=name,
+            )
+            return out
+
+        return attend
+
+    return prepare

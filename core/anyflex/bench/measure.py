@@ -1,0 +1,232 @@
+"""Measuring a case: first calls, checks, warm-up, then rounds in which everybody takes turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from anyflex.bench.case import BenchCase, Direction, Inputs, make_inputs
+from anyflex.bench.check import LIMITS, Formula, worst_error
+from anyflex.bench.clock import Clock
+from anyflex.bench.contenders import Contender
+from anyflex.errors import BackendRefused
+
+__all__ = ["Measurement", "Status", "measure_case"]
+
+Status = Literal["measured", "refused", "wrong", "failed"]
+
+_SAMPLE_SECONDS = 0.02
+"""What one contender takes in one round, unless a single call takes longer."""
+_CALLS = 100
+"""At most this many calls in a round."""
+_WARM_CALLS = 3
+
+
+@dataclass
+class Measurement:
+    """One contender, case and direction.
+
+    Args:
+        case, direction, contender, kind, distribution: what was measured.
+        status: ``measured``; ``refused`` with a reason; ``wrong`` numbers, which are not timed;
+            ``failed`` with an exception.
+        detail: reason, exception, or which result was wrong.
+        worst, error: result that was worst on the small call, relative error; None if not checked.
+        first_call_s: wall seconds of the first call, compilation included.
+        calls: in each round.
+        samples_ms: mean milliseconds of a call, one for each round.
+        live_share: of the pairs.
+        flops: of one call, live pairs only.
+        kv_bytes: of key and value.
+        ratio: best peer's median / this median: above 1 is faster than every peer.
+    """
+
+    case: str
+    direction: Direction
+    contender: str
+    kind: Literal["backend", "peer"]
+    distribution: str
+    live_share: float
+    flops: float
+    kv_bytes: int
+    status: Status = "measured"
+    detail: str = ""
+    worst: str | None = None
+    error: float | None = None
+    first_call_s: float | None = None
+    calls: int = 0
+    samples_ms: list[float] = field(default_factory=list)
+    ratio: float | None = None
+
+    @property
+    def median_ms(self) -> float | None:
+        """Median of the rounds."""
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row of the report."""
+        row = dataclasses.asdict(self)
+        # JSON has no NaN.
+        if self.error is not None and not math.isfinite(self.error):
+            row["error"] = None
+        median = self.median_ms
+        row |= {
+            "median_ms": median,
+            "min_ms": min(self.samples_ms, default=None),
+            "max_ms": max(self.samples_ms, default=None),
+            "gflops": None if not median else self.flops / median / 1e6,
+            "kv_gb_per_s": None if not median else self.kv_bytes / median / 1e6,
+        }
+        return row
+
+
+def measure_case(
+    case: BenchCase,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    clock: Clock,
+    rounds: int,
+    say: Callable[[str], None],
+) -> Iterator[Measurement]:
+    """Yield a measurement for each direction and contender, the contenders' order kept.
+
+    Args:
+        clock: of the device.
+        rounds: in each, every contender is sampled once, one after the other.
+        say: told what is being done.
+
+    Raises:
+        AnyflexError: from the functions that the case names.
+    """
+    for direction in case.directions:
+        one = dataclasses.replace(case, directions=(direction,))
+        yield from _measure(one, direction, contenders, device, clock, rounds, say)
+
+
+def _measure(
+    case: BenchCase,
+    direction: Direction,
+    contenders: Sequence[Contender],
+    device: torch.device,
+    clock: Clock,
+    rounds: int,
+    say: Callable[[str], None],
+) -> list[Measurement]:
+    inputs = make_inputs(case, device)
+    formula = Formula(case, device)
+    flops = case.flops(direction, inputs.share)
+    measurements = []
+    racing: list[tuple[Measurement, Callable[[], Any]]] = []
+    for contender in contenders:
+        say(f"{case.name}, {direction}: {contender.name}")
+        measured = Measurement(
+            case.name,
+            direction,
+            contender.name,
+            contender.kind,
+            contender.distribution,
+            inputs.share,
+            flops,
+            case.kv_bytes(),
+        )
+        measurements.append(measured)
+        call = _admitted(contender, inputs, formula, direction, clock, measured)
+        if call is not None:
+            measured.calls = _calls_in_a_sample(clock, call)
+            racing.append((measured, call))
+    for number in range(rounds):
+        say(f"{case.name}, {direction}: round {number + 1} of {rounds}")
+        for measured, call in racing:
+            measured.samples_ms.append(clock.seconds(call, measured.calls) * 1e3)
+    _compare(measurements)
+    return measurements
+
+
+def _admitted(
+    contender: Contender,
+    inputs: Inputs,
+    formula: Formula,
+    direction: Direction,
+    clock: Clock,
+    measured: Measurement,
+) -> Callable[[], Any] | None:
+    """Make the first call and check the numbers. Return what is timed, or None and say why in
+    `measured`."""
+    refusal = contender.refusal(inputs.case)
+    if refusal is not None:
+        measured.status, measured.detail = "refused", refusal
+        return None
+    try:
+        # The first call is the real one: a compiler that saw the small one before would make
+        # code for both.
+        call, measured.first_call_s = _first_call(contender, inputs, direction, clock)
+        measured.worst, measured.error = worst_error(contender, formula)
+    except BackendRefused as error:
+        reason = error.reasons.get(contender.name, str(error))
+        measured.status, measured.detail = "refused", reason
+        return None
+    # A contender may raise anything, and the others are still to be measured. The report says
+    # what it was.
+    except Exception as error:  # noqa: BLE001
+        measured.status = "failed"
+        measured.detail = f"{type(error).__name__}: {_first_line(error)}"
+        return None
+    limit = LIMITS[inputs.case.torch_dtype]
+    if not measured.error <= limit:
+        measured.status = "wrong"
+        measured.detail = (
+            f"{measured.worst} is off by {measured.error:.1e} of the largest value, allowed "
+            f"{limit:.0e}"
+        )
+        return None
+    return call
+
+
+def _first_call(
+    contender: Contender, inputs: Inputs, direction: Direction, clock: Clock
+) -> tuple[Callable[[], Any], float]:
+    """Return what is timed, and the seconds of its first call. The forward of a backward isn't
+    counted."""
+    attend = contender.prepare(inputs)
+    tensors = (inputs.query, inputs.key, inputs.value)
+    if direction == "forward":
+        call: Callable[[], Any] = lambda: attend(*tensors)  # noqa: E731
+    elif direction == "both":
+
+        def call() -> Any:
+            return torch.autograd.grad(attend(*tensors), tensors, inputs.dout)
+
+    else:
+        out = attend(*tensors)
+
+        def call() -> Any:
+            return torch.autograd.grad(out, tensors, inputs.dout, retain_graph=True)
+
+    return call, clock.once(call)
+
+
+def _calls_in_a_sample(clock: Clock, call: Callable[[], Any]) -> int:
+    """Warm up, and return how many calls a sample has."""
+    seconds = min(clock.seconds(call, 1) for _ in range(_WARM_CALLS))
+    return max(1, min(_CALLS, round(_SAMPLE_SECONDS / max(seconds, 1e-9))))
+
+
+def _compare(measurements: Sequence[Measurement]) -> None:
+    """Fill in the ratios: how many times as fast as the best peer."""
+    peers = [m.median_ms for m in measurements if m.kind == "peer"]
+    best = min((median for median in peers if median is not None), default=None)
+    for measured in measurements:
+        median = measured.median_ms
+        if best is not None and median:
+            measured.ratio = best / median
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""

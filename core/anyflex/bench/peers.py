@@ -1,0 +1,117 @@
+"""Peers that torch itself has: scaled dot product attention, and its own flex attention.
+
+They are called as a user of torch calls them, with nothing of anyflex between.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.bench.case import BenchCase, Inputs
+
+__all__ = ["Peer", "peers"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """See `anyflex.bench.contenders.Contender`."""
+
+    name: str
+    refusal: Callable[[BenchCase], str | None]
+    prepare: Callable[[Inputs], Callable[[Tensor, Tensor, Tensor], Tensor]]
+
+
+def peers(device: torch.device) -> list[Peer]:
+    """Return the peers of a device."""
+    kernels = {"cpu": ("FLASH",), "cuda": ("CUDNN", "FLASH", "EFFICIENT")}.get(device.type, ())
+    found = [_sdpa(kernel) for kernel in kernels] or [_sdpa(None)]
+    found.append(_flex("torch.flex", device, {}))
+    if device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None:
+        found.append(_flex("torch.flex.flash", device, {"BACKEND": "FLASH"}))
+    return found
+
+
+def _sdpa(kernel: str | None) -> Peer:
+    """scaled_dot_product_attention by one of its kernels, None for torch's choice."""
+
+    def refusal(case: BenchCase) -> str | None:
+        if case.mods:
+            return "scaled_dot_product_attention has no score mods"
+        if case.masks not in ((), ("causal",)):
+            return "scaled_dot_product_attention has no mask functions but causal"
+        if case.masks and case.q_shape[2] != case.kv_shape[2]:
+            return "causal of other lengths means different things to different kernels"
+        return None
+
+    def prepare(inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        settings: dict[str, Any] = {"is_causal": bool(inputs.case.masks)}
+        if inputs.case.gqa:
+            settings["enable_gqa"] = True
+
+        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings)
+
+        if kernel is None:
+            return plain
+        only = getattr(SDPBackend, f"{kernel}_ATTENTION")
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            with sdpa_kernel(only):
+                return plain(query, key, value)
+
+        return attend
+
+    return Peer("torch.sdpa" + (f".{kernel.lower()}" if kernel else ""), refusal, prepare)
+
+
+def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
+    """torch's flex_attention, compiled for the case's lengths."""
+
+    def refusal(case: BenchCase) -> str | None:
+        if device.type == "cpu" and case.directions != ("forward",):
+            return "torch's flex attention has no backward on the CPU"
+        return None
+
+    def prepare(inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        mask = None if inputs.block_mask is None else inputs.block_mask.to_torch()
+        settings: dict[str, Any] = {
+            "score_mod": inputs.score_mod,
+            "block_mask": mask,
+            "enable_gqa": inputs.case.gqa,
+            "kernel_options": options or None,
+        }
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out: Tensor = flex_attention(query, key, value, **settings)
+            return out
+
+        compiled: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.compile(
+            _own_code(attend), dynamic=False, fullgraph=True
+        )
+        return compiled
+
+    return Peer(name, refusal, prepare)
+
+
+def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of the same code in another object: torch counts recompilations by code
+    object, and at a limit gives up."""
+    assert isinstance(function, types.FunctionType)
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )

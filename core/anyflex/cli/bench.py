@@ -1,0 +1,234 @@
+"""``anyflex bench``: backends and peers side by side, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyflex.cli.exit_codes import ExitCode, WrongUsage
+
+if TYPE_CHECKING:
+    from anyflex.bench.case import BenchCase, Direction
+
+__all__ = ["add_parser", "run"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_MADE = ("shape", "kv", "dtype", "mask", "mod", "direction", "block_size")
+_DEFAULT = "cpu-quick"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``bench``."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure backends and peers side by side",
+        description=(
+            "Measures every usable backend, torch's scaled dot product attention where the "
+            "pattern allows it, and torch's own flex attention, in one run: rounds in which each "
+            "takes its turn, medians and ranges, how many times as fast as the best peer. First "
+            "calls, which compile, are reported apart. Before that each one's numbers are "
+            "compared with a dense float64 formula: what is wrong isn't timed. Fails (1) if a "
+            "backend's numbers are wrong, or it raises an exception."
+        ),
+    )
+    parser.add_argument("--preset", metavar="NAME", help="a list of cases; --list prints them")
+    parser.add_argument(
+        "--backend",
+        metavar="NAMES",
+        default="",
+        help="backends and peers to measure, comma-separated (default: all; --list prints them)",
+    )
+    parser.add_argument("--device", default=None, help="default: cpu, or the preset's")
+    parser.add_argument(
+        "--case", metavar="GLOB", action="append", default=[], help="only these of the preset"
+    )
+    parser.add_argument(
+        "--shape",
+        type=_shape,
+        action="append",
+        metavar="BxHxLxE",
+        help="of query, instead of a preset; may be repeated",
+    )
+    parser.add_argument("--kv", type=_shape, metavar="BxHxSxE", help="of key and value")
+    parser.add_argument("--dtype", choices=(*_DTYPES, *_DTYPES.values()))
+    parser.add_argument(
+        "--mask",
+        action="append",
+        help="as `anyflex explain` has it, or random_documents:200,1800; may be repeated",
+    )
+    parser.add_argument("--mod", action="append", help="as `anyflex explain` has it")
+    parser.add_argument(
+        "--direction",
+        metavar="NAMES",
+        help="of forward, backward and both, comma-separated (default: forward)",
+    )
+    parser.add_argument("--block-size", type=int, help="of the block mask (default: 128)")
+    parser.add_argument("--rounds", type=int, default=7, help="default: 7")
+    parser.add_argument(
+        "--clock",
+        choices=("device", "wall"),
+        default="device",
+        help="on accelerators: time on the device (default), or of calls back to back on the host",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results; - for standard output")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="write a picture, FILE.svg")
+    parser.add_argument(
+        "--list", action="store_true", help="print presets, backends and peers; measure nothing"
+    )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        shape = ()
+    if len(shape) != 4 or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"must be four numbers like 1x16x4096x128, got {text!r}")
+    return shape
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure. Progress goes to stderr, the table to stdout."""
+    from anyflex.bench.clock import clock_of
+    from anyflex.bench.contenders import chosen_contenders
+    from anyflex.bench.measure import measure_case
+    from anyflex.bench.plot import svg_plot
+    from anyflex.bench.report import make_report, table_lines
+    from anyflex.cli.device_argument import present_device
+
+    if args.rounds < 1:
+        raise WrongUsage(f"--rounds {args.rounds}: must be at least 1")
+    if args.plot is not None and args.plot.suffix != ".svg":
+        raise WrongUsage(f"--plot {args.plot}: the picture is SVG; name it *.svg")
+    cases = _cases(args)
+    # A preset for one device says so by its name.
+    of_preset = "cuda" if (args.preset or "").startswith("h200") else "cpu"
+    device = present_device(args.device or of_preset)
+    contenders = chosen_contenders(device, [name for name in args.backend.split(",") if name])
+    if args.list:
+        from anyflex.bench.presets import PRESETS
+
+        lines = [f"preset {name}: {len(listed)} cases" for name, listed in PRESETS.items()]
+        lines += [f"{each.kind} {each.name}: {each.distribution}" for each in contenders]
+        print("\n".join(lines))
+        return ExitCode.OK
+
+    progress = _Progress()
+    clock = clock_of(device, wall=args.clock == "wall")
+    begin = time.perf_counter()
+    measurements = [
+        measured
+        for case in cases
+        for measured in measure_case(case, contenders, device, clock, args.rounds, progress.say)
+    ]
+    progress.clear()
+    report = make_report(
+        cases,
+        measurements,
+        device,
+        clock=clock.name,
+        command=shlex.join(["anyflex", *args.given]),
+        preset=args.preset if args.shape is None else None,
+        rounds=args.rounds,
+        seconds=time.perf_counter() - begin,
+    )
+    if args.json == "-":
+        print(json.dumps(report, indent=1))
+    else:
+        print("\n".join(table_lines(report)))
+        if args.json is not None:
+            _write(Path(args.json), json.dumps(report, indent=1) + "\n")
+    if args.plot is not None:
+        _write(args.plot, svg_plot(report))
+    return _verdict(report)
+
+
+def _verdict(report: dict[str, Any]) -> ExitCode:
+    rows = report["measurements"]
+    if any(row["kind"] == "backend" and row["status"] in ("wrong", "failed") for row in rows):
+        return ExitCode.CHECK_FAILED
+    measured = any(row["status"] == "measured" for row in rows)
+    return ExitCode.OK if measured else ExitCode.NOT_RUN
+
+
+def _cases(args: argparse.Namespace) -> Sequence[BenchCase]:
+    import fnmatch
+
+    from anyflex.bench.presets import PRESETS
+
+    if args.shape is not None:
+        if args.preset is not None or args.case:
+            raise WrongUsage("--shape makes cases of its own: leave out --preset and --case")
+        return [_made_case(args, shape) for shape in args.shape]
+    given = [f"--{name.replace('_', '-')}" for name in _MADE if getattr(args, name)]
+    if given:
+        raise WrongUsage(f"{', '.join(given)}: belongs to --shape; a preset says it itself")
+    args.preset = args.preset or _DEFAULT
+    if args.preset not in PRESETS:
+        raise WrongUsage(f"--preset {args.preset}: there is none; known: {', '.join(PRESETS)}")
+    cases = [
+        case
+        for case in PRESETS[args.preset]
+        if not args.case or any(fnmatch.fnmatchcase(case.name, glob) for glob in args.case)
+    ]
+    if not cases:
+        names = "; ".join(case.name for case in PRESETS[args.preset])
+        raise WrongUsage(f"--case {' '.join(args.case)}: matches none of: {names}")
+    return cases
+
+
+def _made_case(args: argparse.Namespace, shape: tuple[int, int, int, int]) -> BenchCase:
+    from anyflex.bench.case import BenchCase
+
+    kv = args.kv or shape
+    if kv[0] != shape[0] or kv[3] != shape[3] or shape[1] % kv[1]:
+        raise WrongUsage(
+            f"--kv {'x'.join(map(str, kv))}: batch and head dim must be query's, and query's "
+            f"heads a multiple of its heads; query is {'x'.join(map(str, shape))}"
+        )
+    dtype = _DTYPES.get(args.dtype, args.dtype) or "float32"
+    masks, mods = tuple(args.mask or ()), tuple(args.mod or ())
+    size = args.block_size or 128
+    parts = ["x".join(map(str, shape))]
+    parts += [f"kv {'x'.join(map(str, kv))}"] if kv != shape else []
+    directions = _directions(args.direction or "forward")
+    name = " ".join([*parts, dtype, *masks, *mods])
+    return BenchCase(name, shape, kv, dtype, masks, mods, directions, size)
+
+
+def _directions(text: str) -> tuple[Direction, ...]:
+    from anyflex.bench.case import DIRECTIONS
+
+    wanted = [name for name in text.split(",") if name]
+    unknown = [name for name in wanted if name not in DIRECTIONS]
+    if unknown or not wanted:
+        raise WrongUsage(f"--direction {text}: must be of {', '.join(DIRECTIONS)}")
+    return tuple(name for name in DIRECTIONS if name in wanted)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WrongUsage(f"{path} can't be written: {error}") from error
+
+
+class _Progress:
+    """One line on a terminal, written again and again; nothing elsewhere: output while something
+    is timed costs time."""
+
+    def say(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{text[:79]}")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,171 @@
+"""Rounds, clocks, small calls and presets."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.bench.case import BenchCase, Inputs, make_inputs
+from anyflex.bench.check import Formula, worst_error
+from anyflex.bench.clock import WallClock
+from anyflex.bench.contenders import Contender
+from anyflex.bench.measure import measure_case
+from anyflex.bench.peers import peers
+from anyflex.bench.presets import PRESETS
+
+CPU = torch.device("cpu")
+CASE = BenchCase("small", (1, 2, 40, 8), (1, 2, 40, 8), "float32", ("causal",))
+
+
+def recording(name: str, calls: list[str]) -> Contender:
+    """A contender that is right, and notes that it was called."""
+
+    def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            calls.append(name)
+            out: Tensor = anyflex.flex_attention(
+                query, key, value, inputs.score_mod, inputs.block_mask, backend="reference"
+            )
+            return out
+
+        return attend
+
+    return Contender(name, "backend", "tests 1", lambda case: None, prepare)
+
+
+def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyflex.bench.measure._CALLS", 1)
+    calls: list[str] = []
+    racers = [recording(name, calls) for name in "abc"]
+    measured = list(measure_case(CASE, racers, CPU, WallClock(CPU), 4, lambda text: None))
+    assert [each.contender for each in measured] == ["a", "b", "c"]
+    assert calls[-12:] == ["a", "b", "c"] * 4
+    # First call, check, warm-up: before the rounds, and one contender after the other.
+    assert calls[:-12] == sorted(calls[:-12])
+
+
+def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
+    lengths: list[int] = []
+    case = dataclasses.replace(CASE, q_shape=(1, 2, 300, 8), kv_shape=(1, 2, 300, 8))
+
+    def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            lengths.append(query.shape[2])
+            out: Tensor = anyflex.flex_attention(query, key, value, None, inputs.block_mask)
+            return out
+
+        return attend
+
+    contender = Contender("a", "backend", "tests 1", lambda case: None, prepare)
+    (measured,) = measure_case(case, [contender], CPU, WallClock(CPU), 1, lambda text: None)
+    assert measured.status == "measured"
+    assert lengths[:2] == [300, 192] and set(lengths[2:]) == {300}
+
+
+def test_the_clock_is_read_around_all_calls() -> None:
+    calls: list[int] = []
+    assert WallClock(CPU).seconds(lambda: calls.append(1), 5) > 0
+    assert WallClock(CPU).once(lambda: calls.append(1)) > 0
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_one_wrong_element_is_found(name: str) -> None:
+    case = dataclasses.replace(CASE, directions=("backward",), mods=("alibi",))
+    formula = Formula(case, CPU)
+    right = recording("right", [])
+    assert worst_error(right, formula)[1] < 1e-5
+
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):  # type: ignore[no-untyped-def]
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            gradient = gradient.clone()
+            gradient[0, 1, 7, 3] += 1
+            return gradient
+
+    def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
+        attend = right.prepare(inputs)
+
+        def spoilt(*tensors: Tensor) -> Tensor:
+            through = [
+                Spoil.apply(each) if name == f"d{letter}" else each
+                for letter, each in zip("qkv", tensors, strict=True)
+            ]
+            out = attend(*through)
+            if name == "out":
+                out = out + torch.zeros_like(out).index_put(
+                    tuple(torch.tensor([i]) for i in (0, 1, 7, 3)), torch.ones(1)
+                )
+            return out
+
+        return spoilt
+
+    worst, error = worst_error(dataclasses.replace(right, prepare=prepare), formula)
+    assert (worst, error > 1e-2) == (name, True)
+
+
+def test_a_result_that_is_not_finite_is_the_worst() -> None:
+    right = recording("right", [])
+
+    def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
+        attend = right.prepare(inputs)
+        return lambda *tensors: attend(*tensors) * torch.nan
+
+    _, error = worst_error(dataclasses.replace(right, prepare=prepare), Formula(CASE, CPU))
+    assert error != error
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_cases_that_can_be_made(name: str) -> None:
+    names = [case.name for case in PRESETS[name]]
+    assert len(set(names)) == len(names)
+    for case in PRESETS[name]:
+        small = case.small()
+        assert small.q_shape[1] // small.kv_shape[1] == case.q_shape[1] // case.kv_shape[1]
+        assert small.q_shape[3] == case.q_shape[3]
+        inputs = make_inputs(small, CPU)
+        assert inputs.query.dtype is case.torch_dtype
+        assert 0 < inputs.share <= 1
+
+
+def test_the_h200_preset_has_the_rows_that_kernels_are_held_to() -> None:
+    names = " ".join(case.name for case in PRESETS["h200"])
+    for part in ("full", "causal", "alibi", "softcap", "window", "documents", "prefix", "GQA"):
+        assert part in names
+    assert len(PRESETS["h200"]) == len({case.name for case in PRESETS["h200"]}) == 22
+    parts = [case for name, cases in PRESETS.items() if name.startswith("h200-") for case in cases]
+    assert tuple(parts) == PRESETS["h200"]
+
+
+def test_documents_are_packed_the_same_way_each_time() -> None:
+    case = dataclasses.replace(CASE, masks=("random_documents:5,9", "causal"))
+    first, second = (make_inputs(case, CPU) for _ in range(2))
+    assert first.share == second.share < 0.5
+    assert torch.equal(first.query, second.query)
+
+
+def test_peers_refuse_what_they_can_not_do() -> None:
+    sdpa, flex = peers(CPU)
+    window = dataclasses.replace(CASE, masks=("causal_window:8",))
+    decode = dataclasses.replace(CASE, q_shape=(1, 2, 1, 8))
+    assert sdpa.refusal(CASE) is None
+    assert "no mask functions but causal" in str(sdpa.refusal(window))
+    assert "causal of other lengths" in str(sdpa.refusal(decode))
+    assert flex.refusal(window) is None
+    learning = dataclasses.replace(CASE, directions=("both",))
+    assert "no backward on the CPU" in str(flex.refusal(learning))
+    names = [peer.name for peer in peers(torch.device("cuda"))]
+    assert names[:4] == [
+        "torch.sdpa.cudnn",
+        "torch.sdpa.flash",
+        "torch.sdpa.efficient",
+        "torch.flex",
+    ]
