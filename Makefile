@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -22,6 +22,7 @@ help:
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, a call's front end and masks cost; fails above a limit"
+	@echo "make conformance  every case of the conformance kit for the reference, two minutes"
 	@echo "make soak         2,000 random mods, 20,000 random masks (the tests run 200 and 400)"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
@@ -41,6 +42,10 @@ soak:
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
+
+conformance:
+	$(READY) test
+	@$(RUN) -m anyflex conformance --backend reference --require all $(ARGS)
 
 demo:
 	$(READY) demo
@@ -72,7 +77,7 @@ bench:
 	@$(RUN) bench/import_time.py
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
-	@$(RUN) bench/block_masks.py --json bench/results/block_masks.json
+	@$(RUN) bench/block_masks.py
 
 docs:
 	$(READY) docs
