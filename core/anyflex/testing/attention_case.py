@@ -13,16 +13,19 @@ from torch import Tensor
 
 from anyflex.plugin import Capabilities
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
-from anyflex.testing.mods.kit_mods import KIT_MODS
+from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
 
 __all__ = ["AttentionCase", "Drawn", "Layout", "laid_out"]
 
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
-Layout = Literal["dense", "heads_last", "last_stride_2", "offset", "expanded_heads"]
-"""How q, k and v lie in memory: contiguous; stored as (B, L, H, E); each second element of a
-wider last dimension; a view inside of a larger tensor; one head repeated by stride 0."""
+Layout = Literal["dense", "heads_last", "last_stride_2", "offset", "expanded_heads", "mixed"]
+"""How q, k, v and the gradients of out and lse lie in memory: contiguous; stored as (B, L, H, E);
+each second element of a wider last dimension; a view inside of a larger tensor; one head repeated
+by stride 0; key, value and the gradients in three of these ways."""
+
+_MIXED: dict[str, Layout] = {"key": "heads_last", "value": "offset", "dout": "last_stride_2"}
 
 Values = Callable[[dict[str, Tensor]], None]
 """Changes drawn q, k, v (float64 here, by name) in place."""
@@ -39,7 +42,8 @@ class AttentionCase:
         kv_batch: of key and value, None for `batch`.
         dtype: of query, key and value.
         insists: `dtype` is the point of the case, see `fitted`.
-        score_mod, mask_mod: names in `SCORE_MODS` or `KIT_MODS`, and in `MASK_MODS`, or None.
+        score_mod, mask_mod: names in `SCORE_MODS` or `KIT_MODS`, and in `MASK_MODS` or
+            `KIT_MASKS`, or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
             1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod.
         block_size: (q, kv).
@@ -47,7 +51,8 @@ class AttentionCase:
         gradients: of "q", "k", "v", "captured".
         aux: of "lse", "max_scores".
         dout, dlse: whether a gradient arrives there.
-        layout: of q, k and v.
+        of_sums: those gradients are one number each, repeated by strides of 0, as those of sums.
+        layout: of q, k, v and those gradients.
         form: how the mods are written.
         values: changes what was drawn.
         rounded_delta: the budget allows a backward that reads out after it was rounded.
@@ -78,6 +83,7 @@ class AttentionCase:
     aux: frozenset[str] = frozenset({"lse", "max_scores"})
     dout: bool = True
     dlse: bool = False
+    of_sums: bool = False
     layout: Layout = "dense"
     form: Form = "function"
     values: Values | None = None
@@ -143,7 +149,7 @@ class AttentionCase:
         mods = {}
         for kind, table, name in (
             ("score", {**SCORE_MODS, **KIT_MODS}, self.score_mod),
-            ("mask", MASK_MODS, self.mask_mod),
+            ("mask", {**MASK_MODS, **KIT_MASKS}, self.mask_mod),
         ):
             if name is not None:
                 mods[kind] = table[name].make(self.sizes, generator, wide)
@@ -154,12 +160,20 @@ class AttentionCase:
             "dlse": torch.randn(shapes["query"][:3], generator=generator).to(wide),
         }
         tensors = {
-            name: laid_out(tensor.to(self.dtype), self.layout).to(device)
-            if device.type == "cpu"
-            else laid_out(tensor.to(self.dtype).to(device), self.layout)
+            name: laid_out(tensor.to(self.dtype).to(device), self._layout_of(name))
             for name, tensor in exact.items()
         }
-        return Drawn(tensors, mods, {name: w.to(device) for name, w in weights.items()})
+        if self.of_sums:
+            ones = {
+                name: torch.ones((), dtype=w.dtype, device=device) for name, w in weights.items()
+            }
+            return Drawn(tensors, mods, {n: ones[n].expand(w.shape) for n, w in weights.items()})
+        dout = laid_out(weights["dout"].to(device), self._layout_of("dout"))
+        dlse = laid_out(weights["dlse"].to(device).unsqueeze(-1), self._layout_of("dlse"))
+        return Drawn(tensors, mods, {"dout": dout, "dlse": dlse.squeeze(-1)})
+
+    def _layout_of(self, name: str) -> Layout:
+        return _MIXED.get(name, "dense") if self.layout == "mixed" else self.layout
 
 
 @dataclass(frozen=True)

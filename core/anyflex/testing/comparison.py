@@ -37,6 +37,7 @@ def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.
         seq_lengths=lengths,
         block_size=case.block_size,
         mask_mod=mod.function(case.form),
+        capacity=len(listed) + 3,  # kernels trust offsets only
     ).to(device)
 
 

@@ -29,6 +29,11 @@ def infinity_in_dead_keys(tensors: dict[str, Tensor]) -> None:
     tensors["value"][..., -1, :] = -math.inf
 
 
+def nan_in_dead_rows(tensors: dict[str, Tensor]) -> None:
+    """NaN in the last two queries."""
+    tensors["query"][..., -2:, :] = math.nan
+
+
 def nan_in_later_keys(tensors: dict[str, Tensor]) -> None:
     """NaN in a key and in another key's value that some rows reach and earlier ones don't."""
     tensors["key"][..., 20, 0] = math.nan
@@ -107,6 +112,16 @@ comparisons(
         kv_length=14,
         mask_mod="causal",
         values=infinity_in_dead_keys,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_in_dead_rows",
+        "NaN in a query that sees no key doesn't reach any result",
+        q_length=40,
+        kv_length=38,
+        mask_mod="anti_causal",
+        values=nan_in_dead_rows,
         gradients=QKV,
         quick=True,
     ),

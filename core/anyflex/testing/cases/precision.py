@@ -17,11 +17,12 @@ BFLOAT16, FLOAT16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float
 
 
 def far_from_zero(tensors: dict[str, Tensor]) -> None:
-    """Move keys and values away from 0.
+    """Move keys and values away from 0, and make weights almost equal.
 
     The gradient of query is a covariance of key and value under the weights: offsets cancel in
     it, unless the sum of dout * out that is subtracted has another out than the weights give.
     """
+    tensors["query"].mul_(0.1)
     tensors["key"].add_(4.0)
     tensors["value"].add_(4.0)
 

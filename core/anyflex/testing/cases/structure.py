@@ -120,6 +120,29 @@ comparisons(
         gradients=QKV,
         quick=True,
     ),
+    *(
+        AttentionCase(
+            f"structure/blocks_of_{size}",
+            f"blocks of {size} rows and keys, several of them",
+            q_length=300,
+            kv_length=2 * size + 9,
+            mask_mod="window_both",
+            score_mod="alibi_learned",
+            block_size=(size, size),
+            gradients=ALL,
+            quick=True,
+        )
+        for size in (64, 256)
+    ),
+    AttentionCase(
+        "structure/wide_ids",
+        "captured int64 values are not cut to 32 bits",
+        q_length=40,
+        kv_length=40,
+        mask_mod="wide_ids",
+        gradients=QKV,
+        quick=True,
+    ),
     AttentionCase(
         "structure/rectangular_blocks_other_way",
         "blocks of 128 rows by 32 keys",

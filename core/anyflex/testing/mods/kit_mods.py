@@ -1,4 +1,4 @@
-"""Score mods that the kit needs beyond the acceptance list, by the same rules.
+"""Mods that the kit needs beyond the acceptance list, by the same rules.
 
 Their numbers start with the list's letter, which says what kind of mod they are.
 """
@@ -10,17 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from anyflex.testing.mods.leaves import floats
-from anyflex.testing.mods.mod import Entry
+from anyflex.testing.mods.leaves import Leaf, floats, shape_of
+from anyflex.testing.mods.mod import Entry, Sizes
 from anyflex.testing.mods.register import register
 
-__all__ = ["KIT_MODS"]
+__all__ = ["KIT_MASKS", "KIT_MODS"]
 
 KIT_MODS: dict[str, Entry] = {}
+KIT_MASKS: dict[str, Entry] = {}
 score_mod = functools.partial(register, KIT_MODS)
+mask_mod = functools.partial(register, KIT_MASKS)
 
 ScoreMod = Callable[..., Any]
+MaskMod = Callable[..., Any]
 
 
 @score_mod("S+1", low=floats("S"), smooth=False)
@@ -39,3 +43,15 @@ def bf16_collide(w: Any) -> ScoreMod:
 def squared_table(w: Any) -> ScoreMod:
     """Gradients of the score and of the table need each other's values."""
     return lambda s, b, h, q, k: s * w[h] * w[h]
+
+
+def _wide_ids(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """int64 [M], multiples of 2^32: their low halves are equal."""
+    shape = shape_of("M", sizes)
+    return torch.randint(0, 4, shape, generator=generator, dtype=torch.int64) << 32
+
+
+@mask_mod("M+1", ids=Leaf(_wide_ids))
+def wide_ids(ids: Any) -> MaskMod:
+    """Ids that differ past 32 bits only."""
+    return lambda b, h, q, k: ids[q] == ids[k]
