@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import anyflex
-from anyflex.block_mask import build
+from anyflex.block_mask import build, quad_tree
 from anyflex.block_mask.elements import TracedElements
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.open_blocks import Budget
@@ -81,7 +81,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exact = kind_grid(anyflex.create_block_mask(in_runs, 1, 1, 1000, 900, BLOCK_SIZE=64))
-    monkeypatch.setattr(build, "DEFAULT_BUDGET", 600_000)
+    monkeypatch.setattr(build, "DEFAULT_BUDGET", 850_000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
@@ -232,3 +232,40 @@ def test_ids_of_many_rows_are_told_apart_row_by_row() -> None:
         tree, budget = built(Made(mask_mod, mask_mod, 290, 300, 60), (16, 16))
         assert tree.open_blocks.count == budget.looked_at == 0
         check(mask_mod, Sizes(60, 1, 290, 300, (16, 16)))
+
+
+def test_pieces_of_rows_are_merged_while_building(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes_ = (3000, 2000)
+    wanted = anyflex.create_block_mask(hashed, 1, 1, *sizes_, BLOCK_SIZE=16)
+    gathers = []
+    gather = QuadTree._gather
+
+    def watched(tree: QuadTree) -> None:
+        gather(tree)
+        gathers.append(sum(runs.row.numel() for runs in tree._gathered))
+
+    monkeypatch.setattr(quad_tree, "_PIECES", 500)
+    monkeypatch.setattr(quad_tree, "_CELLS", 256)
+    monkeypatch.setattr(QuadTree, "_gather", watched)
+    mask = anyflex.create_block_mask(hashed, 1, 1, *sizes_, BLOCK_SIZE=16)
+    assert mask == wanted
+    # 188 x 125 PARTIAL blocks: a few runs a row wait, never all blocks.
+    assert len(gathers) > 20 and max(gathers) < 1500
+
+
+def test_memory_of_a_mask_that_nothing_decides_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.rand(1 << 17)
+    monkeypatch.setattr(build, "DEFAULT_BUDGET", 1 << 26)
+    mod = lambda b, h, q, k: (numbers[q] * numbers[k]) % 1000 == 5  # noqa: E731
+    with (
+        torch.autograd.profiler.profile(profile_memory=True) as profile,
+        pytest.warns(anyflex.PerformanceWarning, match=r"numbers\[q_idx\]"),
+    ):
+        anyflex.create_block_mask(mod, 1, 1, 1 << 17, 1 << 17)
+    now = peak = 0
+    for event in profile.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    # The score matrix is 16 GiB of bools, its million blocks 24 MiB of squares.
+    assert 1 << 20 < peak < 64 << 20

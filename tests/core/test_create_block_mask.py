@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anyflex.block_mask import chunks
 from anyflex.block_mask.block_mask import BlockMask
@@ -284,3 +285,19 @@ def test_a_captured_tensor_without_values_is_refused() -> None:
     table = torch.zeros(16, device="meta")
     with pytest.raises(BlockMaskError, match="'table'.*meta"):
         create_block_mask(lambda b, h, q, k: table[q] > 0, None, None, 16, 16)
+
+
+def test_tensors_without_values_are_refused_by_name() -> None:
+    with FakeTensorMode() as mode:
+        fake = torch.zeros(64)
+        with pytest.raises(BlockMaskError, match="under FakeTensorMode"):
+            create_block_mask(causal, 1, 1, 64, 64)
+    assert mode is not None
+    with pytest.raises(BlockMaskError, match="'fake', which is a fake tensor"):
+        create_block_mask(lambda b, h, q, k: fake[q] > 0, 1, 1, 64, 64)
+
+
+def test_a_divisor_that_its_type_holds_as_zero_raises_nothing() -> None:
+    table = torch.arange(64).to(torch.int8)
+    mask = create_block_mask(lambda b, h, q, k: table[q] % 65536 == 0, 1, 1, 64, 64)
+    assert mask.shape == (1, 1, 64, 64)

@@ -45,7 +45,7 @@ def create_block_mask(
     A block all of whose elements inside the lengths are live is FULL, one without live elements
     is not listed, every other is PARTIAL. Ranges of the traced function decide most blocks; the
     elements of the others are looked at. After work worth 2^30 elements (a cell that ranges judge
-    counts as 16) what is undecided stays PARTIAL, which is right and may be slower, with one
+    counts as 64) what is undecided stays PARTIAL, which is right and may be slower, with one
     PerformanceWarning. The work is done on the CPU; reading captured tensors from a device is the
     only synchronisation. Inside ``torch.compile`` it breaks the graph: call it outside of
     ``fullgraph=True``.
@@ -71,7 +71,8 @@ def create_block_mask(
         BlockMaskError: a wrong argument, signature or result of mask_mod, or a captured tensor
             that requires grad.
         ModTraceError: mask_mod can't be a mask mod.
-        ModIndexError: a live element reads outside of a captured tensor.
+        ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
+            What building needn't look at is checked when the mask is used.
     """
     if torch.compiler.is_compiling():
         return _create_uncompiled(
@@ -116,8 +117,8 @@ def _create(
                 f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
             )
     traced, opaque = trace_mask_mod(mask_mod)
-    if wanted is None:
-        wanted = _captured_device(traced)
+    at_home = _captured_device(traced)
+    wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
     batch = batch if "b" in elements.depends else 1
@@ -176,8 +177,8 @@ def create_mask(
     wanted = None if device is None else checked_device(device)
     kind = mod_kind(mod_fn, "mod_fn")
     traced, opaque = trace_mask_mod(mod_fn) if kind == "mask" else _trace_score_mod(mod_fn)
-    if wanted is None:
-        wanted = _captured_device(traced)
+    at_home = _captured_device(traced)
+    wanted = at_home if wanted is None else wanted
     elements = elements_of(traced, opaque, wanted, kind)
     mask = torch.empty(batch, heads, *lengths, dtype=torch.bool, device=wanted)
     for box in element_boxes(batch, heads, lengths, (1, 1)):
@@ -202,8 +203,18 @@ def _sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int, int, tuple[int
 
 
 def _captured_device(traced: TracedMod | None) -> torch.device:
+    if type(torch.empty(0, device="cpu")) is not Tensor:
+        raise BlockMaskError(
+            "a mask is built from values, and under FakeTensorMode tensors have none: build it "
+            "outside of the mode"
+        )
     if traced is not None:
         for position, tensor in enumerate(traced.captured):
+            if getattr(tensor, "fake_mode", None) is not None:
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is a fake tensor "
+                    "and has no values: a mask is built from values"
+                )
             if tensor.device.type == "meta":
                 raise BlockMaskError(
                     f"mask_mod reads {captured_name(traced, position)}, which is on device meta "

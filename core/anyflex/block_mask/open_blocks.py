@@ -14,7 +14,7 @@ __all__ = ["DEFAULT_BUDGET", "Budget", "OpenBlocks"]
 DEFAULT_BUDGET = 1 << 30
 """What building may cost before it leaves blocks PARTIAL, in elements looked at: seconds."""
 
-CELL_COST = 16
+CELL_COST = 64
 """Elements that could be looked at while ranges judge one cell."""
 
 _BOXES = 1 << 13

@@ -15,7 +15,7 @@ from torch import Tensor
 from anyflex.block_mask.boxes import Boxes
 from anyflex.block_mask.elements import TracedElements
 from anyflex.block_mask.open_blocks import CELL_COST, Budget, OpenBlocks
-from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count
+from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, merged
 from anyflex.intervals.analysis import Analysis, Domain
 from anyflex.intervals.cells import Cells
 from anyflex.intervals.ends import tensor_of
@@ -26,6 +26,8 @@ _FIRST_CELLS = 1024
 """Cells to start from: judging a thousand costs hardly more than judging one."""
 _CELLS = 1 << 16
 """Cells judged at once, which bounds memory."""
+_PIECES = 1 << 20
+"""Pieces of rows that wait to be merged to runs; masks with fewer are merged once."""
 
 
 class Blocks(NamedTuple):
@@ -115,6 +117,8 @@ class QuadTree:
         self._analysis = Analysis(elements.graph, elements.captured, domain)
         self.open_blocks = OpenBlocks(elements, self._analysis, domain.block_size, budget)
         self._found: list[tuple[Blocks, int, int]] = []
+        self._count = 0
+        self._gathered: list[RunList] = []
         self._elements = elements
         self._budget = budget
         self._left: Cells | None = None
@@ -139,7 +143,7 @@ class QuadTree:
             index = torch.arange(begin, min(begin + _CELLS, count), device="cpu")
             line, column = index // across, index % across * side
             self._decide(Blocks(line // down, line % down * side, column), side)
-        return self._runs()
+        return _joined([*self._gathered, *self._pieces()])
 
     def undecided_term(self) -> str:
         """Return the first condition of the mask that ranges leave open where the budget did not
@@ -187,26 +191,38 @@ class QuadTree:
     def _keep(self, blocks: Blocks, side: int, kind: int) -> None:
         if blocks.place.numel():
             self._found.append((blocks, side, kind))
+            self._count += blocks.place.numel() * side
+            if self._count > _PIECES:
+                self._gather()
 
-    def _runs(self) -> RunList:
-        """Return the squares that were found as a run a row."""
-        parts = []
-        for blocks, side, kind in self._found:
+    def _gather(self) -> None:
+        """Make runs of the squares found so far, and merge neighbours."""
+        self._gathered = [
+            merged(_joined([*self._gathered, *self._pieces()]), self.lattice.columns)
+        ]
+
+    def _pieces(self) -> list[RunList]:
+        found, self._found, self._count = self._found, [], 0
+        return [self._rows_of(*square) for square in found]
+
+    def _rows_of(self, blocks: Blocks, side: int, kind: int) -> RunList:
+        """Return squares of one side as a run a row."""
+        row = blocks.place * self.lattice.rows + blocks.row
+        first = blocks.column
+        end = (first + side).clamp(max=self.lattice.columns)
+        if side > 1:
             height = (self.lattice.rows - blocks.row).clamp(max=side)
-            row = blocks.place * self.lattice.rows + blocks.row
-            end = (blocks.column + side).clamp(max=self.lattice.columns)
-            first = blocks.column
-            if side > 1:
-                owner = torch.arange(height.numel(), device="cpu").repeat_interleave(height)
-                inside = (
-                    torch.arange(owner.numel(), device="cpu") - (height.cumsum(0) - height)[owner]
-                )
-                row, first, end = row[owner] + inside, first[owner], end[owner]
-            parts.append((row, first, end, torch.full_like(row, kind)))
-        self._found = []
-        if not parts:
-            return _no_runs()
-        return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
+            owner = torch.arange(height.numel(), device="cpu").repeat_interleave(height)
+            begin = (height.cumsum(0) - height)[owner]
+            row = row[owner] + torch.arange(owner.numel(), device="cpu") - begin
+            first, end = first[owner], end[owner]
+        return RunList(row, first, end, torch.full_like(row, kind))
+
+
+def _joined(parts: list[RunList]) -> RunList:
+    if not parts:
+        return _no_runs()
+    return RunList(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _no_runs() -> RunList:

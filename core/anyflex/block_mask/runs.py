@@ -20,6 +20,7 @@ __all__ = [
     "cut",
     "expand_rows",
     "gathered",
+    "merged",
     "pack",
     "padded",
     "runs_of_grid",
@@ -51,13 +52,10 @@ def block_count(length: int, block_size: int) -> int:
     return -(-length // block_size)
 
 
-def pack(runs: RunList, batch: int, heads: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Sort runs by row and column, merge neighbours of one kind, and count them by row.
+def merged(runs: RunList, columns: int) -> RunList:
+    """Sort runs by row and column, and merge neighbours of one kind.
 
     The runs of a row must be disjoint.
-
-    Returns:
-        offsets int32 [batch, heads, rows + 1] and runs int32 [n, 3]: the canonical form.
     """
     stride = columns + 1
     key, order = torch.sort(runs.row * stride + runs.first)
@@ -67,13 +65,23 @@ def pack(runs: RunList, batch: int, heads: int, rows: int, columns: int) -> tupl
     starts[1:] = (row[1:] != row[:-1]) | (kind[1:] != kind[:-1]) | (first[1:] != end[:-1])
     begin = starts.nonzero().squeeze(1)
     last = torch.cat([begin[1:], begin.new_tensor([row.numel()])])[: begin.numel()] - 1
-    packed = padded(torch.stack([first[begin], end[last], kind[begin]], 1).to(torch.int32))
+    return RunList(row[begin], first[begin], end[last], kind[begin])
+
+
+def pack(runs: RunList, batch: int, heads: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return `merged` runs and where those of each row begin.
+
+    Returns:
+        offsets int32 [batch, heads, rows + 1] and runs int32 [n, 3]: the canonical form.
+    """
+    row, *fields = merged(runs, columns)
+    packed = padded(torch.stack(fields, 1).to(torch.int32))
     total = batch * heads * rows
-    counts = torch.bincount(row[begin], minlength=total)
+    counts = torch.bincount(row, minlength=total)
     edges = torch.zeros(total + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=edges[1:])
-    grid = torch.arange(batch * heads, device="cpu")
-    position = grid[:, None] * rows + torch.arange(rows + 1, device="cpu")
+    grids = torch.arange(batch * heads, device="cpu")[:, None]
+    position = grids * rows + torch.arange(rows + 1, device="cpu")
     offsets = edges[position].to(torch.int32).view(batch, heads, rows + 1)
     return offsets, packed
 

@@ -53,24 +53,29 @@ def _input(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
     return context.inputs[str(node.attribute)].to(node.dtype)
 
 
+def _held(value: int | float, dtype: torch.dtype) -> int | float:
+    """Return a number as a type holds it."""
+    if dtype.is_floating_point:
+        return math.copysign(math.inf, value) if abs(value) > torch.finfo(dtype).max else value
+    if dtype is torch.bool:
+        return value
+    # What the type can't hold wraps, as torch's conversions do.
+    limits = torch.iinfo(dtype)
+    return (int(value) - limits.min) % (1 << limits.bits) + limits.min
+
+
 def _number(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
     value = context.number(node)
     assert value is not None
-    if not node.dtype.is_floating_point and node.dtype is not torch.bool:
-        # A number that the type can't hold wraps, as torch's conversions do.
-        width = torch.iinfo(node.dtype).bits
-        value = int(value) & ((1 << width) - 1)
-        if value > torch.iinfo(node.dtype).max:
-            value -= 1 << width
-    elif node.dtype.is_floating_point and abs(value) > torch.finfo(node.dtype).max:
-        value = math.copysign(math.inf, value)
+    value = _held(value, node.dtype)
     # full, not tensor: it fills on the device and copies nothing from the host.
     return torch.full((), value, dtype=node.dtype, device=context.device)
 
 
 def _divisor(context: _Context, node: Node, divisor: Tensor) -> Tensor:
     """An integer divisor without zeros: division by 0 gives any value and no exception."""
-    if node.dtype.is_floating_point or context.number(context.nodes[node.arguments[1]]):
+    number = context.number(context.nodes[node.arguments[1]])
+    if node.dtype.is_floating_point or (number is not None and _held(number, node.dtype)):
         return divisor
     return torch.where(divisor == 0, 1, divisor)
 
