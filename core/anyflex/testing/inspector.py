@@ -234,7 +234,10 @@ class _Watch:
         named = {"query": call.query, "key": call.key, "value": call.value, **(reads or {})}
         named |= {f"captured tensor {i}": tensor for i, tensor in enumerate(call.captured)}
         if call.mask is not None:
+            columns = call.mask.transposed()
             named |= {"the mask's offsets": call.mask.offsets, "the mask's runs": call.mask.runs}
+            named |= {"the transposed mask's offsets": columns.offsets}
+            named |= {"the transposed mask's runs": columns.runs}
         self._before = {
             name: (tensor, raw_bytes(tensor).clone()) for name, tensor in named.items()
         }

@@ -89,4 +89,38 @@ FAULTS = (
         "state/modes",
         "nference",
     ),
+    Fault(
+        208,
+        "a captured tensor is copied once, by its memory",
+        (
+            Change("mods.py", "class Pairs:\n", "_COPIES = {}\n\n\nclass Pairs:\n"),
+            Change(
+                "mods.py",
+                "        table = self.call.captured[position]\n        if",
+                "        table = self.call.captured[position]\n"
+                "        table = _COPIES.setdefault(table.data_ptr(), table.clone())\n        if",
+            ),
+        ),
+        "run_time/in_place",
+        "a captured tensor was changed in place",
+    ),
+    Fault(
+        209,
+        "compile() hands its text over in a global",
+        (
+            Change(
+                "backend.py",
+                "class ExampleBackend(Backend):\n",
+                "_STORED = [b'']\n\n\nclass ExampleBackend(Backend):\n",
+            ),
+            Change(
+                "backend.py",
+                '            artifacts.put("mods.py", stored)\n',
+                '            artifacts.put("mods.py", stored)\n'
+                "        _STORED[0] = stored\n        __import__('time').sleep(0.001)\n",
+            ),
+            Change("backend.py", "stored.decode()", "_STORED[0].decode()"),
+        ),
+        "processes/compiling_threads",
+    ),
 )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import base64
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from anyflex.registry import table
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.children import forked, fresh, why_no_fork, why_not_fresh
-from anyflex.testing.comparison import by_backend
+from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.fresh_process import KeptArtifacts
 from anyflex.testing.guarded import same_bytes
+from anyflex.testing.inspector import inspected
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
@@ -26,10 +29,26 @@ _THREADS = 8
 _ROUNDS = 6
 _SWITCH_SECONDS = 1e-6
 _MODULES = 150
+_HANGING = 120
 _HEAVY = frozenset(
     "triton cutlass cupy numba llvmlite pycuda jax tensorflow torch._inductor torch._dynamo "
     "torch.utils.cpp_extension setuptools distutils Cython pybind11 cffi scipy sympy".split()
 )
+
+
+def _run_threads(session: Session, work: Callable[[int], None]) -> None:
+    """Run ``work(0)``, ``work(1)`` ... in threads that are switched often."""
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(_THREADS)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_HANGING)
+    finally:
+        sys.setswitchinterval(before)
+    session.require(not any(thread.is_alive() for thread in threads), "a thread hangs")
 
 
 @behaviour(
@@ -65,20 +84,50 @@ def _threads(session: Session) -> str | None:
         except Exception as error:  # noqa: BLE001  told to the main thread
             wrong.append(f"thread {index}: {type(error).__name__}: {error.__cause__ or error}")
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(_THREADS)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        # Unwatched: the inspector's work would keep the threads apart.
-        with session.unwatched():
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(120)
-    finally:
-        sys.setswitchinterval(before)
-    session.require(not any(thread.is_alive() for thread in threads), "a thread hangs")
+    # Unwatched: the inspector's work would keep the threads apart.
+    with session.unwatched():
+        _run_threads(session, work)
     session.require(not wrong, "; ".join(dict.fromkeys(wrong)))
+    return None
+
+
+@behaviour(
+    CASES,
+    "processes/compiling_threads",
+    f"{_THREADS} threads that compile different kernels at once get what each asked for",
+    quick=True,
+)
+def _compiling_threads(session: Session) -> str | None:
+    modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
+    mods = ("softcap", "alibi_abs", "clamped", "sq_relu", "alibi_learned", "piecewise", None, None)
+    cases = [
+        plain(session, "compiling", seed=seed, score_mod=mod if modded else None, scale=0.25)
+        for seed, mod in enumerate(mods)
+    ]
+    inputs = [case.draw(session.device) for case in cases]
+    found: dict[int, dict[str, Tensor] | Exception] = {}
+    begin = threading.Barrier(_THREADS)
+
+    def work(index: int) -> None:
+        begin.wait()
+        try:
+            found[index] = by_backend(cases[index], inputs[index], session.name, session.device)
+        except Exception as error:  # noqa: BLE001  raised again in the main thread
+            found[index] = error
+
+    # A registry without kernels.
+    watched = inspected(session.backend, session.journal)
+    own = session.name == table.REFERENCE
+    with table.isolated(reference=watched) if own else table.isolated():
+        if not own:
+            table.register(session.name, watched)
+        _run_threads(session, work)
+    for index, result in sorted(found.items()):
+        if isinstance(result, Exception):
+            raise result
+        right = by_oracle(cases[index], inputs[index])
+        lines = mismatches(result, right, cases[index], inputs[index])
+        session.require(not lines, f"thread {index}: {'; '.join(lines)}")
     return None
 
 

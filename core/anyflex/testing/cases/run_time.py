@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+import anyflex
 from anyflex.testing.attention_case import Drawn
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
+from anyflex.testing.guarded import same_bytes
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
@@ -199,3 +201,34 @@ def _mask_rebuilt(session: Session) -> str | None:
 
 def _with_documents(drawn: Drawn, documents: torch.Tensor, case: Any) -> Drawn:
     return with_mod(drawn, "mask", case, _documents, documents=documents)
+
+
+@behaviour(
+    CASES,
+    "run_time/in_place",
+    "tensors that change in place between calls, query to captured, are read at each call",
+    quick=True,
+)
+def _in_place(session: Session) -> str | None:
+    modded = {"score_graph", "captured"} <= session.backend.capabilities.known_fields
+    case = plain(session, "in_place", gradients=frozenset())
+    tensors = list(case.draw(session.device).tensors.values())
+    if modded:
+        tensors.append(torch.randn(case.heads, case.kv_length, device=session.device))
+    attention: ScoreMod = anyflex.flex_attention
+
+    def call(given: list[torch.Tensor]) -> torch.Tensor:
+        mod = _table(given[3]) if modded else None
+        out: torch.Tensor = attention(*given[:3], mod, backend=session.name)
+        return out
+
+    call(tensors)
+    for index, name in enumerate(("query", "key", "value", "a captured tensor")[: len(tensors)]):
+        tensors[index].mul_(1.5).add_(0.25)
+        # Other memory, the same values.
+        wanted = call([tensor.clone() for tensor in tensors])
+        session.require(
+            same_bytes(call(tensors), wanted),
+            f"after {name} was changed in place another result comes than from its copy",
+        )
+    return None
