@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.mod_graph.printing import expression
 from anyflex.mod_graph.simplify import simplify
 from anyflex.mod_graph.trace import trace_mod
 
@@ -102,3 +103,23 @@ def test_mods_that_differ_in_closed_over_numbers_share_one_structure() -> None:
     assert str(parse_graph(first.text)) == str(parse_graph(second.text))
     assert (first.ints, first.floats) == ([3], [0.5, 1.0])
     assert (second.ints, second.floats) == ([7], [-0.0, math.inf])
+
+
+def test_one_value_is_an_expression_with_the_names_of_what_it_reads() -> None:
+    doc = torch.zeros(8, dtype=torch.int64)
+    traced = trace_mod(lambda b, h, q, k: (doc[q // 2] == -doc[k]) & (q * (k + 3) > 5), "mask")
+    graph = parse_graph(traced.text).bind(constants={"i0": 2, "i1": 3, "i2": 5})
+    text = expression(graph.nodes, graph.output, ["doc" for _ in traced.captured])
+    assert text == "(doc[q_idx // 2] == -doc[kv_idx]) & ((q_idx * (kv_idx + 3)) > 5)"
+
+
+def test_a_long_expression_is_cut_off() -> None:
+    def doubled(b, h, q, k):
+        for _ in range(60):
+            q = q * q
+        return q > k
+
+    traced = trace_mod(doubled, "mask")
+    graph = parse_graph(traced.text)
+    text = expression(graph.nodes, graph.output, traced.names)
+    assert len(text) == 200 and text.endswith("...")

@@ -11,8 +11,8 @@ from torch import Tensor
 from anyflex.block_mask.mask_function import MaskMod, captured_name
 from anyflex.errors import BlockMaskError, ModIndexError
 from anyflex.mod_graph.evaluate import Evaluator
-from anyflex.mod_graph.expression import expression
 from anyflex.mod_graph.graph import parse_graph
+from anyflex.mod_graph.printing import expression
 from anyflex.mod_graph.simplify import simplify
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.reference.opaque import apply_mask, apply_score

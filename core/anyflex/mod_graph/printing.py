@@ -10,7 +10,7 @@ from anyflex.mod_graph.operations import DTYPE_NAMES
 if TYPE_CHECKING:
     from anyflex.mod_graph.graph import Node
 
-__all__ = ["printed"]
+__all__ = ["expression", "printed"]
 
 _INFIX = {
     "add": "+",
@@ -33,6 +33,7 @@ _INFIX = {
     "ge": ">=",
 }
 _PREFIX = {"neg": "-", "not": "~"}
+_LONGEST = 200
 
 
 def printed(nodes: Sequence[Node], output: int) -> str:
@@ -58,11 +59,35 @@ def printed(nodes: Sequence[Node], output: int) -> str:
     return "\n".join([*lines, f"return {names[output]}"])
 
 
-def _expression(node: Node, operands: list[str]) -> str:
+def expression(nodes: Sequence[Node], position: int, names: Sequence[str]) -> str:
+    """Return one value as a single expression, cut off after 200 characters, for messages.
+
+    Args:
+        names: of the captured tensors.
+    """
+    text = _nested(nodes, position, names, _LONGEST)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _nested(nodes: Sequence[Node], position: int, names: Sequence[str], room: int) -> str:
+    if room <= 0:  # operands that are used often would make it exponentially long
+        return "..."
+    node = nodes[position]
+    operands: list[str] = []
+    for argument in node.arguments:
+        text = _nested(nodes, argument, names, room - sum(map(len, operands)) - 8)
+        inner = nodes[argument].operation in _INFIX
+        operator = node.operation in _INFIX or node.operation in _PREFIX
+        operands.append(f"({text})" if inner and operator else text)
+    return _expression(node, operands, names)
+
+
+def _expression(node: Node, operands: list[str], names: Sequence[str] = ()) -> str:
     operation = node.operation
     if operation == "load":
-        index = f"[{', '.join(operands)}]" if operands else ""
-        return f"captured{node.attribute}{index}"
+        assert isinstance(node.attribute, int)
+        name = names[node.attribute] if names else f"captured{node.attribute}"
+        return f"{name}[{', '.join(operands)}]" if operands else name
     if not operands:
         return str(node.attribute)
     if operation in _INFIX:
