@@ -11,7 +11,7 @@ from torch import Tensor
 import anyflex
 from anyflex.bench.case import BenchCase, Inputs, make_inputs
 from anyflex.bench.check import Formula, worst_error
-from anyflex.bench.clock import WallClock
+from anyflex.bench.clock import Timed, WallClock
 from anyflex.bench.contenders import Contender
 from anyflex.bench.measure import measure_case
 from anyflex.bench.peers import peers
@@ -68,9 +68,10 @@ def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
 
 def test_the_clock_is_read_around_all_calls() -> None:
     calls: list[int] = []
-    assert WallClock(CPU).seconds(lambda: calls.append(1), 5) > 0
-    assert WallClock(CPU).once(lambda: calls.append(1)) > 0
-    assert len(calls) == 6
+    assert WallClock(CPU).seconds(Timed(lambda _: calls.append(1)), 5) > 0
+    assert WallClock(CPU).once(Timed(calls.append, before=lambda: 2)) > 0
+    assert WallClock(CPU).seconds(Timed(calls.append, before=lambda: 3), 2) > 0
+    assert calls == [1] * 5 + [2] + [3] * 2
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])

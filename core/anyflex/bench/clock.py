@@ -5,15 +5,30 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["Clock", "DeviceClock", "WallClock", "clock_of"]
+__all__ = ["Clock", "DeviceClock", "Timed", "WallClock", "clock_of"]
 
 _FLUSHED = 256 << 20
 """Bytes that are written between two calls, so that no input waits in a cache: more than any
 device's last cache."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What is timed.
+
+    Args:
+        call: is given what `before` returned.
+        before: runs before each call and isn't timed: the forward of a backward. None for calls
+            that need nothing, which then stand back to back.
+    """
+
+    call: Callable[[Any], Any]
+    before: Callable[[], Any] | None = None
 
 
 class Clock:
@@ -25,18 +40,19 @@ class Clock:
 
     name = ""
 
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
+    def seconds(self, timed: Timed, count: int) -> float:
         """Return the mean seconds of `count` calls."""
         raise NotImplementedError
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""
 
-    def once(self, call: Callable[[], Any]) -> float:
+    def once(self, timed: Timed) -> float:
         """Return the wall seconds of one call, compilation and waiting included."""
+        ready = None if timed.before is None else timed.before()
         self.wait()
         begin = time.perf_counter()
-        call()
+        timed.call(ready)
         self.wait()
         return time.perf_counter() - begin
 
@@ -53,11 +69,13 @@ class WallClock(Clock):
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
+    def seconds(self, timed: Timed, count: int) -> float:
+        if timed.before is not None:
+            return math.fsum(self.once(timed) for _ in range(count)) / count
         self.wait()
         begin = time.perf_counter()
         for _ in range(count):
-            call()
+            timed.call(None)
         self.wait()
         return (time.perf_counter() - begin) / count
 
@@ -75,15 +93,16 @@ class DeviceClock(Clock):
     def wait(self) -> None:
         torch.accelerator.synchronize(self.device)
 
-    def seconds(self, call: Callable[[], Any], count: int) -> float:
+    def seconds(self, timed: Timed, count: int) -> float:
         pairs = [
             [torch.Event(self.device.type, enable_timing=True) for _ in range(2)]
             for _ in range(count)
         ]
         for begin, end in pairs:
+            ready = None if timed.before is None else timed.before()
             self.flushed.zero_()
             begin.record()
-            call()
+            timed.call(ready)
             end.record()
         self.wait()
         return math.fsum(begin.elapsed_time(end) for begin, end in pairs) / count / 1e3

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from anyflex.bench.case import BenchCase, Direction, Inputs, make_inputs
 from anyflex.bench.check import LIMITS, Formula, worst_error
-from anyflex.bench.clock import Clock
+from anyflex.bench.clock import Clock, Timed
 from anyflex.bench.contenders import Contender
 from anyflex.errors import BackendRefused
 
@@ -122,7 +123,7 @@ def _measure(
     formula = Formula(case, device)
     flops = case.flops(direction, inputs.share)
     measurements = []
-    racing: list[tuple[Measurement, Callable[[], Any]]] = []
+    racing: list[tuple[Measurement, Timed]] = []
     for contender in contenders:
         say(f"{case.name}, {direction}: {contender.name}")
         measured = Measurement(
@@ -136,14 +137,14 @@ def _measure(
             case.kv_bytes(),
         )
         measurements.append(measured)
-        call = _admitted(contender, inputs, formula, direction, clock, measured)
-        if call is not None:
-            measured.calls = _calls_in_a_sample(clock, call)
-            racing.append((measured, call))
+        timed = _admitted(contender, inputs, formula, direction, clock, measured)
+        if timed is not None:
+            measured.calls = _calls_in_a_sample(clock, timed)
+            racing.append((measured, timed))
     for number in range(rounds):
         say(f"{case.name}, {direction}: round {number + 1} of {rounds}")
-        for measured, call in racing:
-            measured.samples_ms.append(clock.seconds(call, measured.calls) * 1e3)
+        for measured, timed in racing:
+            measured.samples_ms.append(clock.seconds(timed, measured.calls) * 1e3)
     _compare(measurements)
     return measurements
 
@@ -155,7 +156,7 @@ def _admitted(
     direction: Direction,
     clock: Clock,
     measured: Measurement,
-) -> Callable[[], Any] | None:
+) -> Timed | None:
     """Make the first call and check the numbers. Return what is timed, or None and say why in
     `measured`."""
     refusal = contender.refusal(inputs.case)
@@ -165,7 +166,8 @@ def _admitted(
     try:
         # The first call is the real one: a compiler that saw the small one before would make
         # code for both.
-        call, measured.first_call_s = _first_call(contender, inputs, direction, clock)
+        timed = _timed(contender, inputs, direction)
+        measured.first_call_s = clock.once(timed)
         measured.worst, measured.error = worst_error(contender, formula)
     except BackendRefused as error:
         reason = error.reasons.get(contender.name, str(error))
@@ -185,35 +187,27 @@ def _admitted(
             f"{limit:.0e}"
         )
         return None
-    return call
+    return timed
 
 
-def _first_call(
-    contender: Contender, inputs: Inputs, direction: Direction, clock: Clock
-) -> tuple[Callable[[], Any], float]:
-    """Return what is timed, and the seconds of its first call. The forward of a backward isn't
-    counted."""
+def _timed(contender: Contender, inputs: Inputs, direction: Direction) -> Timed:
     attend = contender.prepare(inputs)
     tensors = (inputs.query, inputs.key, inputs.value)
+
+    def learn(out: Tensor) -> tuple[Tensor, ...]:
+        # Each graph is used once: some compilers overwrite what forward has kept.
+        return torch.autograd.grad(out, tensors, inputs.dout)
+
     if direction == "forward":
-        call: Callable[[], Any] = lambda: attend(*tensors)  # noqa: E731
-    elif direction == "both":
-
-        def call() -> Any:
-            return torch.autograd.grad(attend(*tensors), tensors, inputs.dout)
-
-    else:
-        out = attend(*tensors)
-
-        def call() -> Any:
-            return torch.autograd.grad(out, tensors, inputs.dout, retain_graph=True)
-
-    return call, clock.once(call)
+        return Timed(lambda _: attend(*tensors))
+    if direction == "backward":
+        return Timed(learn, before=lambda: attend(*tensors))
+    return Timed(lambda _: learn(attend(*tensors)))
 
 
-def _calls_in_a_sample(clock: Clock, call: Callable[[], Any]) -> int:
+def _calls_in_a_sample(clock: Clock, timed: Timed) -> int:
     """Warm up, and return how many calls a sample has."""
-    seconds = min(clock.seconds(call, 1) for _ in range(_WARM_CALLS))
+    seconds = min(clock.seconds(timed, 1) for _ in range(_WARM_CALLS))
     return max(1, min(_CALLS, round(_SAMPLE_SECONDS / max(seconds, 1e-9))))
 
 

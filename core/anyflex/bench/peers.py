@@ -109,7 +109,7 @@ def _own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     object, and at a limit gives up."""
     assert isinstance(function, types.FunctionType)
     return types.FunctionType(
-        function.__code__.replace(),
+        function.__code__.replace(co_name=function.__code__.co_name),
         function.__globals__,
         function.__name__,
         function.__defaults__,

@@ -35,6 +35,7 @@ _CAPTURED = frozenset({torch.bool, torch.int32, torch.int64, torch.float32})
 class _TorchFlex(Backend):
     # Whoever installs this wants to compare, not to be served by it.
     priority = -100
+    block_multiple: ClassVar[int] = 1
 
     def fingerprint(self) -> str:
         """Part of the disk cache's key: what something else has written isn't found."""
@@ -51,7 +52,8 @@ class _TorchFlex(Backend):
             artifacts.put("mods.py", stored)
         given = dict(spec.options)
         chosen = {"BACKEND": str(given["kernels"])} if "kernels" in given else {}
-        return TorchFlexKernel(spec, mods.load_source(stored.decode()), chosen)
+        make_mods = mods.load_source(stored.decode())
+        return TorchFlexKernel(spec, make_mods, chosen, self.block_multiple)
 
 
 class TorchFlexCpu(_TorchFlex):
@@ -112,6 +114,8 @@ class TorchFlexCuda(_TorchFlex):
         operations=mods.TORCH_FLEX.operations(),
         known_fields=CONTRACT_1_FIELDS,
     )
+    # The largest tile of the Triton templates.
+    block_multiple = 128
     options: ClassVar[Mapping[str, Option]] = {
         "kernels": Option(
             str,
@@ -128,13 +132,3 @@ class TorchFlexCuda(_TorchFlex):
         if importlib.util.find_spec("triton") is None:
             return Rejected("torch compiles flex attention by Triton: pip install triton")
         return Accepted()
-
-    def supports(self, spec: Spec) -> Decision:
-        """As declared; and blocks of a mask are multiples of the template's tiles."""
-        decision = super().supports(spec)
-        if isinstance(decision, Accepted) and any(size % 128 for size in spec.block_size):
-            return Rejected(
-                f"blocks of {spec.block_size[0]} x {spec.block_size[1]} are not supported (they "
-                "are: multiples of 128); give create_block_mask BLOCK_SIZE=128"
-            )
-        return decision

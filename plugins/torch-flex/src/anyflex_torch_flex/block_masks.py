@@ -3,39 +3,103 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from anyflex.plugin import MaskViews
+from anyflex.plugin import FULL, PARTIAL, MaskViews
 
 __all__ = ["torch_block_mask"]
 
 _KEPT = "anyflex_torch_flex_block_mask"
 
+MaskMod = Callable[..., Any]
 
-def torch_block_mask(views: MaskViews, mask_mod: Callable[..., Any] | None) -> BlockMask:
+
+def torch_block_mask(
+    views: MaskViews, mask_mod: MaskMod | None, block_multiple: int = 1
+) -> BlockMask:
     """Return torch's form of `views`, on their device, with a mask function of its own.
 
-    The structure, and its transposed form for backward, is made once for a mask: it hangs on the
-    tensor of block indices, which the views keep.
+    The structure, and its transposed form for backward, is made once for a mask: it hangs on a
+    tensor that the views keep.
+
+    Args:
+        mask_mod: what PARTIAL blocks apply, or None.
+        block_multiple: blocks become multiples of this; the structure of smaller ones becomes part
+            of the mask function.
     """
-    lists = views.index_lists()
-    structure = getattr(lists.kv_indices, _KEPT, None)
+    fits = all(size % block_multiple == 0 for size in views.block_size)
+    holder = views.index_lists().kv_indices if fits else views.dense()
+    structure = getattr(holder, _KEPT, None)
     if structure is None:
-        structure = BlockMask.from_kv_blocks(
-            lists.kv_num_blocks,
-            lists.kv_indices,
-            lists.full_kv_num_blocks,
-            lists.full_kv_indices,
-            BLOCK_SIZE=views.block_size,
-            seq_lengths=(views.q_length, views.kv_length),
-        )
-        setattr(lists.kv_indices, _KEPT, structure)
+        structure = _same_blocks(views) if fits else _larger_blocks(views, block_multiple)
+        setattr(holder, _KEPT, structure)
+    if not fits:
+        mask_mod = _within_structure(views, mask_mod)
     # Without a mask function torch has one that keeps every pair, which is what PARTIAL means
     # then.
-    mask = copy.copy(structure)
+    mask: BlockMask = copy.copy(structure)
     if mask_mod is not None:
         mask.mask_mod = mask_mod
     return mask
+
+
+def _same_blocks(views: MaskViews) -> BlockMask:
+    lists = views.index_lists()
+    return BlockMask.from_kv_blocks(
+        lists.kv_num_blocks,
+        lists.kv_indices,
+        lists.full_kv_num_blocks,
+        lists.full_kv_indices,
+        BLOCK_SIZE=views.block_size,
+        seq_lengths=(views.q_length, views.kv_length),
+    )
+
+
+def _larger_blocks(views: MaskViews, multiple: int) -> BlockMask:
+    """Blocks of the least common multiple: FULL where all of its small ones are."""
+    sizes = [math.lcm(size, multiple) for size in views.block_size]
+    rows, columns = (size // old for size, old in zip(sizes, views.block_size, strict=True))
+    kinds = views.dense()
+    # What lies past the lengths says nothing: it is neither missing nor partial.
+    spare_rows, spare_columns = -kinds.shape[2] % rows, -kinds.shape[3] % columns
+    pad = (0, spare_columns, 0, spare_rows)
+    visited = torch.nn.functional.pad(kinds != 0, pad, value=False)
+    whole = torch.nn.functional.pad(kinds == FULL, pad, value=True)
+    shape = (*kinds.shape[:2], visited.shape[2] // rows, rows, -1, columns)
+    some, every = visited.view(shape).any(5).any(3), whole.view(shape).all(5).all(3)
+    partial = _listed(some & ~every)
+    return BlockMask.from_kv_blocks(
+        *partial,
+        *_listed(some & every),
+        BLOCK_SIZE=(sizes[0], sizes[1]),
+        seq_lengths=(views.q_length, views.kv_length),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool [B', H', Qb, Kb] as counts and indices, those that are True first."""
+    indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+
+
+def _within_structure(views: MaskViews, mask_mod: MaskMod | None) -> MaskMod:
+    """A mask function that asks the small blocks first: structure wins."""
+    kinds = views.dense()
+    q_block, kv_block = views.block_size
+    # 0 where the mask serves all batches, or heads, alike.
+    each_batch, each_head = (int(size > 1) for size in kinds.shape[:2])
+
+    def within(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        kind = kinds[b * each_batch, h * each_head, q_idx // q_block, kv_idx // kv_block]
+        if mask_mod is None:
+            return kind != 0
+        kept: Tensor = (kind == FULL) | ((kind == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
+        return kept
+
+    return within

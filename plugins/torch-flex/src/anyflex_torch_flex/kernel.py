@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from anyflex.plugin import (
     BackendRefused,
@@ -22,6 +23,7 @@ from anyflex.plugin import (
     TensorSpec,
 )
 from anyflex_torch_flex.block_masks import torch_block_mask
+from anyflex_torch_flex.mods import MakeMods
 
 __all__ = ["TorchFlexKernel"]
 
@@ -33,21 +35,24 @@ class TorchFlexKernel(Kernel):
 
     Args:
         spec: what the backend accepted.
-        functions: of `anyflex_torch_flex.mods.write_source`.
+        make_mods: of `anyflex_torch_flex.mods.write_source`.
+        block_multiple: torch's kernels want the mask's blocks to be multiples of this.
         kernel_options: torch's own, handed on.
     """
 
     def __init__(
         self,
         spec: Spec,
-        functions: dict[str, Callable[..., Any]],
+        make_mods: MakeMods,
         kernel_options: dict[str, str],
+        block_multiple: int = 1,
     ) -> None:
         self.spec = spec
         self.kernel_options = kernel_options
-        self._make_mods = functions["make_mods"]
+        self._make_mods = make_mods
+        self._block_multiple = block_multiple
         # fullgraph: at torch's recompile limit there is an error, not a path that is 10x slower.
-        self._attend = torch.compile(functions["attend"], fullgraph=True)
+        self._attend = torch.compile(_own_code(_attend), fullgraph=True)
         # Dynamo compiles for one thread at a time, and its guards aren't read under its lock.
         self._lock = threading.Lock()
 
@@ -92,13 +97,15 @@ class TorchFlexKernel(Kernel):
             leaves, result, lse, _ = self._results(call, learns=True)
         else:
             leaves, result, lse = kept
+            # A graph serves once: what torch compiles may overwrite what forward has kept.
+            delattr(saved.extras[0], _GRAPH)
         roots, arriving = [result], [grad.dout]
         if grad.dlse is not None:
             assert lse is not None
             roots.append(lse)
             arriving.append(grad.dlse.masked_fill(saved.lse == -torch.inf, 0))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(roots, wanted, arriving, retain_graph=True))
+        found = iter(torch.autograd.grad(roots, wanted, arriving))
         for leaf, target in zip(leaves, targets, strict=True):
             if leaf.requires_grad:
                 gradient = next(found)
@@ -119,7 +126,9 @@ class TorchFlexKernel(Kernel):
         floats = torch.tensor(call.floats or (0.0,), dtype=torch.float32).to(device)
         captured = tuple(_readable(tensor) for tensor in call.captured)
         score_mod, mask_mod = self._make_mods(captured, ints, floats)
-        mask = None if call.mask is None else torch_block_mask(call.mask, mask_mod)
+        mask = None
+        if call.mask is not None:
+            mask = torch_block_mask(call.mask, mask_mod, self._block_multiple)
         needs_lse = self.spec.needs_lse
         needs_maximum = "max_scores" in self.spec.aux
         asked: dict[str, Any] = {}
@@ -127,7 +136,6 @@ class TorchFlexKernel(Kernel):
             asked["return_aux"] = AuxRequest(lse=needs_lse, max_scores=needs_maximum)
         with torch.set_grad_enabled(learns), self._lock:
             found = self._attend(
-                flex_attention,
                 *leaves,
                 score_mod,
                 mask,
@@ -140,6 +148,25 @@ class TorchFlexKernel(Kernel):
             return leaves, found, None, None
         result, aux = found
         return leaves, result, aux.lse, aux.max_scores
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask | None,
+    **settings: Any,
+) -> Any:
+    return flex_attention(query, key, value, score_mod, block_mask, **settings)
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the same code in another object: torch counts recompilations by code
+    object, of a function that has a source file, and at a limit gives up."""
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=function.__code__.co_name)
+    return types.FunctionType(code, function.__globals__, function.__name__)
 
 
 def _readable(table: Tensor) -> Tensor:

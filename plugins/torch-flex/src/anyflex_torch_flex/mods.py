@@ -10,9 +10,11 @@ import torch
 
 from anyflex.plugin import DTYPES, Lowering, Node, Spec, simplify
 
-__all__ = ["TORCH_FLEX", "load_source", "write_source"]
+__all__ = ["TORCH_FLEX", "MakeMods", "load_source", "write_source"]
 
 Lines = list[str]
+Mod = Callable[..., Any]
+MakeMods = Callable[..., tuple[Mod | None, Mod | None]]
 
 _UNARY = (
     "neg abs floor ceil round trunc sign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos "
@@ -100,15 +102,11 @@ TORCH_FLEX: Lowering[Lines, str] = Lowering(
 
 
 def write_source(spec: Spec) -> str:
-    """Return the text of a module with two functions.
+    """Return the text of a module with a function.
 
     ``make_mods(captured, ints, floats)`` returns ``(score_mod, mask_mod)``, each None where the
     spec has none. Captured tensors of rank 0 come as [1], and no dimension is 0. ``ints`` is an
-    int64 and ``floats`` a float64 tensor.
-
-    ``attend(flex_attention, query, key, value, score_mod, block_mask, **settings)`` calls
-    ``flex_attention``: torch's compiler counts recompilations by code object, and so each kernel
-    has one of its own.
+    int64 and ``floats`` a float32 tensor.
     """
     names = ", ".join(f"c{position}" for position in range(len(spec.captured)))
     lines = [f"{names}, = captured"] if names else []
@@ -125,7 +123,6 @@ def write_source(spec: Spec) -> str:
         lines.append(f"def {mod}({arguments}):")
         lines += [f"    {line}" for line in (*body, f"return {result}")]
     lines.append("return score_mod, mask_mod")
-    settings = "query, key, value, score_mod, block_mask"
     return "\n".join(
         [
             "from math import inf, nan",
@@ -135,16 +132,13 @@ def write_source(spec: Spec) -> str:
             "def make_mods(captured, ints, floats):",
             *(f"    {line}" for line in lines),
             "",
-            "",
-            f"def attend(flex_attention, {settings}, **more):",
-            f"    return flex_attention({settings}, **more)",
-            "",
         ]
     )
 
 
-def load_source(text: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of `write_source` by name."""
-    functions: dict[str, Callable[..., Any]] = {}
+def load_source(text: str) -> MakeMods:
+    """Return ``make_mods`` of `write_source`."""
+    functions: dict[str, Any] = {}
     exec(compile(text, "<mods>", "exec"), functions)
-    return functions
+    make_mods: MakeMods = functions["make_mods"]
+    return make_mods
