@@ -22,6 +22,7 @@ from anyflex.testing.cases import (
     layouts,
     masks,
     mods,
+    operations,
     precision,
     shapes,
     structure,
@@ -37,6 +38,7 @@ from tests.testing.faults.fault import Fault, example
 
 GROUPS = (
     mods,
+    operations,
     masks,
     structure,
     shapes,

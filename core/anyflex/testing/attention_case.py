@@ -15,6 +15,7 @@ from anyflex.plugin import Capabilities
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
 from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
+from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
 __all__ = ["AttentionCase", "Drawn", "Layout", "laid_out"]
 
@@ -28,7 +29,7 @@ by stride 0; key, value and the gradients in three of these ways."""
 _MIXED: dict[str, Layout] = {"key": "heads_last", "value": "offset", "dout": "last_stride_2"}
 
 Values = Callable[[dict[str, Tensor]], None]
-"""Changes drawn q, k, v (float64 here, by name) in place."""
+"""Changes what was drawn in place: query, key, value, dout and dlse by name, float64 here."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class AttentionCase:
         kv_batch: of key and value, None for `batch`.
         dtype: of query, key and value.
         insists: `dtype` is the point of the case, see `fitted`.
-        score_mod, mask_mod: names in `SCORE_MODS` or `KIT_MODS`, and in `MASK_MODS` or
-            `KIT_MASKS`, or None.
+        score_mod, mask_mod: names in `SCORE_MODS`, `KIT_MODS` or `OPERATION_MODS`, and in
+            `MASK_MODS` or `KIT_MASKS`; or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
             1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod.
         block_size: (q, kv).
@@ -134,11 +135,13 @@ class AttentionCase:
         """Draw the inputs."""
         generator = torch.Generator().manual_seed(self.seed)
         kv_batch = self.batch if self.kv_batch is None else self.kv_batch
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "query": (self.batch, self.heads, self.q_length, self.head_dim),
             "key": (kv_batch, self.kv_heads, self.kv_length, self.head_dim),
             "value": (kv_batch, self.kv_heads, self.kv_length, self.value_head_dim),
         }
+        shapes["dout"] = (*shapes["query"][:3], self.value_head_dim)
+        shapes["dlse"] = shapes["query"][:3]
         exact = {
             name: torch.randn(shape, generator=generator, dtype=torch.float64)
             for name, shape in shapes.items()
@@ -148,16 +151,14 @@ class AttentionCase:
         wide = torch.promote_types(self.dtype, torch.float32)
         mods = {}
         for kind, table, name in (
-            ("score", {**SCORE_MODS, **KIT_MODS}, self.score_mod),
+            ("score", {**SCORE_MODS, **KIT_MODS, **OPERATION_MODS}, self.score_mod),
             ("mask", {**MASK_MODS, **KIT_MASKS}, self.mask_mod),
         ):
             if name is not None:
                 mods[kind] = table[name].make(self.sizes, generator, wide)
         weights = {
-            "dout": torch.randn(
-                (*shapes["query"][:3], self.value_head_dim), generator=generator
-            ).to(self.dtype),
-            "dlse": torch.randn(shapes["query"][:3], generator=generator).to(wide),
+            "dout": exact.pop("dout").to(self.dtype),
+            "dlse": exact.pop("dlse").to(wide),
         }
         tensors = {
             name: laid_out(tensor.to(self.dtype).to(device), self._layout_of(name))

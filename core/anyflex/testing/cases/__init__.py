@@ -16,6 +16,7 @@ from anyflex.testing.cases import (
     masks,
     memory,
     mods,
+    operations,
     options,
     precision,
     processes,
@@ -30,6 +31,7 @@ __all__ = ["every_case"]
 
 _GROUPS = (
     mods,
+    operations,
     masks,
     structure,
     shapes,

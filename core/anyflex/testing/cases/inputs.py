@@ -34,6 +34,11 @@ def nan_in_dead_rows(tensors: dict[str, Tensor]) -> None:
     tensors["query"][..., -2:, :] = math.nan
 
 
+def infinite_gradient_of_dead_lse(tensors: dict[str, Tensor]) -> None:
+    """What the gradient of lse ** 2 is where lse is -inf."""
+    tensors["dlse"][..., -2:] = -math.inf
+
+
 def nan_in_later_keys(tensors: dict[str, Tensor]) -> None:
     """NaN in a key and in another key's value that some rows reach and earlier ones don't."""
     tensors["key"][..., 20, 0] = math.nan
@@ -126,6 +131,17 @@ comparisons(
         quick=True,
     ),
     AttentionCase(
+        "inputs/infinite_gradient_of_dead_lse",
+        "what arrives at lse of a row that sees no key is dropped",
+        q_length=40,
+        kv_length=38,
+        mask_mod="anti_causal",
+        values=infinite_gradient_of_dead_lse,
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
         "inputs/nan_for_some_rows",
         "NaN in a key or value reaches the rows that visit it, and no other",
         q_length=40,
@@ -156,6 +172,14 @@ comparisons(
         "NaN wins against a number in torch.maximum",
         q_length=37,
         score_mod="maximum_of_table",
+        values=nan_in_a_query,
+        quick=True,
+    ),
+    AttentionCase(
+        "inputs/nan_through_minimum",
+        "NaN wins against a number in torch.minimum",
+        q_length=37,
+        score_mod="minimum_of_table",
         values=nan_in_a_query,
         quick=True,
     ),

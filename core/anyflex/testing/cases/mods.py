@@ -188,6 +188,20 @@ comparisons(
         score_mod="alibi_abs",
         quick=True,
     ),
+    *(
+        AttentionCase(
+            f"mods/{mod}_without_mask",
+            f"score mod {mod} where there is no mask",
+            batch=3,
+            heads=4,
+            kv_heads=2,
+            q_length=70,
+            score_mod=mod,
+            gradients=ALL,
+            quick=True,
+        )
+        for mod in ("temperature_batch", "dense_bias")
+    ),
     AttentionCase(
         "mods/negative_index",
         "an index of -1 is a table's last",

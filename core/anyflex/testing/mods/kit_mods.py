@@ -33,6 +33,12 @@ def maximum_of_table(low: Any) -> ScoreMod:
     return lambda s, b, h, q, k: torch.maximum(s, low[k])
 
 
+@score_mod("S+4", high=floats("S"), smooth=False)
+def minimum_of_table(high: Any) -> ScoreMod:
+    """NaN wins against every number."""
+    return lambda s, b, h, q, k: torch.minimum(s, high[k])
+
+
 @score_mod("S+2", w=floats("16", torch.bfloat16, grad=True))
 def bf16_collide(w: Any) -> ScoreMod:
     """Every pair adds into one of two bf16 addresses."""
