@@ -84,7 +84,11 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
     def prepare(inputs: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         from torch.nn.attention.flex_attention import flex_attention
 
-        mask = None if inputs.block_mask is None else inputs.block_mask.to_torch()
+        mask = None
+        if inputs.block_mask is not None:
+            mask = inputs.block_mask.to_torch()
+            # As it was written: torch traces it itself.
+            mask.mask_mod = inputs.mask_mod
         settings: dict[str, Any] = {
             "score_mod": inputs.score_mod,
             "block_mask": mask,
