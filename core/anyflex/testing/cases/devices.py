@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ def _recorded(session: Session) -> str | None:
     return None
 
 
+def _keep_busy(device: torch.device) -> None:
+    """Give the current stream work of some milliseconds, so that what follows has to wait."""
+    busy = torch.randn(4096, 4096, device=device)
+    for _ in range(20):
+        busy = busy @ busy * 1e-4
+
+
 @behaviour(
     CASES,
     "devices/two_streams",
@@ -53,7 +61,10 @@ def _recorded(session: Session) -> str | None:
 def _two_streams(session: Session) -> str | None:
     if session.device.type == "cpu":
         return _NO_ACCELERATOR
-    cases = [_call(session, seed) for seed in range(2)]
+    # Of one size, as scratch memory may be shared by size.
+    cases = [
+        plain(session, "devices", q_length=256, kv_length=256, seed=seed) for seed in range(2)
+    ]
     inputs = [case.draw(session.device) for case in cases]
     wanted = [
         by_backend(case, drawn, session.name, session.device)
@@ -63,6 +74,13 @@ def _two_streams(session: Session) -> str | None:
     streams = [torch.Stream(device=session.device) for _ in cases]
     for _ in range(8):
         found = []
+        with torch.Stream(device=session.device) as other:
+            # Both begin at once, and not before the host has queued all of them.
+            for _ in range(3):
+                _keep_busy(session.device)
+            begin = other.record_event()
+        for stream in streams:
+            stream.wait_event(begin)
         for case, drawn, stream in zip(cases, inputs, streams, strict=True):
             with stream, session.unwatched():
                 found.append(by_backend(case, drawn, session.name, session.device))
@@ -87,13 +105,10 @@ def _side_stream(session: Session) -> str | None:
     case = _call(session)
     drawn = case.draw(session.device)
     late = {name: torch.zeros_like(tensor) for name, tensor in drawn.tensors.items()}
-    busy = torch.randn(4096, 4096, device=session.device)
     torch.accelerator.synchronize()
     stream = torch.Stream(device=session.device)
     with stream:
-        # Long enough that a kernel on another stream would read zeros.
-        for _ in range(20):
-            busy = busy @ busy * 1e-4
+        _keep_busy(session.device)
         for name, tensor in drawn.tensors.items():
             late[name].copy_(tensor)
         with session.unwatched():
@@ -125,22 +140,41 @@ def _second_device(session: Session) -> str | None:
     quick=True,
 )
 def _no_synchronisation(session: Session) -> str | None:
-    if session.device.type != "cuda":
-        return "torch detects it on CUDA devices only"
+    if session.device.type == "cpu":
+        return _NO_ACCELERATOR
     case = _call(session)
+    drawn = case.draw(session.device)
     tensors: dict[str, Any] = {
-        name: tensor.requires_grad_() for name, tensor in case.draw(session.device).tensors.items()
+        name: tensor.requires_grad_() for name, tensor in drawn.tensors.items()
     }
-    for mode in ("default", "error"):
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            with session.unwatched():
-                out = anyflex.flex_attention(**tensors, backend=session.name)
-                if case.gradients:
-                    out.backward(torch.ones_like(out))
-        except RuntimeError as error:
-            session.require("synchroniz" not in str(error), f"the kernel waits: {error}")
-            raise
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    dout = drawn.weights["dout"]
+
+    def forward() -> Any:
+        return anyflex.flex_attention(**tensors, backend=session.name)
+
+    with session.unwatched():
+        out = forward()
+        if case.gradients:
+            out.backward(dout)
+        torch.accelerator.synchronize()
+        begin = time.perf_counter()
+        _keep_busy(session.device)
+        torch.accelerator.synchronize()
+        unit = time.perf_counter() - begin
+        begin = time.perf_counter()
+        out = forward()
+        if case.gradients:
+            out.backward(dout)
+        # Far longer than the host needs for the call.
+        repeats = min(100, 1 + int(20 * (time.perf_counter() - begin) / unit))
+        torch.accelerator.synchronize()
+        for _ in range(repeats):
+            _keep_busy(session.device)
+        behind = torch.accelerator.current_stream(session.device).record_event()
+        out = forward()
+        session.require(not behind.query(), "forward waits for what was queued before it")
+        if case.gradients:
+            out.backward(dout)
+            session.require(not behind.query(), "backward waits for what was queued before it")
+        torch.accelerator.synchronize()
     return None
