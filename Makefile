@@ -23,7 +23,7 @@ help:
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, a call's front end and masks cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, two minutes"
-	@echo "make soak         2,000 random mods, 20,000 random masks (the tests run 200 and 400)"
+	@echo "make soak         2,000 random mods, 20,000 random masks; each seeded fault by every quick case"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -42,6 +42,7 @@ soak:
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
+	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 
 conformance:
 	$(READY) test
