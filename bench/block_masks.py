@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -186,14 +185,17 @@ def main() -> int:
             flush=True,
         )
     if options.json:
-        machine = {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
+        from anyflex.bench.machine import machine_facts, source_commit, version_facts
+
+        report = {
             "command": f"python bench/block_masks.py{' --torch' if options.torch else ''}",
+            "commit": source_commit(),
+            "machine": machine_facts(torch.device("cpu")),
+            "versions": version_facts(),
+            "rows": rows,
         }
         with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+            json.dump(report, file, indent=1)
             file.write("\n")
     return int(failed)
 
