@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
-from anyflex.plugin import Call, Outputs
+from anyflex.plugin import Call, Outputs, Rejected
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import BehaviourCase
 from anyflex.testing.cases import every_case
@@ -151,3 +151,23 @@ def test_every_case_has_a_name_of_a_group_and_a_sentence() -> None:
     for name, case in every_case().items():
         assert name == case.name and name.count("/") >= 1
         assert len(case.shows) > 10
+
+
+def test_cpu_tensors_pose_for_a_device_that_is_not_there() -> None:
+    class OfAbacus(Dense):
+        def probe(self) -> Rejected:
+            return Rejected("no abacus in this machine; buy one")
+
+    with open_session("abacus.beads", "cpu", backend_class=OfAbacus) as session:
+        assert (session.device_type, session.device.type) == ("abacus", "cpu")
+        for name in (
+            "processes/bare",
+            "refusals/undeclared",
+            "state/split_keys",
+            "options/unknown",
+        ):
+            assert run_case(session, every_case()[name]).status == "passed"
+        assert {spec.device_type for spec in session.journal.forwards} <= {"abacus"}
+        assert "--device cpu" in run_case(session, PLAIN).command
+    with pytest.raises(BackendRefused, match="no abacus"):
+        open_session("abacus.beads", backend_class=OfAbacus).__enter__()

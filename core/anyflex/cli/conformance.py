@@ -36,7 +36,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ),
     )
     parser.add_argument("--backend", metavar="NAME", help="a registered name: cpu.mine, reference")
-    parser.add_argument("--device", help="where tensors are (default: the name's device type)")
+    parser.add_argument(
+        "--device",
+        help="where tensors are (default: the name's device type); with cpu for a backend of "
+        "another device CPU tensors stand in for its own",
+    )
     parser.add_argument(
         "--require",
         metavar="SETS",

@@ -12,6 +12,7 @@ from anyflex.errors import BackendRefused
 from anyflex.plugin import Backend, Decision, Spec, hookimpl
 from anyflex.registry import hot_path, table
 from anyflex.registry.entry import Entry
+from anyflex.testing.absent_device import posing
 from anyflex.testing.inspector import Journal, ask, inspected
 
 __all__ = ["ConformanceFailure", "Session", "open_session"]
@@ -105,7 +106,8 @@ def open_session(
     Args:
         name: a registered name, ``"reference"`` included.
         device: where tensors shall be; None for the name's device type (the CPU for the
-            reference, and where CPU tensors pose as that type).
+            reference, and where CPU tensors pose as that type). With ``"cpu"`` for a backend of
+            another device type, CPU tensors pose as that (`anyflex.testing.posing`).
         backend_class: what shall stand under `name`, in place of what is registered.
 
     Raises:
@@ -122,6 +124,10 @@ def open_session(
     if entry is None:
         known = ", ".join(table.current().names())
         raise BackendRefused(f"there is no backend {name!r}; registered are: {known}")
+    if _to_be_posed(entry, device):
+        with posing(entry.device_type), open_session(name, device) as session:
+            yield session
+        return
     backend = _usable(entry)
     journal = Journal()
     watched = inspected(backend, journal)
@@ -144,6 +150,15 @@ def open_session(
             )
         finally:
             torch.set_num_threads(threads)
+
+
+def _to_be_posed(entry: Entry, device: torch.device | str | None) -> bool:
+    return (
+        device is not None
+        and torch.device(device).type == "cpu"
+        and entry.device_type not in ("cpu", "*")
+        and hot_path.posed_in_force() is None
+    )
 
 
 def _usable(entry: Entry) -> Backend:
