@@ -24,6 +24,7 @@ from anyflex.testing.cases import (
     mods,
     operations,
     precision,
+    required,
     shapes,
     structure,
 )
@@ -37,6 +38,7 @@ from tests.testing.faults import shapes as shape_faults
 from tests.testing.faults.fault import Fault, example
 
 GROUPS = (
+    required,
     mods,
     operations,
     masks,

@@ -21,6 +21,7 @@ from anyflex.testing.cases import (
     precision,
     processes,
     refusals,
+    required,
     run_time,
     shapes,
     state,
@@ -30,6 +31,7 @@ from anyflex.testing.cases import (
 __all__ = ["every_case"]
 
 _GROUPS = (
+    required,
     mods,
     operations,
     masks,

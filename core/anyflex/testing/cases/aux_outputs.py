@@ -13,7 +13,6 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 LSE, MAXIMA = frozenset({"lse"}), frozenset({"max_scores"})
-FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
 
 
 def equal_scores(tensors: dict[str, Tensor]) -> None:
@@ -122,7 +121,6 @@ comparisons(
             gradients=QKV if gradient else frozenset(),
             dlse=gradient == "dlse",
             quick=True,
-            required=(BACKWARD if gradient else FORWARD) if not aux else frozenset(),
         )
         for aux in (frozenset[str](), LSE, MAXIMA, LSE | MAXIMA)
         for gradient in ("", "dout", "dlse")

@@ -40,7 +40,6 @@ comparisons(
             aux=LSE,
             dtype=dtype,
             quick=dtype is torch.float32,
-            required=frozenset({"decode"}) if dtype is torch.float32 else frozenset(),
         )
         for q_length, heads, kv_heads, batch, kv_length, score_mod, mask_mod in SIZES
         for suffix, dtype in (("", torch.float32), ("_bfloat16", BFLOAT16), ("_float16", FLOAT16))

@@ -18,7 +18,6 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
-BACKWARD = frozenset({"backward"})
 
 comparisons(
     CASES,
@@ -31,7 +30,6 @@ comparisons(
         dout=False,
         dlse=True,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/of_out_and_lse",
@@ -41,7 +39,6 @@ comparisons(
         gradients=QKV,
         dlse=True,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/of_out_and_lse_long",
@@ -56,7 +53,6 @@ comparisons(
         gradients=ALL,
         dlse=True,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/of_sums",
@@ -71,7 +67,6 @@ comparisons(
         dlse=True,
         of_sums=True,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/grouped_heads",
@@ -82,7 +77,6 @@ comparisons(
         kv_length=2,
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/small",
@@ -93,7 +87,6 @@ comparisons(
         kv_length=2,
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/scale",
@@ -103,7 +96,6 @@ comparisons(
         scale=0.5,
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/one_key_batch",
@@ -124,7 +116,6 @@ comparisons(
         mask_mod="causal",
         gradients=ALL,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/captured_under_mask_long",
@@ -135,7 +126,6 @@ comparisons(
         mask_mod="causal",
         gradients=ALL,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/many_additions",
@@ -157,7 +147,6 @@ comparisons(
         mask_mod="dead_columns",
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/padding",
@@ -169,7 +158,6 @@ comparisons(
         gradients=QKV,
         dlse=True,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "gradients/blocks_that_nobody_visits",

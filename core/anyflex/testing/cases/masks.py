@@ -15,7 +15,6 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
-BACKWARD = frozenset({"backward"})
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 
@@ -34,7 +33,6 @@ def _case(name: str, entry: Entry, **changes: object) -> AttentionCase:
 
 for _entry in MASK_MODS.values():
     _name = f"masks/{_entry.name}"
-    _is_required = _entry.name in ("causal", "doc_sorted", "padding")
     comparisons(
         CASES,
         _case(
@@ -45,7 +43,6 @@ for _entry in MASK_MODS.values():
             score_mod="alibi_learned",
             gradients=ALL,
             quick=True,
-            required=BACKWARD if _is_required else frozenset(),
         ),
         _case(f"{_name}/short", _entry, batch=3, q_length=40, kv_length=40, dlse=True),
         _case(

@@ -15,7 +15,6 @@ __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
 ALL = frozenset({"q", "k", "v", "captured"})
-FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 _JUMPS = frozenset({"rounded", "signed_root", "clamped", "safe_sqrt"})
@@ -53,7 +52,6 @@ def _case(name: str, entry: Entry, **changes: object) -> AttentionCase:
 
 for _entry in SCORE_MODS.values():
     _name = f"mods/{_entry.name}"
-    _is_required = _entry.name in ("identity", "softcap", "alibi_learned")
     comparisons(
         CASES,
         _case(
@@ -63,7 +61,6 @@ for _entry in SCORE_MODS.values():
             kv_length=50,
             mask_mod="window_both",
             quick=True,
-            required=BACKWARD if _is_required else frozenset(),
         ),
         _case(f"{_name}/short", _entry, q_length=20, kv_length=41, mask_mod="random_spans"),
         _case(
@@ -130,7 +127,6 @@ comparisons(
         score_mod="softcap",
         gradients=ALL,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "mods/scale_alone",
@@ -140,7 +136,6 @@ comparisons(
         scale=0.5,
         gradients=ALL,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "mods/negative_scale",
@@ -169,7 +164,6 @@ comparisons(
         block_size=(128, 128),
         gradients=ALL,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "mods/past_the_first_block",
@@ -178,7 +172,6 @@ comparisons(
         kv_length=130,
         score_mod="alibi_abs",
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "mods/query_heads",

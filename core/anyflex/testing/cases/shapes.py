@@ -15,7 +15,6 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
-FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
 _LARGEST_DIM = 2048
 """Of a backend that declares any head dim."""
 
@@ -42,7 +41,6 @@ comparisons(
             mask_mod="causal",
             gradients=QKV,
             quick=True,
-            required=BACKWARD if length in (1, 7, 17, 33) else frozenset(),
         )
         for length in range(1, 41)
     ),
@@ -58,7 +56,6 @@ comparisons(
             gradients=QKV,
             dtype=torch.bfloat16 if q_length % 3 == 0 else torch.float32,
             quick=quick,
-            required=BACKWARD if quick else frozenset(),
         )
         for quick, lengths in (
             (True, [(1, 1), (1, 200), (128, 128), (129, 257), (300, 77)]),
@@ -77,7 +74,6 @@ comparisons(
             gradients=QKV,
             dlse=True,
             quick=True,
-            required=FORWARD,
         )
         for q_length, kv_length in ((0, 5), (5, 0), (0, 0))
         for mask in (None, "causal")
@@ -98,7 +94,6 @@ comparisons(
         values=low_scores,
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "shapes/keys_past_the_end_long",
@@ -117,7 +112,6 @@ comparisons(
         values=last_key_only,
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "shapes/last_key_long",
@@ -137,7 +131,6 @@ comparisons(
         values=low_scores,
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "shapes/one_row_past_a_block",
@@ -147,7 +140,6 @@ comparisons(
         mask_mod="all_true",
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "shapes/smaller_value_dim",
@@ -188,7 +180,6 @@ comparisons(
             score_mod="alibi_learned",
             gradients=ALL,
             quick=True,
-            required=BACKWARD if heads == 4 else frozenset(),
         )
         for heads, kv_heads, q_length, kv_length in (
             (4, 2, 2, 2),

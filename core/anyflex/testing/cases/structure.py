@@ -15,7 +15,6 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 QKV = frozenset({"q", "k", "v"})
 ALL = QKV | {"captured"}
-FORWARD, BACKWARD = frozenset({"forward"}), frozenset({"backward"})
 
 comparisons(
     CASES,
@@ -27,7 +26,6 @@ comparisons(
         mask_mod="causal",
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
     AttentionCase(
         "structure/full_where_the_function_is_false",
@@ -97,7 +95,6 @@ comparisons(
         mask_mod="sink_window",
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "structure/broadcast_over_batch",
@@ -108,7 +105,6 @@ comparisons(
         mask_mod="causal",
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "structure/rectangular_blocks",
@@ -215,7 +211,6 @@ comparisons(
         mask_mod="prefix_batch",
         gradients=QKV,
         quick=True,
-        required=FORWARD,
     ),
     AttentionCase(
         "structure/per_batch_columns",
@@ -226,7 +221,6 @@ comparisons(
         mask_mod="prefix_batch",
         gradients=QKV,
         quick=True,
-        required=BACKWARD,
     ),
 )
 
