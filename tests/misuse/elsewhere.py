@@ -27,6 +27,7 @@ ELSEWHERE: dict[int, str] = {
     141: "registry/test_isolation.py::test_a_broken_backend_is_named_and_the_next_one_computes",
     142: "registry/test_isolation.py::test_a_broken_backend_is_named_and_the_next_one_computes",
     143: "registry/test_isolation.py::test_a_broken_backend_is_named_and_the_next_one_computes",
+    144: "testing/test_inspector.py::test_a_broken_promise_of_a_kernel_is_noted",
     145: "registry/test_through_the_api.py"
     "::test_a_backend_registered_later_is_asked_by_the_same_call",
     146: "registry/test_selection.py::test_one_package_cannot_register_a_name_twice",
@@ -44,7 +45,6 @@ ELSEWHERE: dict[int, str] = {
 LATER: dict[int, str] = {
     47: "shared memory needs a GPU backend: with the first one",
     124: "a device without float64: with the mps backend",
-    144: "the conformance kit's check of output shapes: with the kit",
     148: "install_torch: with the hook into torch",
     149: "uninstall_torch: with the hook into torch",
     150: "install_torch: with the hook into torch",
