@@ -1,0 +1,198 @@
+"""A second list of faults, written from the contract and the example alone.
+
+Nobody had looked at the kit's cases, nor at the first list, before these were written down.
+"""
+
+from __future__ import annotations
+
+from tests.testing.faults.fault import Change, Fault
+
+__all__ = ["FAULTS"]
+
+_BACKWARD = "        kv_heads = call.key.shape[1]\n        sums = iter(grads.workspace)\n"
+
+FAULTS = (
+    Fault(
+        201,
+        "the running maximum drops a NaN, as the maximum of many devices does",
+        (
+            Change(
+                "kernel.py",
+                "higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))",
+                "higher = torch.fmax(maximum, scores.amax(-1, keepdim=True))",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        202,
+        "without a mask no row is thought dead, though score_mod may give -inf everywhere",
+        (
+            Change(
+                "kernel.py",
+                "shift = _finite_shift(higher)",
+                "shift = higher if call.mask is None else _finite_shift(higher)",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        203,
+        "what is subtracted is never below 0: rows of low scores underflow",
+        (
+            Change(
+                "kernel.py",
+                "return maximum.masked_fill(maximum == -torch.inf, 0)",
+                "return maximum.clamp(min=0)",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        204,
+        "the maximum is taken before the scale, as though that were never negative",
+        (
+            Change(
+                "kernel.py",
+                "higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))",
+                "top = scores.amax(-1, keepdim=True)\n"
+                "                if call.scale < 0:\n"
+                "                    low = scores.masked_fill(scores == -torch.inf, torch.inf)\n"
+                "                    top = torch.where(\n"
+                "                        top == -torch.inf, top, low.amin(-1, keepdim=True)\n"
+                "                    )\n"
+                "                higher = torch.maximum(maximum, top)",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        205,
+        "the scale is handed over as a float32, also to a float64 kernel",
+        (
+            Change(
+                "kernel.py",
+                "raw = query @ self._keys(tile, call.key, keys).mT * call.scale",
+                "raw = query @ self._keys(tile, call.key, keys).mT * float(\n"
+                "            torch.tensor(call.scale, dtype=torch.float32)\n"
+                "        )",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        206,
+        "dk is summed only where dq is wanted as well",
+        (
+            Change(
+                "kernel.py",
+                "                if dk is not None:\n",
+                "                if dk is not None and grads.dq is not None:\n",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        207,
+        "backward has nothing to do where q, k and v don't learn, though a captured tensor does",
+        (
+            Change(
+                "kernel.py",
+                _BACKWARD,
+                "        if grads.dq is None and grads.dk is None and grads.dv is None:\n"
+                "            return\n" + _BACKWARD,
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        208,
+        "of several reads of one captured tensor only the last one adds to its gradient",
+        (
+            Change(
+                "kernel.py",
+                "for position, indices, gradient in scatters:",
+                "for position, indices, gradient in {s[0]: s for s in scatters}.values():",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        209,
+        "backward uses up what forward kept: a second one through the same graph is wrong",
+        (
+            Change(
+                "kernel.py",
+                "        for target, total in ((grads.dk, dk), (grads.dv, dv)):\n",
+                "        for kept in saved.extras:\n"
+                "            kept.data.zero_()\n"
+                "        for target, total in ((grads.dk, dk), (grads.dv, dv)):\n",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        210,
+        "1024 is declared for the head dimension, but registers hold 512",
+        (
+            Change(
+                "kernel.py",
+                "raw = query @ self._keys(tile, call.key, keys).mT * call.scale",
+                "key = self._keys(tile, call.key, keys)\n"
+                "        raw = query[..., :512] @ key[..., :512].mT * call.scale",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        211,
+        "batches past 65535, the limit of a grid's second dimension, are left out",
+        (
+            Change(
+                "tiles.py",
+                "            yield Tile(ALL, ALL, ALL, rows, pieces)\n",
+                "            yield Tile(slice(0, 65535), ALL, ALL, rows, pieces)\n",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        212,
+        "a buffer holds 32 runs of a query block, and those past it are lost",
+        (
+            Change(
+                "tiles.py",
+                "for first, last, kind in runs[begin:end]",
+                "for first, last, kind in runs[begin : min(end, begin + 32)]",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        213,
+        "a delta that the caller gives is ignored, and computed from out anew",
+        (
+            Change(
+                "kernel.py",
+                "            if grad.delta is None:\n",
+                "            if grad.delta is None or saved.out is not None:\n",
+            ),
+        ),
+        "",
+    ),
+    Fault(
+        214,
+        "whole numbers of 64 bits in a captured tensor are read as 32 bits",
+        (
+            Change(
+                "mods.py",
+                "        table = self.call.captured[position]\n        if table.numel() == 0:\n",
+                "        table = self.call.captured[position]\n"
+                "        if table.dtype is torch.int64:\n"
+                "            table = table.int().long()\n"
+                "        if table.numel() == 0:\n",
+            ),
+        ),
+        "",
+    ),
+)
