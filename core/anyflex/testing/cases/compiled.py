@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
 from anyflex.testing.attention_case import AttentionCase
@@ -78,19 +75,26 @@ def _inductor(session: Session) -> str | None:
     return None
 
 
-class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """An active dispatch mode sends calls through the operations; it keeps their arguments."""
+def _arguments_of_the_operation(session: Session, case: AttentionCase) -> tuple[Any, ...]:
+    """Return what a compiled call hands to the forward operation."""
+    calls: list[tuple[Any, ...]] = []
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: dict[Any, tuple[Any, Any]] = {}
+    class Recording(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target is torch.ops.anyflex.flex_attention.default:
+                calls.append(args)
+            return super().call_function(target, args, kwargs)
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, arguments: Any = (), options: Any = None
-    ) -> Any:
-        if function.namespace == "anyflex":
-            self.calls[function] = (arguments, options or {})
-        return function(*arguments, **(options or {}))
+    def run_recorded(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return Recording(graph).run
+
+    torch.compiler.reset()
+    attention: Callable[..., Any] = torch.compile(
+        anyflex.flex_attention, fullgraph=True, dynamic=False, backend=run_recorded
+    )
+    by_backend(case, case.draw(session.device), session.name, session.device, attention)
+    session.require(len(calls) == 1, "the call did not go through the operation once")
+    return calls[0]
 
 
 @behaviour(
@@ -101,20 +105,20 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 )
 def _opcheck(session: Session) -> str | None:
     case = _modded(session, "opcheck")
-    drawn = case.draw(session.device)
-    with _Recording() as recording:
-        by_backend(case, drawn, session.name, session.device)
-    session.require(bool(recording.calls), "the call did not go through the operations")
-    for function, (arguments, options) in recording.calls.items():
-        # Nothing is differentiable twice: the backward operation gets no leaf that wants it.
-        learns = "backward" not in str(function)
-        leaf = functools.partial(_leaf, learns=learns)
-        given, named = pytree.tree_map(leaf, (arguments, options))
-        torch.library.opcheck(function, given, named)
+    arguments = _arguments_of_the_operation(session, case)
+    torch.library.opcheck(torch.ops.anyflex.flex_attention.default, _leaves(arguments, learn=True))
+    if case.gradients:
+        query, key, value, *rest = _leaves(arguments, learn=False)
+        out, lse, _ = torch.ops.anyflex.flex_attention.default(query, key, value, *rest)
+        given = (torch.ones_like(out), None, None, query, key, value, out, lse, *rest)
+        torch.library.opcheck(torch.ops.anyflex.flex_attention_backward.default, given)
     return None
 
 
-def _leaf(value: Any, *, learns: bool) -> Any:
+def _leaves(value: Any, *, learn: bool) -> Any:
+    """Copies of all tensors. Nothing is differentiable twice: backward gets none that learns."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_leaves(item, learn=learn) for item in value)
     if not isinstance(value, Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.requires_grad and learns)
+    return value.detach().clone().requires_grad_(value.requires_grad and learn)
