@@ -24,6 +24,7 @@ from anyflex.plugin import (
     Option,
     Rejected,
     Spec,
+    differentiate,
 )
 from anyflex_torch_flex import mods
 
@@ -132,3 +133,14 @@ class TorchFlexCuda(_TorchFlex):
         if importlib.util.find_spec("triton") is None:
             return Rejected("torch compiles flex attention by Triton: pip install triton")
         return Accepted()
+
+    def supports(self, spec: Spec) -> Decision:
+        """As declared; and a score mod that learns lets the score through."""
+        decision = super().supports(spec)
+        if isinstance(decision, Rejected) or not spec.needs_backward or spec.score_graph is None:
+            return decision
+        if differentiate(spec.score_graph, wanted_captured=frozenset()).score is None:
+            return Rejected(
+                "torch can't compile a backward through a score mod that ignores the score"
+            )
+        return decision
