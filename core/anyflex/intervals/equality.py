@@ -87,10 +87,10 @@ class ReadEquality:
             found, count = _relabelled(rows, by_row=by_row)
             cut = [
                 SegmentTable(one.heads, one.labels, values.shape[1])
-                for one, values in zip(found, rows, strict=True)
+                for one, values in zip(found, rows, strict=False)
             ]
-            tables, segments = [*cut], [*found]
             self._count = None if all(table.ascending for table in cut) else count
+            tables, segments = [cut[0], cut[-1]], [found[0], found[-1]]
         self._q, self._kv = map(_Side, nodes, tables, rows, segments)
         self._domain = analysis.domain
         self._sets: tuple[_BlockSets, _BlockSets] | None = None
@@ -269,7 +269,7 @@ def _relabelled(rows: list[Tensor], *, by_row: bool) -> tuple[list[_Segments], i
     count = int(counts.amax())
     parts = torch.split(label[group], [h.numel() for h in heads])
     found = [_Segments(h, part) for h, part in zip(heads, parts, strict=True)]
-    return (found if len(found) == 2 else found * 2), count
+    return found, count
 
 
 def _at(row: Tensor | int, chosen: Tensor) -> Tensor | int:
