@@ -223,10 +223,12 @@ def _in_place(session: Session) -> str | None:
         return out
 
     call(tensors)
+    copies: list[list[torch.Tensor]] = []
     for index, name in enumerate(("query", "key", "value", "a captured tensor")[: len(tensors)]):
         tensors[index].mul_(1.5).add_(0.25)
-        # Other memory, the same values.
-        wanted = call([tensor.clone() for tensor in tensors])
+        # Other memory, the same values; kept, so that no address comes again.
+        copies.append([tensor.clone() for tensor in tensors])
+        wanted = call(copies[-1])
         session.require(
             same_bytes(call(tensors), wanted),
             f"after {name} was changed in place another result comes than from its copy",
