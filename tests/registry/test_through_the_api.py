@@ -122,6 +122,9 @@ def test_a_listener_hears_of_every_launch() -> None:
     anyflex.flex_attention(*call, backend="reference")
     assert heard[0] == ("cpu", "sevens")
     assert heard[1][0] == "reference"
+    heard.clear()
+    anyflex.flex_attention(*qkv(), backend="reference").sum().backward()
+    assert [backend for backend, _ in heard] == ["reference", "reference"]  # and its backward
 
 
 def test_sixteen_threads_make_the_first_call_together() -> None:

@@ -109,6 +109,8 @@ def launch_backward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
+    if plan.own_backward and listeners():
+        launched(plan.spec, plan.compiled.backend, plan.kernel.describe(call))
     if plan.casts:
         accumulators = [
             None if accumulator is None else accumulator.to(tensor.dtype)
