@@ -1,6 +1,15 @@
 """A second list of faults, written from the contract and the example alone.
 
-Nobody had looked at the kit's cases, nor at the first list, before these were written down.
+The kit's cases and the first list had not been read when these 14 were written down and committed.
+
+First run: the quick subset as it was then caught 10 of the 14 (71 %; at least nine of ten were
+wanted). It missed 202 (a score mod of -inf rows was only run under a mask), 205 (each float64
+case had a scale that float32 holds), 211 (no case had more batches than a grid's second dimension
+counts) and 212 (no row of blocks had more than a few runs). For them the kit was given the cases
+`gradients/dead_rows_by_score`, `precision/float64_scale`, `shapes/many_batches` and
+`structure/many_runs`, and all 14 are caught now. That is no new measure of the kit: a list that
+cases were written for can't be one. (In the first run the cases of processes and of torch.compile
+were left out.)
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ FAULTS = (
                 "higher = torch.fmax(maximum, scores.amax(-1, keepdim=True))",
             ),
         ),
-        "",
+        "mods/nan_one_pair",
     ),
     Fault(
         202,
@@ -34,7 +43,7 @@ FAULTS = (
                 "shift = higher if call.mask is None else _finite_shift(higher)",
             ),
         ),
-        "",
+        "gradients/dead_rows_by_score",
     ),
     Fault(
         203,
@@ -46,7 +55,7 @@ FAULTS = (
                 "return maximum.clamp(min=0)",
             ),
         ),
-        "",
+        "forward/documents",
     ),
     Fault(
         204,
@@ -64,7 +73,7 @@ FAULTS = (
                 "                higher = torch.maximum(maximum, top)",
             ),
         ),
-        "",
+        "mods/negative_scale",
     ),
     Fault(
         205,
@@ -78,7 +87,7 @@ FAULTS = (
                 "        )",
             ),
         ),
-        "",
+        "precision/float64_scale",
     ),
     Fault(
         206,
@@ -90,7 +99,7 @@ FAULTS = (
                 "                if dk is not None and grads.dq is not None:\n",
             ),
         ),
-        "",
+        "gradients/k_dout",
     ),
     Fault(
         207,
@@ -103,7 +112,7 @@ FAULTS = (
                 "            return\n" + _BACKWARD,
             ),
         ),
-        "",
+        "gradients/captured_dout",
     ),
     Fault(
         208,
@@ -115,7 +124,7 @@ FAULTS = (
                 "for position, indices, gradient in {s[0]: s for s in scatters}.values():",
             ),
         ),
-        "",
+        "mods/bias_twice",
     ),
     Fault(
         209,
@@ -129,7 +138,7 @@ FAULTS = (
                 "        for target, total in ((grads.dk, dk), (grads.dv, dv)):\n",
             ),
         ),
-        "",
+        "shapes/lengths_129_257",
     ),
     Fault(
         210,
@@ -142,7 +151,7 @@ FAULTS = (
                 "        raw = query[..., :512] @ key[..., :512].mT * call.scale",
             ),
         ),
-        "",
+        "shapes/head_dims",
     ),
     Fault(
         211,
@@ -154,7 +163,7 @@ FAULTS = (
                 "            yield Tile(slice(0, 65535), ALL, ALL, rows, pieces)\n",
             ),
         ),
-        "",
+        "shapes/many_batches",
     ),
     Fault(
         212,
@@ -166,7 +175,7 @@ FAULTS = (
                 "for first, last, kind in runs[begin : min(end, begin + 32)]",
             ),
         ),
-        "",
+        "structure/many_runs",
     ),
     Fault(
         213,
@@ -178,7 +187,7 @@ FAULTS = (
                 "            if grad.delta is None or saved.out is not None:\n",
             ),
         ),
-        "",
+        "state/split_keys",
     ),
     Fault(
         214,
@@ -193,6 +202,6 @@ FAULTS = (
                 "        if table.numel() == 0:\n",
             ),
         ),
-        "",
+        "structure/wide_ids",
     ),
 )

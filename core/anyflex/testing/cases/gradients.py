@@ -179,6 +179,16 @@ comparisons(
         gradients=QKV,
         quick=True,
     ),
+    AttentionCase(
+        "gradients/dead_rows_by_score",
+        "rows that the score mod makes -inf are dead where there is no mask as well",
+        q_length=70,
+        kv_length=300,
+        score_mod="dead_rows_by_score",
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
     # Every subset of what can be asked for, with each way that gradients arrive.
     *(
         AttentionCase(

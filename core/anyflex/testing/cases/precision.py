@@ -193,6 +193,17 @@ comparisons(
         quick=True,
     ),
     AttentionCase(
+        "precision/float64_scale",
+        "a scale that float32 can't hold is a float64 to float64 inputs",
+        q_length=4,
+        kv_length=4,
+        scale=0.3,
+        dtype=FLOAT64,
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
         "precision/float64_mods",
         "mods of float64 scores are computed in float64",
         q_length=70,

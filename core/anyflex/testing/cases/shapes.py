@@ -86,6 +86,17 @@ comparisons(
         gradients=QKV,
     ),
     AttentionCase(
+        "shapes/many_batches",
+        "batches past 65535, which the second dimension of a device's grid can't count, are there",
+        batch=65537,
+        heads=1,
+        kv_heads=1,
+        q_length=1,
+        kv_length=2,
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
         "shapes/keys_past_the_end",
         "what lies past the last key counts for nothing",
         q_length=1,

@@ -69,6 +69,16 @@ comparisons(
         quick=True,
     ),
     AttentionCase(
+        "structure/many_runs",
+        "150 runs of one row of blocks are visited, more than a fixed buffer may hold",
+        q_length=16,
+        kv_length=4800,
+        mask_mod="all_true",
+        runs=((1, 0) * 150,),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
         "structure/last_block_only",
         "a row whose only block is the last, ragged one",
         q_length=16,
