@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from anyflex.testing.cases import every_case
-from anyflex.testing.runner import run_case
-from anyflex.testing.session import open_session
-from tests.testing.faults.fault import Fault, example
+from tests.testing.faults.catching import check_caught, check_passes
+from tests.testing.faults.fault import Fault
 from tests.testing.faults.second_list import FAULTS
 
 
@@ -20,20 +19,8 @@ def test_every_fault_of_the_second_list_is_there() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.number}-{fault.case}")
 def test_a_fault_of_the_second_list_is_caught(fault: Fault, tmp_path: Path) -> None:
-    with (
-        example(tmp_path, fault.changes) as backend,
-        open_session("cpu.example", backend_class=backend) as session,
-    ):
-        outcome = run_case(session, every_case()[fault.case])
-    assert outcome.status == "failed", fault.what
-    assert fault.says in outcome.detail
+    check_caught(fault, tmp_path)
 
 
 def test_the_plugin_without_a_fault_passes_the_cases_of_the_second_list(tmp_path: Path) -> None:
-    with (
-        example(tmp_path) as backend,
-        open_session("cpu.example", backend_class=backend) as session,
-    ):
-        for name in sorted({fault.case for fault in FAULTS}):
-            outcome = run_case(session, every_case()[name])
-            assert outcome.status == "passed", outcome
+    check_passes(FAULTS, tmp_path)
