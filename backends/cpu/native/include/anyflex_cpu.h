@@ -1,0 +1,194 @@
+// The C ABI of anyflex's CPU kernels: plain data, no C++ type and no torch type crosses it.
+//
+// Sizes are in elements unless a name says bytes. A call never allocates what grows with the
+// problem: the caller hands in a workspace of af_*_workspace(...) bytes, aligned to 64.
+// All functions are safe to call from many threads at once and throw nothing.
+#ifndef ANYFLEX_CPU_H
+#define ANYFLEX_CPU_H
+
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define AF_API __declspec(dllexport)
+#else
+#define AF_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Changes with every change of a struct below; the Python side refuses another number.
+#define AF_ABI 1
+
+typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
+
+// Types of captured tensors and of interpreter registers, in the order of
+// anyflex.mod_graph.operations.DTYPES.
+typedef enum {
+    AF_T_BOOL = 0, AF_T_U8, AF_T_I8, AF_T_I16, AF_T_I32, AF_T_I64,
+    AF_T_F16, AF_T_BF16, AF_T_F32, AF_T_F64
+} af_type;
+
+// A tensor [batch, heads, length, dim] of an af_dtype; strides may be 0.
+typedef struct {
+    void* data;
+    int64_t stride[4];
+} af_tensor;
+
+// A captured tensor as mods read it. `size` and `stride` have `rank` entries.
+typedef struct {
+    const void* data;
+    const int64_t* size;
+    const int64_t* stride;
+    int32_t type;  // af_type
+    int32_t rank;
+} af_captured;
+
+// What mods read beside the pair: fixed during a call.
+typedef struct {
+    const af_captured* captured;
+    const int64_t* ints;
+    const double* floats;
+    // Added to b, h, q_idx, kv_idx before a mod sees them.
+    int64_t offset[4];
+} af_mod_inputs;
+
+// Where a live pair has read outside of a captured tensor. code 0: nowhere.
+typedef struct {
+    int32_t code;      // an af_status
+    int32_t mod;       // 0 score_mod, 1 mask_mod
+    int32_t captured;  // position in af_mod_inputs.captured
+    int32_t dim;
+    int64_t index;
+} af_error;
+
+// A rectangle of pairs of one (batch, query head): what a mod program works on, in place.
+//
+// Rows of `score` and `grad` are `ld` floats apart; ld is a multiple of 16 and both, as `live`,
+// are aligned to 64 bytes. Programs may read and write columns up to cols rounded up to 16, whose
+// values mean nothing; loads of captured tensors clamp there as everywhere.
+typedef struct {
+    float* score;     // [rows][ld]: scaled scores; a score program replaces them
+    float* grad;      // [rows][ld], score_backward only: in the gradient of the modified score,
+                      // out the gradient of the score. `score` holds unmodified scores then.
+    uint16_t* live;   // [rows][live_ld]: bit c % 16 of word c / 16. A mask program writes all
+                      // words up to cols rounded up to 16 (bits past cols: 0). Score programs
+                      // read it: NULL says all are live. Reads outside of a captured tensor count
+                      // for live pairs only; score_backward treats grad of dead pairs as 0 and
+                      // returns 0 there, and scatters nothing.
+    int64_t ld;
+    int64_t live_ld;
+    int32_t rows;
+    int32_t cols;
+    int64_t b, h, q, kv;  // of the first row and column, without af_mod_inputs.offset
+    const af_mod_inputs* inputs;
+    double* const* captured_grad;  // one a captured tensor: dense, row-major; NULL where unwanted
+    void* scratch;                 // af_program.scratch_bytes, aligned to 64, this thread's own
+    af_error* error;               // this thread's own; the first read outside is kept
+} af_tile;
+
+struct af_program;
+typedef void (*af_tile_function)(const struct af_program* program, const af_tile* tile);
+
+// A mod on tiles. Bytecode has af_interpret as its function; compiled code ignores `code`.
+typedef struct af_program {
+    af_tile_function function;
+    const void* code;
+    int64_t code_bytes;
+    int64_t scratch_bytes;
+} af_program;
+
+// Runs of consecutive kv blocks, anyflex's block mask format 1.
+typedef struct {
+    const int32_t* offsets;  // [batch][heads][blocks + 1]
+    const int32_t* runs;     // [n][3]: first block, end block, kind (1 FULL, 2 PARTIAL)
+    int64_t batch;           // 1 or B
+    int64_t heads;           // 1 or Hq
+    int64_t blocks;          // rows of blocks
+} af_runs;
+
+// What forward, decode and backward share.
+typedef struct {
+    int32_t dtype;  // af_dtype
+    int32_t threads;
+    int64_t batch, q_heads, kv_heads, q_length, kv_length, head_dim, value_head_dim;
+    af_tensor query, key, value;  // a broadcast batch has stride 0
+    double scale;
+    int32_t has_mask;     // 0: every pair is live
+    int32_t q_block, kv_block;  // block size of the mask, elements
+    int32_t mask_is_per_call;   // 1: the mask program reads neither b nor h
+    af_runs runs;         // rows of q blocks
+    af_runs transposed;   // rows of kv blocks; backward only
+    // NULL where there is none. mask: bits of live pairs of PARTIAL blocks. score: in place.
+    const af_program* mask;
+    const af_program* score;
+    const af_program* score_backward;
+    af_mod_inputs inputs;
+} af_problem;
+
+typedef struct {
+    af_problem problem;
+    af_tensor out;        // [B, Hq, L, Ev], dtype; last stride 1
+    float* lse;           // [B, Hq, L] contiguous, or NULL
+    float* max_scores;    // [B, Hq, L] contiguous, or NULL
+    float* unrounded_out; // [B, Hq, L, Ev] contiguous: out before rounding to dtype, or NULL
+    void* workspace;
+    int64_t workspace_bytes;
+} af_forward_args;
+
+typedef struct {
+    af_problem problem;
+    af_tensor out;         // as forward left it, or, if unrounded_out is given, not read
+    const float* unrounded_out;  // [B, Hq, L, Ev] contiguous, or NULL
+    const float* lse;      // [B, Hq, L] contiguous
+    af_tensor dout;        // [B, Hq, L, Ev], dtype, any strides
+    const float* dlse;     // [B, Hq, L] contiguous, or NULL
+    const float* delta;    // [B, Hq, L] contiguous, or NULL: computed from out and dout
+    af_tensor dq, dk, dv;  // data NULL: unwanted. Overwritten; any strides that address each once
+    // One a captured tensor, or NULL: dense accumulators, added to. `captured_grad_f64[i]` says
+    // which are double; the others are float.
+    void* const* captured_grad;
+    const int32_t* captured_grad_f64;
+    const int64_t* captured_grad_elements;
+    int64_t captured_count;
+    void* workspace;
+    int64_t workspace_bytes;
+} af_backward_args;
+
+typedef enum {
+    AF_OK = 0,
+    AF_READ_OUTSIDE = 1,       // see af_error
+    AF_WORKSPACE_TOO_SMALL = 2,
+    AF_BAD_ARGUMENT = 3,       // sizes or pointers that no caller of ours sends
+    AF_BAD_PROGRAM = 4
+} af_status;
+
+AF_API int32_t af_abi(void);
+// Names of the levels that this processor can run, comma-separated, best first; and the one in
+// use. af_set_isa returns AF_BAD_ARGUMENT for a level that can't run here.
+AF_API const char* af_isa_available(void);
+AF_API const char* af_isa(void);
+AF_API int32_t af_set_isa(const char* name);
+
+AF_API int64_t af_forward_workspace(const af_problem* problem);
+AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
+AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements);
+AF_API int32_t af_backward(const af_backward_args* args, af_error* error);
+// Name of the variant that af_forward takes for this problem: "prefill", "decode", ...
+AF_API const char* af_forward_variant(const af_problem* problem);
+
+// The bytecode interpreter (the format is in native/src/bytecode.h).
+AF_API void af_interpret(const af_program* program, const af_tile* tile);
+// 0 if a program is well-formed: registers, slots and jumps inside their bounds.
+AF_API int32_t af_check_program(const void* code, int64_t code_bytes, int64_t captured_count,
+                                int64_t ints, int64_t floats);
+
+// For compiled mods: a live lane has index `index` outside of dimension `dim`.
+AF_API void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
+                                 int64_t index);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,20 @@
+// One instruction-set level of the kernels. Every source file that includes simd.h is compiled
+// once a level, in namespace AF_LEVEL (a macro that CMake sets), and reaches the rest of the
+// library only through this table.
+#pragma once
+#include "anyflex_cpu.h"
+
+struct af_level {
+    const char* name;
+    bool (*supported)();  // by processor and operating system; baseline code
+    int64_t (*forward_workspace)(const af_problem&);
+    int32_t (*forward)(const af_forward_args&, af_error*);
+    int64_t (*decode_workspace)(const af_problem&);
+    int32_t (*decode)(const af_forward_args&, af_error*);
+    int64_t (*backward_workspace)(const af_problem&, int64_t captured_elements);
+    int32_t (*backward)(const af_backward_args&, af_error*);
+    void (*interpret)(const af_program*, const af_tile*);
+};
+
+// True if decode, not forward, takes this problem. The same for every level.
+bool af_is_decode(const af_problem& problem);
