@@ -145,7 +145,10 @@ typedef struct {
     af_tensor dout;        // [B, Hq, L, Ev], dtype, any strides
     const float* dlse;     // [B, Hq, L] contiguous, or NULL
     const float* delta;    // [B, Hq, L] contiguous, or NULL: computed from out and dout
-    af_tensor dq, dk, dv;  // data NULL: unwanted. Overwritten; any strides that address each once
+    // data NULL: unwanted. Overwritten; any strides that address each element once. A batch
+    // stride of 0 in dk or dv (batch > 1) means one batch of gradients, summed over all: it is
+    // 0 where key and value have batch 1, and not where they are expanded to `batch`.
+    af_tensor dq, dk, dv;
     // One a captured tensor, or NULL: dense accumulators, added to. `captured_grad_f64[i]` says
     // which are double; the others are float.
     void* const* captured_grad;
@@ -171,6 +174,8 @@ AF_API const char* af_isa_available(void);
 AF_API const char* af_isa(void);
 AF_API int32_t af_set_isa(const char* name);
 
+// A workspace's size follows from dtype, threads, the seven sizes, has_mask, the mask's block
+// sizes and the programs' scratch_bytes alone: pointers, strides and runs may be unset here.
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
 AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements);
