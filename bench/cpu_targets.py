@@ -1,0 +1,299 @@
+"""The CPU backend beside everything that torch offers on a CPU, held to its targets.
+
+    python bench/cpu_targets.py [--threads 1,2] [--rounds 7] [--group GLOB ...] [--json FILE]
+
+One process a thread count, 16 heads, batch 1. Each case is measured in rounds in which everybody
+takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is held by the
+geometric mean of its rows, and no row may be below 0.85 of it. Exits with 1 if one isn't met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_peers import attention_peers
+
+from anyflex.bench.case import BenchCase, Direction
+from anyflex.bench.clock import clock_of
+from anyflex.bench.contenders import chosen_contenders
+from anyflex.bench.measure import measure_case
+from anyflex.bench.report import make_report, table_lines
+
+__all__ = ["GROUPS", "Group", "main"]
+
+HEADS = 16
+LENGTHS = (1024, 2048, 4096)
+WIDTHS = (64, 128)
+ROW_SHARE = 0.85
+"""No row may be below this share of its group's target."""
+SDPA = ("torch.sdpa.flash", "torch.sdpa.dense_mask")
+FLEX = ("torch.flex",)
+BEST = SDPA + FLEX
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows with one target.
+
+    Args:
+        name: says pattern, type and direction.
+        cases: its rows.
+        peers: who counts; the fastest is compared with.
+        target: ratio that the rows' geometric mean must reach, by kind of processor: ``"amx"``,
+            ``"avx512_bf16"``. A processor that isn't named has no target here.
+    """
+
+    name: str
+    cases: tuple[BenchCase, ...]
+    peers: tuple[str, ...]
+    target: dict[str, float]
+
+
+def _cases(
+    pattern: str, dtype: str, direction: Direction, lengths: Sequence[int] = LENGTHS
+) -> tuple[BenchCase, ...]:
+    return tuple(
+        _case(pattern, dtype, direction, length, width) for width in WIDTHS for length in lengths
+    )
+
+
+def _case(pattern: str, dtype: str, direction: Direction, length: int, width: int) -> BenchCase:
+    masks, mods = {
+        "full": ((), ()),
+        "causal": (("causal",), ()),
+        "window": (("causal_window:256",), ()),
+        # About eight.
+        "documents": ((f"random_documents:{length // 12},{length // 6}",), ()),
+        "alibi": ((), ("alibi",)),
+        "softcap": ((), ("softcap:20.0",)),
+        "softcap + causal": (("causal",), ("softcap:20.0",)),
+    }[pattern]
+    shape = (1, HEADS, length, width)
+    name = f"{pattern} S{length} D{width} {dtype}"
+    return BenchCase(name, shape, shape, dtype, masks, mods, (direction,))
+
+
+def _decode(dtype: str) -> tuple[BenchCase, ...]:
+    return tuple(
+        BenchCase(
+            f"decode B16 S{length} D128 GQA 32/8 {dtype}",
+            (16, 32, 1, 128),
+            (16, 8, length, 128),
+            dtype,
+        )
+        for length in (4096,)
+    )
+
+
+def _groups() -> Iterator[Group]:
+    forward = {
+        # pattern: peers, then targets of avx512_bf16 and amx for float32 and bfloat16.
+        "full": (BEST, (1.15, 1.1), (2.3, 1.3)),
+        "causal": (BEST, (1.3, 1.3), (2.3, 1.3)),
+        "window": (BEST, (2.0, 2.0), (4.0, 2.0)),
+        "documents": (BEST, (2.0, 2.0), (4.0, 2.0)),
+        "alibi": (FLEX, (2.2, 2.2), (5.0, 3.0)),
+        "softcap": (FLEX, (2.2, 2.2), (5.0, 3.0)),
+    }
+    for pattern, (peers, single, half) in forward.items():
+        for dtype, (zen, amx) in (("float32", single), ("bfloat16", half)):
+            yield Group(
+                f"{pattern} {dtype} forward",
+                _cases(pattern, dtype, "forward"),
+                peers,
+                {"avx512_bf16": zen, "amx": amx},
+            )
+    for pattern in ("full", "causal"):
+        yield Group(
+            f"{pattern} float16 forward",
+            _cases(pattern, "float16", "forward", (2048,)),
+            SDPA,
+            {"avx512_bf16": 2.5},
+        )
+    training = {
+        "full": (SDPA, 1.5, 2.0, 1.5),
+        "causal": (SDPA, 1.5, 2.0, 1.5),
+        "window": (("torch.sdpa.dense_mask",), 4.0, 4.0, 4.0),
+        "documents": (("torch.sdpa.dense_mask",), 4.0, 4.0, 4.0),
+        "softcap + causal": (("torch.written_out",), 5.0, 5.0, 5.0),
+    }
+    for pattern, (peers, single, half, amx) in training.items():
+        for dtype, zen in (("float32", single), ("bfloat16", half)):
+            target = {"avx512_bf16": zen}
+            if dtype == "bfloat16":
+                target["amx"] = amx
+            yield Group(
+                f"{pattern} {dtype} forward + backward",
+                _cases(pattern, dtype, "both", (2048,)),
+                peers,
+                target,
+            )
+    yield Group(
+        "decode bfloat16",
+        _decode("bfloat16"),
+        ("torch.sdpa.folded",),
+        {
+            "avx512_bf16": 2.4,
+        },
+    )
+    yield Group("decode float32", _decode("float32"), ("torch.sdpa.folded",), {})
+    yield Group("decode bfloat16, flex", _decode("bfloat16"), FLEX, {"avx512_bf16": 12.0})
+
+
+GROUPS = tuple(_groups())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return 1 if a target isn't met."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--threads", default="1,2", help="default: 1,2")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--group", action="append", default=[], metavar="GLOB")
+    parser.add_argument("--length", type=int, action="append", help="only these lengths")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    groups = [
+        group
+        for group in GROUPS
+        if not args.group or any(fnmatch.fnmatchcase(group.name, glob) for glob in args.group)
+    ]
+    if args.length:
+        groups = [_of_lengths(group, args.length) for group in groups]
+    if not any(group.cases for group in groups):
+        parser.error("no case is left: see GROUPS")
+    if args.one_process:
+        return _measure(groups, args)
+    failed = False
+    reports = []
+    with tempfile.TemporaryDirectory() as folder:
+        for threads in args.threads.split(","):
+            path = Path(folder) / f"{threads}.json"
+            command = [sys.executable, __file__, "--one-process", "--rounds", str(args.rounds)]
+            for name, given in (("--group", args.group), ("--length", args.length or [])):
+                command += [part for each in given for part in (name, str(each))]
+            command += ["--threads", threads, "--json", str(path)]
+            status = subprocess.run(
+                command, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
+            ).returncode
+            failed |= status != 0
+            if path.exists():
+                reports.append(json.loads(path.read_text()))
+    if args.json is not None:
+        args.json.write_text(json.dumps(reports, indent=1) + "\n")
+    return int(failed)
+
+
+def _of_lengths(group: Group, lengths: Sequence[int]) -> Group:
+    kept = tuple(case for case in group.cases if case.kv_shape[2] in lengths)
+    return dataclasses.replace(group, cases=kept)
+
+
+def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
+    torch.set_num_threads(int(args.threads))
+    device = torch.device("cpu")
+    known = [*chosen_contenders(device, ["cpu", *FLEX, "torch.sdpa.flash"]), *attention_peers()]
+    # A case may stand in several groups and is measured once.
+    peers_of: dict[BenchCase, set[str]] = {}
+    for group in groups:
+        for case in group.cases:
+            peers_of.setdefault(case, set()).update(group.peers)
+    clock = clock_of(device, wall=True)
+    begin = time.perf_counter()
+    measurements = []
+    for case, peers in peers_of.items():
+        contenders = [each for each in known if each.kind == "backend" or each.name in peers]
+        measurements += measure_case(case, contenders, device, clock, args.rounds, _say)
+    report = make_report(
+        list(peers_of),
+        measurements,
+        device,
+        clock=clock.name,
+        command=f"python bench/cpu_targets.py --threads {args.threads} --rounds {args.rounds}",
+        preset=None,
+        rounds=args.rounds,
+        seconds=time.perf_counter() - begin,
+    )
+    verdicts = [_verdict(group, report["measurements"]) for group in groups if group.cases]
+    report["targets"] = verdicts
+    print("\n".join(table_lines(report)))
+    print(f"\n{processor()}, threads {args.threads}: x best peer, geometric mean and least row")
+    for verdict in verdicts:
+        print("  " + _line(verdict))
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(verdict["met"] is False for verdict in verdicts))
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text[:79]}")
+
+
+def processor() -> str:
+    """Return the kind of processor that targets are stated for, or "other"."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if "amx_bf16" in flags:
+        return "amx"
+    return "avx512_bf16" if "avx512_bf16" in flags else "other"
+
+
+def _verdict(group: Group, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the group's ratios, and whether they hold its target; None where it has none."""
+    target = group.target.get(processor())
+    ratios: dict[str, float | None] = {}
+    for case in group.cases:
+        of_case = [row for row in rows if row["case"] == case.name]
+        ours = [row["median_ms"] for row in of_case if row["contender"] == "cpu"]
+        theirs = [
+            row["median_ms"]
+            for row in of_case
+            if row["contender"] in group.peers and row["median_ms"]
+        ]
+        ratios[case.name] = min(theirs) / ours[0] if ours and ours[0] and theirs else None
+    found = [ratio for ratio in ratios.values() if ratio is not None]
+    mean = math.exp(math.fsum(map(math.log, found)) / len(found)) if found else None
+    met = None
+    if target is not None:
+        met = (
+            mean is not None
+            and len(found) == len(ratios)
+            and mean >= target
+            and min(found) >= ROW_SHARE * target
+        )
+    return {
+        "group": group.name,
+        "peers": list(group.peers),
+        "target": target,
+        "mean": mean,
+        "least": min(found, default=None),
+        "rows": ratios,
+        "met": met,
+    }
+
+
+def _line(verdict: dict[str, Any]) -> str:
+    figures = [
+        "   -" if verdict[name] is None else f"{verdict[name]:6.2f}"
+        for name in ("mean", "least", "target")
+    ]
+    said = {True: "met", False: "NOT MET", None: "no target"}[verdict["met"]]
+    return f"{verdict['group']:40} {figures[0]} {figures[1]}  (target {figures[2]}) {said}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
