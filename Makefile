@@ -21,8 +21,8 @@ help:
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
-	@echo "make bench        what import, scan, a call's front end and masks cost; fails above a limit"
-	@echo "make conformance  every case of the conformance kit for the reference, two minutes"
+	@echo "make bench        what import, scan, front end, masks and the conformance kit cost; fails above a limit"
+	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make soak         2,000 random mods, 20,000 random masks; each seeded fault by every quick case"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
@@ -79,6 +79,7 @@ bench:
 	@$(RUN) bench/registry_scan.py
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
 	@$(RUN) bench/block_masks.py
+	@$(RUN) bench/conformance_time.py
 
 docs:
 	$(READY) docs

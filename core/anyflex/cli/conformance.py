@@ -21,6 +21,11 @@ __all__ = ["add_parser", "run"]
 _SECONDS = 5.0
 """Between lines of progress where there is no terminal."""
 _COLUMNS = 79
+_TIMEOUT = 300.0
+_LONGEST = 1e6
+"""Seconds, eleven days: more than timers take everywhere is wrong usage."""
+_DETAIL = 500
+"""Characters of a failure's line: a compiler may have said a hundred thousand."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,6 +68,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=Path,
         help="expected failures, `case = reason` a line; one that passes fails the run",
     )
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=_TIMEOUT,
+        help=f"for one case, 0 for none (default: {_TIMEOUT:g}): a case that takes longer fails "
+        "and ends the run, as what hangs can't be stopped",
+    )
     parser.add_argument("--list", action="store_true", help="print the cases, and run none")
 
 
@@ -72,10 +85,11 @@ def run(args: argparse.Namespace) -> int:
     from anyflex.registry import table
     from anyflex.testing.cases import every_case
     from anyflex.testing.expected import read_expected
-    from anyflex.testing.report import html_page, make_report
-    from anyflex.testing.runner import run_cases
+    from anyflex.testing.report import make_report
+    from anyflex.testing.runner import run_cases, timed_out
     from anyflex.testing.selection import requirements, select
     from anyflex.testing.session import open_session
+    from anyflex.testing.time_limit import limited
 
     cases = every_case()
     chosen = select(cases, quick=args.quick, globs=args.case)
@@ -87,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if table.current().get(args.backend) is None:
         known = ", ".join(table.current().names())
         raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
+    if not 0 <= args.timeout <= _LONGEST:
+        raise WrongUsage(f"--timeout {args.timeout:g}: expected 0 (none) to {_LONGEST:g} seconds")
     require = requirements([name for name in args.require.split(",") if name])
     expected = None if args.expected is None else read_expected(args.expected, cases)
     device = None if args.device is None else present_device(args.device)
@@ -97,23 +113,47 @@ def run(args: argparse.Namespace) -> int:
     with open_session(args.backend, device) as session:
         progress = _Progress(len(chosen), sys.stderr)
         progress.show(0, 0, chosen[0].name)
-        for outcome in run_cases(session, chosen, require=require, expected=expected):
+
+        def enter(outcome: Outcome) -> None:
             outcomes.append(outcome)
             if not outcome.good:
                 progress.clear()
                 print(_failure(outcome), file=told, flush=True)
+
+        def report() -> bool:
+            progress.clear()
+            seconds = time.perf_counter() - begin
+            made = make_report(
+                session,
+                outcomes,
+                quick=args.quick,
+                require=require,
+                globs=args.case,
+                seconds=seconds,
+            )
+            return _reported(made, args, told)
+
+        for case in chosen:
+
+            def attempt(case: Case = case) -> Outcome:
+                return next(run_cases(session, [case], require=require, expected=expected))
+
+            def expire(case: Case = case) -> None:
+                enter(timed_out(session, case, args.timeout, require=require))
+                report()
+
+            enter(limited(case.name, attempt, args.timeout, expire))
             bad = sum(not other.good for other in outcomes)
             following = chosen[min(len(outcomes), len(chosen) - 1)].name
             progress.show(len(outcomes), bad, following)
-        progress.clear()
-        report = make_report(
-            session,
-            outcomes,
-            quick=args.quick,
-            require=require,
-            globs=args.case,
-            seconds=time.perf_counter() - begin,
-        )
+        passed = report()
+    return ExitCode.OK if passed else ExitCode.CHECK_FAILED
+
+
+def _reported(report: dict[str, Any], args: argparse.Namespace, told: TextIO) -> bool:
+    """Write the report where it is asked for, print the summary, and say whether all is well."""
+    from anyflex.testing.report import html_page
+
     if args.json == "-":
         print(json.dumps(report, indent=2))
     elif args.json is not None:
@@ -121,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write(args.html, html_page(report))
     print("\n".join(_summary(report)), file=told)
-    return ExitCode.OK if report["passed"] else ExitCode.CHECK_FAILED
+    return bool(report["passed"])
 
 
 def _listed(cases: Sequence[Case]) -> list[str]:
@@ -134,6 +174,8 @@ def _listed(cases: Sequence[Case]) -> list[str]:
 
 def _failure(outcome: Outcome) -> str:
     detail = " ".join(outcome.detail.split())
+    if len(detail) > _DETAIL:
+        detail = f"{detail[:_DETAIL]} ... (cut; --json FILE has all)"
     label = "FAIL" if outcome.status == "failed" else "UNEXPECTED"
     return f"{label} {outcome.case}: {detail} [{outcome.command}]"
 
@@ -149,7 +191,8 @@ def _summary(report: dict[str, Any]) -> list[str]:
         details: dict[str, list[str]] = {}
         for row in report["cases"]:
             if row["status"] == status:
-                details.setdefault(" ".join(row["detail"].split()), []).append(row["case"])
+                detail = " ".join(row["detail"].split())[:_DETAIL]
+                details.setdefault(detail, []).append(row["case"])
         for detail, names in details.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  {status}: {names[0]}{more}: {detail}")

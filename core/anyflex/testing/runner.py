@@ -15,7 +15,7 @@ from anyflex.testing.case import Case
 from anyflex.testing.checking import compare
 from anyflex.testing.session import ConformanceFailure, Session
 
-__all__ = ["Outcome", "run_case", "run_cases"]
+__all__ = ["Outcome", "run_case", "run_cases", "timed_out"]
 
 Status = Literal["passed", "refused", "skipped", "failed", "expected", "unexpected"]
 
@@ -113,6 +113,21 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
     seconds = time.perf_counter() - begin
     command = _command(session, case, require)
     return Outcome(case.name, case.shows, status, detail, seconds, command)
+
+
+def timed_out(
+    session: Session, case: Case, seconds: float, *, require: frozenset[str] = frozenset()
+) -> Outcome:
+    """Return the outcome of a case that has not ended within so many seconds.
+
+    No file of expected failures makes it good: the cases behind it are not run.
+    """
+    detail = (
+        f"it has not ended within {seconds:g} s (--timeout), and the run with it: where it hangs "
+        "is on stderr"
+    )
+    command = _command(session, case, require)
+    return Outcome(case.name, case.shows, "failed", detail, seconds, command)
 
 
 def _command(session: Session, case: Case, require: frozenset[str]) -> str:

@@ -195,19 +195,21 @@ def _add_shared(total: Tensor, part: Tensor) -> None:
 def _product(weights: Tensor, operand: Tensor, live: Tensor) -> Tensor:
     """``weights @ operand`` over live pairs: at the others weights are 0, and 0 * NaN is NaN.
 
-    A kernel for a device selects in its inner loop. Here the few operand rows that hold a NaN or
-    an infinity are taken out of the product, and added one by one.
+    A kernel for a device selects in its inner loop. Here the operand's NaN and infinities are
+    taken out of the product, and counted at live pairs by two more: a sum that has any of them is
+    infinite if all of its terms that are not finite are infinities of one sign, else NaN.
 
     Args:
         weights, live: [..., R, C].
         operand: [..., C, E].
     """
-    finite = operand.isfinite().all(-1).flatten(0, -2).all(0)
-    if bool(finite.all()):
+    strange = ~operand.isfinite()
+    # Elsewhere the host would wait for the device to know it.
+    if operand.device.type == "cpu" and not bool(strange.any()):
         return weights @ operand
-    result = weights @ operand.masked_fill(~finite.unsqueeze(-1), 0)
-    for position in (~finite).nonzero().flatten().tolist():
-        here = slice(position, position + 1)
-        terms = weights[..., here] * operand[..., here, :]
-        result += terms.masked_fill(~live[..., here], 0)
-    return result
+    result = weights @ operand.masked_fill(strange, 0)
+    # A weight of 0 times an infinity is NaN: such a pair counts, and its sign is 0.
+    met = live.to(weights.dtype) @ strange.to(weights.dtype)
+    signs = weights.sign() @ (operand.sign() * operand.isinf())
+    infinite = (signs * torch.inf).masked_fill(met != signs.abs(), torch.nan)
+    return result + infinite.masked_fill(met == 0, 0)

@@ -1,0 +1,67 @@
+"""A limit on the time that a case may take.
+
+What hangs in a kernel can't be stopped, so the process ends. A thread says what was running and
+writes the report. Native code that never lets another thread of Python run keeps that thread from
+it: some seconds later faulthandler, which needs no interpreter, writes the tracebacks and ends
+the process with the same status.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["limited"]
+
+T = TypeVar("T")
+
+GRACE = 10.0
+"""Seconds that the thread has before faulthandler ends the process."""
+_STATUS = 1
+"""faulthandler's, and that of a case that failed."""
+
+
+def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[[], None]) -> T:
+    """Return what `work` returns, or end the process with status 1 after so many seconds.
+
+    Args:
+        name: stands in the tracebacks that are written to stderr then, as a function's name.
+        work: what may hang.
+        seconds: 0 for no limit.
+        expired: is called in another thread before the process ends.
+    """
+    if not seconds:
+        return work()
+
+    def call() -> T:
+        return work()
+
+    # Where Python can't run any more this is what tells the case.
+    call.__code__ = call.__code__.replace(co_name=name)
+    timer = threading.Timer(seconds, _end, (expired,))
+    timer.daemon = True
+    stderr = sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=stderr)
+    timer.start()
+    try:
+        return call()
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _end(expired: Callable[[], None]) -> None:
+    try:
+        expired()
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Neither sys.exit nor an exception reaches the thread that hangs.
+        os._exit(_STATUS)
