@@ -1,0 +1,206 @@
+"""One call's arguments in the C ABI's layout: packed into a block of memory, in one go each.
+
+A block is one bytearray: the struct of the call, then what its pointers reach beside tensors. The
+addresses inside it are fixed when it is made, so that a call only fills in values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anyflex.plugin import Call, MaskViews, ModGraph, Spec
+from anyflex_cpu import structs
+
+__all__ = ["Arguments", "Block", "shared_values", "tensor_values"]
+
+_PROBLEM = struct.Struct(structs.PROBLEM)
+_FORWARD = struct.Struct(structs.FORWARD)
+_BACKWARD = struct.Struct(structs.BACKWARD)
+_NO_RUNS = (0, 0, 0, 0, 0)
+
+
+class Block:
+    """Memory for one call at a time.
+
+    Attributes:
+        memory: what is packed into.
+        address: of it.
+        error: af_error.
+        error_address: of that.
+        tables: addresses of the captured tensors' table, ints and floats, 0 where there are none.
+        dims: addresses of each captured tensor's sizes and strides.
+        grads: addresses of the accumulators' addresses, float64 flags and sizes.
+    """
+
+    __slots__ = ("address", "dims", "error", "error_address", "grads", "memory", "tables")
+
+    def __init__(self, arguments: Arguments) -> None:
+        self.memory = bytearray(arguments.end)
+        whole = (ctypes.c_char * arguments.end).from_buffer(self.memory)
+        self.address = ctypes.addressof(whole)
+        self.error = structs.Error()
+        self.error_address = ctypes.addressof(self.error)
+        base = self.address
+        self.tables = tuple(base + at if at else 0 for at in arguments.table_offsets)
+        self.dims = tuple((base + at, base + at + 8 * rank) for at, rank in arguments.dim_offsets)
+        self.grads = tuple(base + at if at else 0 for at in arguments.grad_offsets)
+
+
+class Arguments:
+    """How a spec's calls are packed.
+
+    Args:
+        spec: its captured tensors and number slots fix the layout.
+        programs: addresses of the af_programs of mask, score and score's derivative, 0 for none.
+    """
+
+    def __init__(self, spec: Spec, programs: tuple[int, int, int]) -> None:
+        self.programs = programs
+        self.dtype = structs.DTYPE_CODES[spec.dtype]
+        self.masked = spec.mask_kind == "runs"
+        self.dims = (spec.head_dim, spec.value_head_dim)
+        reads = frozenset() if spec.mask_graph is None else spec.mask_graph.inputs()
+        self.mask_facts = (int(self.masked), *spec.block_size, int(not reads & {"b", "h"}))
+        self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
+        self.ints, self.floats = _slots(spec.score_graph, spec.mask_graph)
+        self.reads = bool(self.types or self.ints or self.floats)
+
+        count = len(self.types)
+        entry = ctypes.sizeof(structs.Captured)
+        at = _BACKWARD.size
+        dims_at = at + count * entry
+        offsets = []
+        for _, rank in self.types:
+            offsets.append((dims_at, rank))
+            dims_at += 16 * rank
+        ints_at = dims_at
+        floats_at = ints_at + 8 * self.ints
+        grads_at = floats_at + 8 * self.floats
+        self.dim_offsets = tuple(offsets)
+        self.table_offsets = (
+            at if count else 0,
+            ints_at if self.ints else 0,
+            floats_at if self.floats else 0,
+        )
+        # Addresses, sizes, then the flags, whose 4 bytes each would misalign the others.
+        self.grad_offsets = (
+            (grads_at, grads_at + 16 * count, grads_at + 8 * count) if count else (0, 0, 0)
+        )
+        self.end = grads_at + 20 * count
+        ranks = sum(rank for _, rank in self.types)
+        table = "PPPii" * count + "q" * (2 * ranks + self.ints) + "d" * self.floats
+        self._table = struct.Struct(table)
+        self._grads = struct.Struct("P" * count + "q" * count + "i" * count)
+
+    def problem(
+        self, call: Call, threads: int, block: Block, *, backward: bool
+    ) -> tuple[object, ...]:
+        """Return the values of af_problem, and write into `block` what the mods read."""
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        batch, heads, length, _ = query.shape
+        kv_batch, kv_heads, kv_length, _ = key.shape
+        runs: tuple[int, ...] = _NO_RUNS
+        transposed: tuple[int, ...] = _NO_RUNS
+        if mask is not None:
+            runs = _runs(mask)
+            if backward:
+                transposed = _runs(mask.transposed())
+        if self.reads:
+            self._write_table(call, block)
+        return (
+            self.dtype,
+            threads,
+            batch,
+            heads,
+            kv_heads,
+            length,
+            kv_length,
+            *self.dims,
+            query.data_ptr(),
+            *query.stride(),
+            *(tensor_values(key) if kv_batch == batch else shared_values(key)),
+            *(tensor_values(value) if kv_batch == batch else shared_values(value)),
+            call.scale,
+            *self.mask_facts,
+            *runs,
+            *transposed,
+            *self.programs,
+            *block.tables,
+            *call.index_offsets,
+        )
+
+    def sizes(self, call: Call, threads: int) -> bytes:
+        """Return an af_problem without any address of a tensor, for questions of size."""
+        batch, heads, length, _ = call.query.shape
+        _, kv_heads, kv_length, _ = call.key.shape
+        facts = (self.dtype, threads, batch, heads, kv_heads, length, kv_length, *self.dims)
+        return _PROBLEM.pack(
+            *facts,
+            *(0,) * 15,
+            call.scale,
+            *self.mask_facts,
+            *(0,) * 10,
+            *self.programs,
+            *(0,) * 7,
+        )
+
+    def _write_table(self, call: Call, block: Block) -> None:
+        entries: list[object] = []
+        shapes: list[int] = []
+        for tensor, facts, addresses in zip(call.captured, self.types, block.dims, strict=True):
+            entries += (tensor.data_ptr(), *addresses, *facts)
+            shapes += tensor.shape
+            shapes += tensor.stride()
+        self._table.pack_into(
+            block.memory,
+            _BACKWARD.size,
+            *entries,
+            *shapes,
+            *call.ints[: self.ints],
+            *call.floats[: self.floats],
+        )
+
+    def write_gradients(self, targets: Sequence[Tensor | None], block: Block) -> None:
+        """Write into `block` where the captured tensors' gradients are summed."""
+        addresses = [0 if each is None else each.data_ptr() for each in targets]
+        sizes = [0 if each is None else each.numel() for each in targets]
+        wide = [each is not None and each.dtype is torch.float64 for each in targets]
+        at = self._grads_at
+        self._grads.pack_into(block.memory, at, *addresses, *sizes, *wide)
+
+    @property
+    def _grads_at(self) -> int:
+        return self.end - self._grads.size
+
+
+def tensor_values(tensor: Tensor) -> tuple[int, ...]:
+    """Return the values of af_tensor."""
+    return (tensor.data_ptr(), *tensor.stride())
+
+
+def shared_values(tensor: Tensor) -> tuple[int, ...]:
+    """Return the values of af_tensor for one batch that serves all."""
+    return (tensor.data_ptr(), 0, *tensor.stride()[1:])
+
+
+def _runs(views: MaskViews) -> tuple[int, ...]:
+    """Return the values of af_runs."""
+    batch, heads, rows = views.offsets.shape
+    return (views.offsets.data_ptr(), views.runs.data_ptr(), batch, heads, rows - 1)
+
+
+def _slots(*graphs: ModGraph | None) -> tuple[int, int]:
+    """How many of the call's ints and floats the graphs may read: a call can have more, whose
+    values have become constants."""
+    last = {"i": -1, "f": -1}
+    for graph in graphs:
+        for node in () if graph is None else graph.nodes:
+            if node.operation == "number":
+                slot = str(node.attribute)
+                last[slot[0]] = max(last[slot[0]], int(slot[1:]))
+    return last["i"] + 1, last["f"] + 1

@@ -1,0 +1,93 @@
+"""The entry point: what the backend declares, whether it can run here, and how it compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from anyflex.plugin import (
+    CONTRACT_1_FIELDS,
+    DTYPES,
+    OPERATIONS,
+    Accepted,
+    ArgumentError,
+    Artifacts,
+    Backend,
+    Capabilities,
+    Decision,
+    Kernel,
+    Option,
+    Rejected,
+    Spec,
+)
+from anyflex_cpu import library
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(Backend):
+    """Native kernels for the processor, forward and backward, with mods on tiles of scores."""
+
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
+        head_dim_max=512,
+        different_value_head_dim=True,
+        gqa=True,
+        kv_broadcast=True,
+        scattered=True,
+        aux=frozenset({"lse", "max_scores"}),
+        gradients=frozenset({"q", "k", "v", "captured", "lse"}),
+        captured_dtypes=frozenset(DTYPES.values()),
+        deterministic=True,
+        operations=frozenset(OPERATIONS),
+        known_fields=CONTRACT_1_FIELDS,
+    )
+    options: ClassVar[Mapping[str, Option]] = {
+        "mods": Option(
+            str,
+            "auto",
+            "how mods run: compiled in the process (jit, which needs llvmlite), interpreted, or "
+            "auto: jit where it can be had",
+            choices=("auto", "jit", "interpreter"),
+        )
+    }
+
+    def probe(self) -> Decision:
+        """Load the library, a few milliseconds."""
+        try:
+            library.load()
+        except (library.LibraryError, ArgumentError) as error:
+            return Rejected(str(error))
+        return Accepted()
+
+    def fingerprint(self) -> str:
+        """What compiled mods depend on."""
+        from anyflex_cpu.programs import llvmlite_version
+
+        loaded = library.load()
+        jit = llvmlite_version() or "absent"
+        return f"abi {library.ABI}, {loaded.level}, llvmlite {jit}"
+
+    def supports(self, spec: Spec) -> Decision:
+        decision = super().supports(spec)
+        if isinstance(decision, Accepted) and dict(spec.options).get("mods") == "jit":
+            from anyflex_cpu.programs import llvmlite_version
+
+            if llvmlite_version() is None:
+                return Rejected(
+                    "option mods='jit' needs llvmlite, which isn't installed: pip install "
+                    "llvmlite, or leave the option out"
+                )
+        return decision
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Compile the spec's mods, or assemble them for the interpreter."""
+        from anyflex_cpu.kernel import CpuKernel
+        from anyflex_cpu.programs import Programs
+
+        loaded = library.load()
+        # A spec holds those options that the user gave.
+        mods = str(dict(spec.options).get("mods", "auto"))
+        return CpuKernel(spec, loaded, Programs(spec, loaded, artifacts, mods))

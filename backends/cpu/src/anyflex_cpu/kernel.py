@@ -1,0 +1,192 @@
+"""A compiled spec: hands each call to the native library, and raises what it reports."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex_cpu import structs
+from anyflex_cpu.arguments import Arguments, Block, shared_values, tensor_values
+from anyflex_cpu.failures import TOO_SMALL, raise_for
+from anyflex_cpu.library import Library
+from anyflex_cpu.programs import Programs
+
+__all__ = ["CpuKernel"]
+
+_pack_forward = struct.Struct(structs.FORWARD).pack_into
+_pack_backward = struct.Struct(structs.BACKWARD).pack_into
+_UNWANTED = (0, 0, 0, 0, 0)
+_SIZES_KEPT = 1024
+
+
+class CpuKernel(Kernel):
+    """Holds what is fixed by a spec. A call under way has a block of memory of its own.
+
+    Args:
+        spec: what `CpuBackend.supports` accepted.
+        library: the loaded native library.
+        programs: the spec's mods.
+    """
+
+    def __init__(self, spec: Spec, library: Library, programs: Programs) -> None:
+        self.spec = spec
+        self.library = library
+        self.programs = programs
+        self.arguments = Arguments(spec, programs.addresses)
+        self._learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+        # Its operations are atomic: no lock is needed.
+        self._blocks: deque[Block] = deque()
+        self._sizes: dict[object, tuple[TensorSpec, ...]] = {}
+
+    def describe(self, call: Call) -> str:
+        problem = self.arguments.sizes(call, torch.get_num_threads())
+        held = ctypes.create_string_buffer(problem, len(problem))
+        variant = self.library.variant(ctypes.addressof(held))
+        mods = f", mods {self.programs.how}" if self.programs.how else ""
+        return f"{variant} {self.library.level}{mods}"
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        """out before it is rounded: backward's delta needs those digits."""
+        if self.spec.dtype is torch.float32:
+            return ()
+        shape = (*call.query.shape[:3], self.spec.value_head_dim)
+        return (TensorSpec(shape, torch.float32),)
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        """One tensor of bytes, whose size follows from shapes and threads."""
+        threads = torch.get_num_threads()
+        learned = sum([call.captured[i].numel() for i in self._learned])
+        key = (direction, call.query.shape, call.key.shape, threads, learned, self.library.level)
+        found = self._sizes.get(key)
+        if found is None:
+            if len(self._sizes) >= _SIZES_KEPT:
+                self._sizes.clear()
+            size = self._workspace_bytes(call, direction, threads, learned)
+            found = self._sizes[key] = (TensorSpec((size,), torch.uint8),)
+        return found
+
+    def _workspace_bytes(self, call: Call, direction: str, threads: int, learned: int) -> int:
+        problem = self.arguments.sizes(call, threads)
+        held = ctypes.create_string_buffer(problem, len(problem))
+        address = ctypes.addressof(held)
+        if direction == "forward":
+            return self.library.forward_workspace(address)
+        return self.library.backward_workspace(address, learned)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        """Fill `out`.
+
+        Raises:
+            ModIndexError: a live pair reads outside of a captured tensor.
+        """
+        call = _without_lazy_signs(call)
+        block = self._block()
+        threads = torch.get_num_threads()
+        lse, max_scores = out.lse, out.max_scores
+        (workspace,) = out.workspace
+        while True:
+            _pack_forward(
+                block.memory,
+                0,
+                *self.arguments.problem(call, threads, block, backward=False),
+                *tensor_values(out.out),
+                0 if lse is None else lse.data_ptr(),
+                0 if max_scores is None else max_scores.data_ptr(),
+                out.saved[0].data_ptr() if out.saved else 0,
+                workspace.data_ptr(),
+                workspace.numel(),
+            )
+            status = self.library.forward(block.address, block.error_address)
+            if status != TOO_SMALL:
+                break
+            workspace = self._larger(workspace, call, "forward", threads)
+        if status:
+            raise_for(status, block.error, call)
+        self._blocks.append(block)
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        """Fill `grads`."""
+        call = _without_lazy_signs(call)
+        block = self._block()
+        threads = torch.get_num_threads()
+        # These names keep alive what a copy was needed of.
+        dout = grad.dout.resolve_neg()
+        lse = saved.lse.contiguous()
+        dlse, delta = _rows(grad.dlse), _rows(grad.delta)
+        learned = len(call.captured) if self._learned else 0
+        if learned:
+            self.arguments.write_gradients(grads.captured, block)
+        (workspace,) = grads.workspace
+        of_batch = tensor_values if call.key.shape[0] == call.query.shape[0] else shared_values
+        while True:
+            _pack_backward(
+                block.memory,
+                0,
+                *self.arguments.problem(call, threads, block, backward=True),
+                *tensor_values(saved.out),
+                saved.extras[0].data_ptr() if saved.extras else 0,
+                lse.data_ptr(),
+                *tensor_values(dout),
+                0 if dlse is None else dlse.data_ptr(),
+                0 if delta is None else delta.data_ptr(),
+                *_target(grads.dq, tensor_values),
+                *_target(grads.dk, of_batch),
+                *_target(grads.dv, of_batch),
+                *(block.grads if learned else (0, 0, 0)),
+                learned,
+                workspace.data_ptr(),
+                workspace.numel(),
+            )
+            status = self.library.backward(block.address, block.error_address)
+            if status != TOO_SMALL:
+                break
+            workspace = self._larger(workspace, call, "backward", threads)
+        if status:
+            raise_for(status, block.error, call)
+        self._blocks.append(block)
+
+    def _block(self) -> Block:
+        try:
+            return self._blocks.pop()
+        except IndexError:
+            return Block(self.arguments)
+
+    def _larger(self, workspace: Tensor, call: Call, direction: str, threads: int) -> Tensor:
+        """The number of threads, or the level, has changed since core asked for the size."""
+        learned = sum(call.captured[i].numel() for i in self._learned)
+        size = self._workspace_bytes(call, direction, threads, learned)
+        if size <= workspace.numel():
+            raise RuntimeError(
+                f"the native library asks for a workspace of {size} bytes and finds "
+                f"{workspace.numel()} too few"
+            )
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def _without_lazy_signs(call: Call) -> Call:
+    """Complex views may carry their sign in a bit that memory doesn't show."""
+    tensors = (call.query, call.key, call.value, *call.captured)
+    for tensor in tensors:
+        if tensor.is_neg():
+            break
+    else:
+        return call
+    query, key, value, *captured = (tensor.resolve_neg() for tensor in tensors)
+    return Call(query, key, value, call.mask, tuple(captured), call.ints, call.floats, call.scale)
+
+
+def _rows(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.resolve_neg().contiguous()
+
+
+def _target(tensor: Tensor | None, values: Callable[[Tensor], tuple[int, ...]]) -> tuple[int, ...]:
+    return _UNWANTED if tensor is None else values(tensor)

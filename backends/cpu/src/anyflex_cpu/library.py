@@ -1,0 +1,158 @@
+"""The native library: where it is, loading it once, and which instruction-set level it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import anyflex_cpu
+from anyflex.plugin import ArgumentError
+from anyflex_cpu.structs import ABI
+
+__all__ = ["ABI", "ISA_VARIABLE", "NAMES", "Library", "LibraryError", "find", "load"]
+
+ISA_VARIABLE = "ANYFLEX_CPU_ISA"
+"""Names the instruction-set level to run; the best one if unset. Read when the library loads."""
+
+NAMES = ("libanyflex_cpu.so", "libanyflex_cpu.dylib", "anyflex_cpu.dll")
+
+
+class LibraryError(RuntimeError):
+    """The library isn't there, can't be loaded, or is another version's. The message is one line
+    and ends with the cure."""
+
+
+class Library:
+    """The loaded library.
+
+    A call into it releases the interpreter's lock.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        level: name of the instruction-set level in use.
+
+    Raises:
+        LibraryError: it can't be loaded, or has another ABI.
+        ArgumentError: ANYFLEX_CPU_ISA names a level that this processor can't run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.handle = ctypes.CDLL(str(path))
+            abi = self.handle.af_abi()
+        except (OSError, AttributeError) as error:
+            raise LibraryError(
+                f"its native library can't be loaded ({error}); install anyflex-cpu again"
+            ) from error
+        if abi != ABI:
+            raise LibraryError(
+                f"its native library speaks ABI {abi} and its Python part ABI {ABI}; install "
+                "anyflex-cpu again"
+            )
+        addresses = (ctypes.c_void_p, ctypes.c_void_p)
+        self.forward = self._function("af_forward", ctypes.c_int32, *addresses)
+        self.backward = self._function("af_backward", ctypes.c_int32, *addresses)
+        self.forward_workspace = self._function(
+            "af_forward_workspace", ctypes.c_int64, ctypes.c_void_p
+        )
+        self.backward_workspace = self._function(
+            "af_backward_workspace", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+        )
+        self._variant = self._function("af_forward_variant", ctypes.c_char_p, ctypes.c_void_p)
+        self._isa = self._function("af_isa", ctypes.c_char_p)
+        self._available = self._function("af_isa_available", ctypes.c_char_p)
+        self._set_isa = self._function("af_set_isa", ctypes.c_int32, ctypes.c_char_p)
+        self.level = _text(self._isa())
+        wanted = os.environ.get(ISA_VARIABLE)
+        if wanted:
+            try:
+                self.set_isa(wanted)
+            except ArgumentError as error:
+                raise ArgumentError(f"environment variable {ISA_VARIABLE}: {error}") from None
+
+    def _function(self, name: str, result: type, *arguments: type) -> Callable[..., int]:
+        function = self.handle[name]
+        function.restype = result
+        function.argtypes = arguments
+        return function
+
+    def address(self, name: str) -> int:
+        """Return the address of an exported function."""
+        found = ctypes.cast(self.handle[name], ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+    def available(self) -> tuple[str, ...]:
+        """Names of the levels that this processor can run, best first."""
+        return tuple(_text(self._available()).split(","))
+
+    def set_isa(self, name: str) -> None:
+        """Use another level from the next call on, in the whole process.
+
+        Raises ArgumentError for a level that this processor can't run.
+        """
+        if name not in self.available() or self._set_isa(name.encode()) != 0:
+            raise ArgumentError(
+                f"{name!r} is no instruction-set level that this processor can run; it can run: "
+                f"{', '.join(self.available())}"
+            )
+        self.level = name
+
+    def variant(self, problem: int) -> str:
+        """Name the kernel that serves the af_problem at this address."""
+        return _text(self._variant(problem))
+
+
+def _text(value: object) -> str:
+    assert isinstance(value, bytes)
+    return value.decode()
+
+
+def find() -> Path | None:
+    """Return the library's file, or None where the package was installed without one."""
+    # An editable installation has two folders: the sources', and the one with what was built.
+    for folder in anyflex_cpu.__path__:
+        for name in NAMES:
+            path = Path(folder, name)
+            if path.is_file():
+                return path
+    return None
+
+
+_lock = threading.Lock()
+_loaded: Library | None = None
+
+
+def load() -> Library:
+    """Return the library, loaded at the first call.
+
+    Raises:
+        LibraryError, ArgumentError: see `Library`; also where there is no library.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            path = find()
+            if path is None:
+                raise LibraryError(
+                    "it was installed without its native library, because no C++ compiler was "
+                    "found; install gcc (or clang) and anyflex-cpu again"
+                )
+            _loaded = Library(path)
+        return _loaded
+
+
+def _after_fork() -> None:
+    # A thread that doesn't exist in the child may hold it.
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
