@@ -1,0 +1,249 @@
+// The levels, the ABI's functions and the checks of their arguments. Compiled for the baseline.
+#include <atomic>
+#include <cstring>
+
+#include "level.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define AF_X86 1
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+// Weak while kernels are being written: a level's missing function is null.
+#define AF_DECLARE_LEVEL(space)                                              \
+    namespace space {                                                        \
+    __attribute__((weak)) int64_t forward_workspace(const af_problem&);      \
+    __attribute__((weak)) int32_t forward(const af_forward_args&, af_error*); \
+    __attribute__((weak)) int64_t decode_workspace(const af_problem&);       \
+    __attribute__((weak)) int32_t decode(const af_forward_args&, af_error*); \
+    __attribute__((weak)) int64_t backward_workspace(const af_problem&, int64_t); \
+    __attribute__((weak)) int32_t backward(const af_backward_args&, af_error*); \
+    __attribute__((weak)) void interpret(const af_program*, const af_tile*); \
+    }
+#define AF_LEVEL_ENTRY(name, space, supported)                                             \
+    {name, supported, space::forward_workspace, space::forward, space::decode_workspace,   \
+     space::decode, space::backward_workspace, space::backward, space::interpret}
+
+AF_DECLARE_LEVEL(af_portable)
+#if defined(AF_X86)
+AF_DECLARE_LEVEL(af_avx2)
+AF_DECLARE_LEVEL(af_avx512)
+AF_DECLARE_LEVEL(af_avx512_bf16)
+AF_DECLARE_LEVEL(af_amx_bf16)
+AF_DECLARE_LEVEL(af_avx512_fp16)
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(AF_X86)
+struct registers {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+};
+registers cpuid(unsigned leaf, unsigned sub) {
+    registers r;
+    if (!__get_cpuid_count(leaf, sub, &r.a, &r.b, &r.c, &r.d)) return {};
+    return r;
+}
+bool bit(unsigned word, int n) { return (word >> n & 1) != 0; }
+
+// State components that the operating system saves (XCR0).
+bool saves(uint64_t components) {
+    if (!bit(cpuid(1, 0).c, 27)) return false;
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    const uint64_t state = (static_cast<uint64_t>(high) << 32) | low;
+    return (state & components) == components;
+}
+
+bool has_avx2() {
+    const registers one = cpuid(1, 0), seven = cpuid(7, 0);
+    return saves(0x6) && bit(one.c, 12) && bit(one.c, 29) && bit(seven.b, 5);  // FMA F16C AVX2
+}
+bool has_avx512() {
+    const registers seven = cpuid(7, 0);
+    return has_avx2() && saves(0xe6) && bit(seven.b, 16) && bit(seven.b, 17) &&
+           bit(seven.b, 30) && bit(seven.b, 31);  // F DQ BW VL
+}
+bool has_avx512_bf16() { return has_avx512() && bit(cpuid(7, 1).a, 5); }
+
+// Linux hands out the 8 KiB of tile registers on request, once for the process.
+bool tiles_permitted() {
+#if defined(__linux__)
+    constexpr long request_permission = 0x1023, tile_data = 18;
+    static const bool granted = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+    return granted;
+#else
+    return true;
+#endif
+}
+bool has_amx_bf16() {
+    const registers seven = cpuid(7, 0);
+    return has_avx512_bf16() && saves(0x60000) && bit(seven.d, 22) && bit(seven.d, 24) &&
+           tiles_permitted();  // AMX-BF16 AMX-TILE
+}
+bool has_avx512_fp16() { return has_amx_bf16() && bit(cpuid(7, 0).d, 23); }
+#endif
+
+// Best first.
+const af_level levels[] = {
+#if defined(AF_X86)
+    AF_LEVEL_ENTRY("avx512_fp16", af_avx512_fp16, has_avx512_fp16),
+    AF_LEVEL_ENTRY("amx_bf16", af_amx_bf16, has_amx_bf16),
+    AF_LEVEL_ENTRY("avx512_bf16", af_avx512_bf16, has_avx512_bf16),
+    AF_LEVEL_ENTRY("avx512", af_avx512, has_avx512),
+    AF_LEVEL_ENTRY("avx2", af_avx2, has_avx2),
+#endif
+    AF_LEVEL_ENTRY("portable", af_portable, always),
+};
+
+std::atomic<const af_level*> chosen{nullptr};
+
+const af_level& level() {
+    const af_level* l = chosen.load(std::memory_order_acquire);
+    if (l) return *l;
+    for (const af_level& each : levels) {
+        if (!each.supported()) continue;
+        chosen.store(&each, std::memory_order_release);
+        return each;
+    }
+    return levels[sizeof levels / sizeof levels[0] - 1];
+}
+
+// Sizes whose products stay far from the end of int64.
+bool sane(int64_t n) { return n >= 0 && n <= (int64_t(1) << 40); }
+
+bool sane(const af_problem& p) {
+    if (p.dtype != AF_F32 && p.dtype != AF_BF16 && p.dtype != AF_F16) return false;
+    if (p.threads < 1) return false;
+    if (!sane(p.batch) || !sane(p.q_heads) || !sane(p.kv_heads) || !sane(p.q_length) ||
+        !sane(p.kv_length) || !sane(p.head_dim) || !sane(p.value_head_dim))
+        return false;
+    if (p.q_heads > 0 && (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)) return false;
+    const bool queries = p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
+    if (queries && !p.query.data && p.head_dim > 0) return false;
+    if (queries && p.kv_length > 0 && p.head_dim > 0 && !p.key.data) return false;
+    if (queries && p.kv_length > 0 && p.value_head_dim > 0 && !p.value.data) return false;
+    if (p.has_mask) {
+        if (p.q_block < 1 || p.kv_block < 1 || !p.runs.offsets) return false;
+        if (p.runs.batch != 1 && p.runs.batch != p.batch) return false;
+        if (p.runs.heads != 1 && p.runs.heads != p.q_heads) return false;
+        if (p.runs.blocks < (p.q_length + p.q_block - 1) / p.q_block) return false;
+    }
+    const af_program* programs[] = {p.mask, p.score, p.score_backward};
+    for (const af_program* program : programs)
+        if (program && (!program->function || program->scratch_bytes < 0)) return false;
+    return true;
+}
+
+bool fits(const void* workspace, int64_t bytes, int64_t needed) {
+    return needed == 0 || (workspace && reinterpret_cast<uintptr_t>(workspace) % 64 == 0 &&
+                           bytes >= needed);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t af_abi(void) { return AF_ABI; }
+
+const char* af_isa_available(void) {
+    static char names[128];
+    static const bool once = [] {
+        for (const af_level& each : levels) {
+            if (!each.supported()) continue;
+            if (names[0]) std::strcat(names, ",");
+            std::strcat(names, each.name);
+        }
+        return true;
+    }();
+    (void)once;
+    return names;
+}
+
+const char* af_isa(void) { return level().name; }
+
+int32_t af_set_isa(const char* name) {
+    if (!name) return AF_BAD_ARGUMENT;
+    for (const af_level& each : levels) {
+        if (std::strcmp(each.name, name) != 0) continue;
+        if (!each.supported()) return AF_BAD_ARGUMENT;
+        chosen.store(&each, std::memory_order_release);
+        return AF_OK;
+    }
+    return AF_BAD_ARGUMENT;
+}
+
+int64_t af_forward_workspace(const af_problem* problem) {
+    if (!problem || !sane(*problem)) return -1;
+    return af_is_decode(*problem) ? level().decode_workspace(*problem)
+                                  : level().forward_workspace(*problem);
+}
+
+int32_t af_forward(const af_forward_args* args, af_error* error) {
+    if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
+    std::memset(error, 0, sizeof *error);
+    const af_problem& p = args->problem;
+    if (p.batch == 0 || p.q_heads == 0 || p.q_length == 0) return AF_OK;
+    if (p.value_head_dim > 0 && (!args->out.data || args->out.stride[3] != 1))
+        return AF_BAD_ARGUMENT;
+    const bool decode = af_is_decode(p);
+    const af_level& l = level();
+    const int64_t needed = decode ? l.decode_workspace(p) : l.forward_workspace(p);
+    if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
+    return decode ? l.decode(*args, error) : l.forward(*args, error);
+}
+
+int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements) {
+    if (!problem || !sane(*problem) || !sane(captured_elements)) return -1;
+    return level().backward_workspace(*problem, captured_elements);
+}
+
+int32_t af_backward(const af_backward_args* args, af_error* error) {
+    if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
+    std::memset(error, 0, sizeof *error);
+    const af_problem& p = args->problem;
+    const bool rows = p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
+    if (rows && !args->lse) return AF_BAD_ARGUMENT;
+    if (rows && p.value_head_dim > 0 && !args->dout.data) return AF_BAD_ARGUMENT;
+    if (rows && !args->delta && !args->unrounded_out && p.value_head_dim > 0 && !args->out.data)
+        return AF_BAD_ARGUMENT;
+    if (p.has_mask && p.kv_length > 0 &&
+        (!p.transposed.offsets ||
+         p.transposed.blocks < (p.kv_length + p.kv_block - 1) / p.kv_block))
+        return AF_BAD_ARGUMENT;
+    int64_t captured = 0;
+    for (int64_t i = 0; i < args->captured_count; ++i)
+        if (args->captured_grad && args->captured_grad[i])
+            captured += args->captured_grad_elements[i];
+    const int64_t needed = level().backward_workspace(p, captured);
+    if (!fits(args->workspace, args->workspace_bytes, needed)) return AF_WORKSPACE_TOO_SMALL;
+    return level().backward(*args, error);
+}
+
+const char* af_forward_variant(const af_problem* problem) {
+    if (!problem || !sane(*problem)) return "invalid";
+    return af_is_decode(*problem) ? "decode" : "prefill";
+}
+
+void af_interpret(const af_program* program, const af_tile* tile) {
+    level().interpret(program, tile);
+}
+
+void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
+                          int64_t index) {
+    af_error* error = tile->error;
+    if (!error || error->code != AF_OK) return;
+    error->code = AF_READ_OUTSIDE;
+    error->mod = mod;
+    error->captured = captured;
+    error->dim = dim;
+    error->index = index;
+}
+
+}  // extern "C"

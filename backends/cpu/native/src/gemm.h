@@ -1,0 +1,175 @@
+// Micro-GEMM: a block of rows of A times packed panels of B, float sums.
+//
+//   A  float, any row and k stride; or bf16 pairs, rows of consecutive pairs (k even)
+//   B  panels of NR columns: float [k][NR]; pairs [k / 2][NR], the pair of k in one word (VNNI)
+//   C  float, row-major
+//
+// pack.h makes panels. Pairs exist where the level multiplies bf16 (`has_pairs`). On AMX levels
+// they run on tiles: then A and C must have rows up to a multiple of 16 (what they hold past
+// `rows` is read and written), k must be a multiple of pair_k_step, and calls must lie between
+// pairs_begin() and pairs_end(), which set up and release this thread's tile registers.
+#pragma once
+#include "simd.h"
+
+namespace AF_LEVEL {
+
+constexpr int NR = 2 * VL;  // columns of a panel
+
+enum class into {
+    store,    // C = scale * A B
+    add,      // C += A B
+    rescale,  // C = alpha[row] * C + A B
+};
+
+#if defined(__AVX512BF16__)
+constexpr bool has_pairs = true;
+#else
+constexpr bool has_pairs = false;
+#endif
+#if defined(__AMX_BF16__)
+constexpr bool has_tiles = true;
+constexpr int64_t pair_k_step = 32;
+#else
+constexpr bool has_tiles = false;
+constexpr int64_t pair_k_step = 2;
+#endif
+
+// Rows that one pass of the vector kernels takes: two vectors a row beside the operands.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int MR = 12;
+#else
+constexpr int MR = 6;
+#endif
+
+// acc += A B for M rows and one panel. `next` is what a word of A is: a float, or a pair.
+template <int M>
+AF_INLINE void multiply(vf (&acc)[M][2], int64_t k, const float* a, int64_t a_row, int64_t a_k,
+                        const float* b) {
+    for (int64_t p = 0; p < k; ++p, a += a_k, b += NR) {
+        const vf b0 = load(b), b1 = load(b + VL);
+        AF_UNROLL
+        for (int i = 0; i < M; ++i) {
+            const vf x = splat(a[i * a_row]);
+            acc[i][0] = madd(x, b0, acc[i][0]);
+            acc[i][1] = madd(x, b1, acc[i][1]);
+        }
+    }
+}
+
+#if defined(__AVX512BF16__)
+template <int M>
+AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64_t a_row, int64_t,
+                        const uint32_t* b) {
+    for (int64_t p = 0; p < pairs; ++p, ++a, b += NR) {
+        const __m512bh b0 = reinterpret_cast<__m512bh>(load(b));
+        const __m512bh b1 = reinterpret_cast<__m512bh>(load(b + VL));
+        AF_UNROLL
+        for (int i = 0; i < M; ++i) {
+            const __m512bh x = reinterpret_cast<__m512bh>(splat(a[i * a_row]));
+            acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, b0);
+            acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, b1);
+        }
+    }
+}
+#endif
+
+template <int M, into HOW, class T>
+static void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, float* c,
+                  int64_t ldc, float scale, const float* alpha) {
+    vf acc[M][2];
+    AF_UNROLL
+    for (int i = 0; i < M; ++i)
+        AF_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            if constexpr (HOW == into::store)
+                acc[i][j] = vf{};
+            else if constexpr (HOW == into::add)
+                acc[i][j] = load(c + i * ldc + j * VL);
+            else
+                acc[i][j] = load(c + i * ldc + j * VL) * splat(alpha[i]);
+        }
+    multiply<M>(acc, k, a, a_row, a_k, b);
+    AF_UNROLL
+    for (int i = 0; i < M; ++i)
+        AF_UNROLL
+        for (int j = 0; j < 2; ++j) {
+            if constexpr (HOW == into::store)
+                store(c + i * ldc + j * VL, acc[i][j] * splat(scale));
+            else
+                store(c + i * ldc + j * VL, acc[i][j]);
+        }
+}
+
+// One panel, any number of rows.
+template <into HOW, class T>
+static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b,
+                       float* c, int64_t ldc, float scale, const float* alpha) {
+    const auto step = [&](int done) {
+        a += done * a_row;
+        c += done * ldc;
+        rows -= done;
+        if constexpr (HOW == into::rescale) alpha += done;
+    };
+    while (rows >= MR) {
+        micro<MR, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        step(MR);
+    }
+    if constexpr (MR > 8) {
+        if (rows >= 8) {
+            micro<8, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+            step(8);
+        }
+    }
+    if (rows >= 4) {
+        micro<4, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        step(4);
+    }
+    if (rows >= 2) {
+        micro<2, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        step(2);
+    }
+    if (rows == 1) micro<1, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+}
+
+// C[rows][panels * NR] (+)= A[rows][k] * B; `b_panel` words from a panel to the next.
+// `scale` is for into::store, alpha[rows] for into::rescale.
+template <into HOW>
+static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_row, int64_t a_k,
+                 const float* b, int64_t b_panel, float* c, int64_t ldc, float scale,
+                 const float* alpha) {
+    for (int64_t j = 0; j < panels; ++j)
+        panel_rows<HOW>(rows, k, a, a_row, a_k, b + j * b_panel, c + j * NR, ldc, scale, alpha);
+}
+
+}  // namespace AF_LEVEL
+
+#if defined(__AMX_BF16__)
+#include "gemm_amx.h"
+#endif
+
+namespace AF_LEVEL {
+
+#if !defined(__AMX_BF16__)
+AF_INLINE void pairs_begin() {}
+AF_INLINE void pairs_end() {}
+#endif
+
+// The same on pairs: `k` counts single elements and is even, `a_row` pairs, `a` is 4-byte aligned.
+template <into HOW>
+static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, int64_t a_row,
+                       const uint32_t* b, int64_t b_panel, float* c, int64_t ldc, float scale,
+                       const float* alpha) {
+#if defined(__AMX_BF16__)
+    gemm_tiles<HOW>(rows, panels, k, a, a_row, b, b_panel, c, ldc, scale, alpha);
+#elif defined(__AVX512BF16__)
+    typedef uint32_t pair __attribute__((may_alias));
+    const pair* words = reinterpret_cast<const pair*>(a);
+    for (int64_t j = 0; j < panels; ++j)
+        panel_rows<HOW, uint32_t>(rows, k / 2, words, a_row, 1, b + j * b_panel, c + j * NR, ldc,
+                                  scale, alpha);
+#else
+    static_assert(HOW != HOW, "this level has no bf16 products: has_pairs is false");
+#endif
+}
+
+}  // namespace AF_LEVEL

@@ -1,0 +1,250 @@
+// Operands for gemm.h out of strided matrices of any dtype; which rows hold NaN or infinity.
+//
+// pack_transposed: a source row becomes a column of panels (keys for scores, values for dP).
+// pack_straight:   a source row becomes a row of panels   (values for the output, keys for dQ).
+// copy_rows:       the A side, row-major, padded with zeros.
+// Each exists for floats and for bf16 pairs; a pair joins two consecutive k. Padding is 0.
+#pragma once
+#include <string.h>
+
+#include "anyflex_cpu.h"
+#include "gemm.h"
+
+namespace AF_LEVEL {
+
+// A view of rows: strides in elements, dtype an af_dtype.
+struct matrix {
+    const void* data;
+    int64_t row, col;
+    int32_t dtype;
+};
+
+AF_INLINE const char* address(const matrix& m, int64_t r, int64_t c) {
+    const int64_t size = m.dtype == AF_F32 ? 4 : 2;
+    return static_cast<const char*>(m.data) + (r * m.row + c * m.col) * size;
+}
+
+// Rows `first` on of (b, h) of a tensor.
+AF_INLINE matrix matrix_of(const af_tensor& t, int32_t dtype, int64_t b, int64_t h,
+                           int64_t first) {
+    matrix m = {t.data, 1, 1, dtype};
+    m.data = address(m, b * t.stride[0] + h * t.stride[1] + first * t.stride[2], 0);
+    m.row = t.stride[2];
+    m.col = t.stride[3];
+    return m;
+}
+
+AF_INLINE vf as_floats(const char* p, int32_t dtype) {
+    if (dtype == AF_F32) return load(reinterpret_cast<const float*>(p));
+    const vh x = load(reinterpret_cast<const uint16_t*>(p));
+    return dtype == AF_BF16 ? float_of_bf16(x) : float_of_half(x);
+}
+
+// Up to VL elements of a row from column c on, of which `n` are inside: the others are 0.
+AF_INLINE vf fetch(const matrix& m, int64_t r, int64_t c, int64_t n) {
+    const char* p = address(m, r, c);
+    if (n >= VL && m.col == 1) return as_floats(p, m.dtype);
+    alignas(64) uint32_t words[VL] = {};
+    const int size = m.dtype == AF_F32 ? 4 : 2;
+    char* to = reinterpret_cast<char*>(words);
+    for (int64_t i = 0; i < VL && i < n; ++i) memcpy(to + i * size, p + i * m.col * size, size);
+    return as_floats(to, m.dtype);
+}
+
+// The same for 2 * VL bf16 elements, as VL words.
+AF_INLINE vu fetch_pairs(const matrix& m, int64_t r, int64_t c, int64_t n) {
+    const char* p = address(m, r, c);
+    vu v;
+    if (n >= 2 * VL && m.col == 1) {
+        memcpy(&v, p, sizeof v);
+        return v;
+    }
+    alignas(64) uint16_t half[2 * VL] = {};
+    for (int64_t i = 0; i < 2 * VL && i < n; ++i) memcpy(half + i, p + i * m.col * 2, 2);
+    memcpy(&v, half, sizeof v);
+    return v;
+}
+
+// A VL x VL block of words, in registers where the level has shuffles for it.
+AF_INLINE void transpose(vu (&r)[VL]) {
+#if defined(__AVX512F__)
+    __m512i t[16], *x = reinterpret_cast<__m512i*>(r);
+    AF_UNROLL
+    for (int i = 0; i < 8; ++i) {
+        t[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+    AF_UNROLL
+    for (int i = 0; i < 16; i += 4) {
+        x[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        x[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        x[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        x[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    }
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        x[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        x[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+#else
+    alignas(64) uint32_t w[VL][VL], z[VL][VL];
+    for (int i = 0; i < VL; ++i) store(w[i], r[i]);
+    for (int i = 0; i < VL; ++i)
+        for (int j = 0; j < VL; ++j) z[j][i] = w[i][j];
+    for (int i = 0; i < VL; ++i) r[i] = load(z[i]);
+#endif
+}
+
+// n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
+static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
+    for (int64_t j = 0; j < columns; j += VL)
+        for (int64_t p = 0; p < k; p += VL) {
+            vu r[VL];
+            for (int i = 0; i < VL; ++i)
+                r[i] = j + i < n ? as_uint(fetch(m, j + i, p, k - p)) : vu{};
+            transpose(r);
+            float* to = out + (j / NR) * k * NR + p * NR + j % NR;
+            const int64_t rows = k - p < VL ? k - p : VL;
+            for (int64_t i = 0; i < rows; ++i) store(to + i * NR, as_float(r[i]));
+        }
+}
+
+// bf16 only. out [panels][k_padded / 2][NR]; k_padded is a multiple of pair_k_step.
+static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t k_padded,
+                                  int64_t columns, uint32_t* out) {
+    const int64_t words = k_padded / 2;
+    for (int64_t j = 0; j < columns; j += VL)
+        for (int64_t p = 0; p < words; p += VL) {
+            vu r[VL];
+            for (int i = 0; i < VL; ++i)
+                r[i] = j + i < n ? fetch_pairs(m, j + i, 2 * p, k - 2 * p) : vu{};
+            transpose(r);
+            uint32_t* to = out + (j / NR) * words * NR + p * NR + j % NR;
+            const int64_t rows = words - p < VL ? words - p : VL;
+            for (int64_t i = 0; i < rows; ++i) store(to + i * NR, r[i]);
+        }
+}
+
+// n source rows of d elements -> out [panels of d][..][NR], `panel` words from one to the next;
+// rows n to n_padded are 0. If `bad` is given, bad[r] says whether row r holds NaN or infinity,
+// such rows are packed as 0, and the result is their number.
+static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
+                             int64_t panel, uint8_t* bad) {
+    const int64_t panels = (d + NR - 1) / NR;
+    int64_t found = 0;
+    for (int64_t r = 0; r < n_padded; ++r) {
+        vu odd = vu{};
+        for (int64_t j = 0; j < panels; ++j) {
+            float* to = out + j * panel + r * NR;
+            for (int c = 0; c < NR; c += VL) {
+                const vf x = r < n ? fetch(m, r, j * NR + c, d - j * NR - c) : vf{};
+                odd |= as_uint(x - x);
+                store(to + c, x);
+            }
+        }
+        if (!bad) continue;
+        uint32_t any = 0;
+        for (int i = 0; i < VL; ++i) any |= odd[i];
+        bad[r] = any != 0;
+        if (any) {
+            ++found;
+            for (int64_t j = 0; j < panels; ++j) memset(out + j * panel + r * NR, 0, NR * 4);
+        }
+    }
+    return found;
+}
+
+// bf16 only. out [panels of d][n_padded / 2][NR]; n_padded is even.
+static int64_t pack_straight_pairs(const matrix& m, int64_t n, int64_t n_padded, int64_t d,
+                                   uint32_t* out, int64_t panel, uint8_t* bad) {
+    const int64_t panels = (d + NR - 1) / NR;
+    int64_t found = 0;
+    for (int64_t r = 0; r < n_padded; r += 2) {
+        vu odd[2] = {};
+        for (int64_t j = 0; j < panels; ++j) {
+            uint32_t* to = out + j * panel + r / 2 * NR;
+            for (int c = 0; c < NR; c += VL) {
+                vf x[2];
+                for (int i = 0; i < 2; ++i) {
+                    x[i] = r + i < n ? fetch(m, r + i, j * NR + c, d - j * NR - c) : vf{};
+                    odd[i] |= as_uint(x[i] - x[i]);
+                }
+                store(to + c, (as_uint(x[0]) >> 16) | as_uint(x[1]));
+            }
+        }
+        if (!bad) continue;
+        for (int i = 0; i < 2; ++i) {
+            uint32_t any = 0;
+            for (int l = 0; l < VL; ++l) any |= odd[i][l];
+            bad[r + i] = any != 0;
+            if (!any) continue;
+            ++found;
+            for (int64_t j = 0; j < panels; ++j)
+                for (int c = 0; c < NR; ++c)
+                    out[j * panel + r / 2 * NR + c] &= i ? 0x0000ffffu : 0xffff0000u;
+        }
+    }
+    return found;
+}
+
+// rows x k -> out [rows_padded][k_padded], zeros outside. k_padded is a multiple of VL.
+static void copy_rows(const matrix& m, int64_t rows, int64_t rows_padded, int64_t k,
+                      int64_t k_padded, float* out) {
+    for (int64_t r = 0; r < rows_padded; ++r)
+        for (int64_t c = 0; c < k_padded; c += VL)
+            store(out + r * k_padded + c, r < rows ? fetch(m, r, c, k - c) : vf{});
+}
+
+// bf16 to bf16. k_padded is even.
+static void copy_rows_pairs(const matrix& m, int64_t rows, int64_t rows_padded, int64_t k,
+                            int64_t k_padded, uint16_t* out) {
+    for (int64_t r = 0; r < rows_padded; ++r) {
+        uint16_t* to = out + r * k_padded;
+        if (r < rows && m.col == 1) {
+            memcpy(to, address(m, r, 0), 2 * k);
+            memset(to + k, 0, 2 * (k_padded - k));
+            continue;
+        }
+        memset(to, 0, 2 * k_padded);
+        if (r < rows)
+            for (int64_t c = 0; c < k; ++c) memcpy(to + c, address(m, r, c), 2);
+    }
+}
+
+// n floats times `factor`, rounded to dtype, to an array with stride 1.
+static void store_row(const float* from, int64_t n, float factor, int32_t dtype, void* to) {
+    const vf f = splat(factor);
+    const int size = dtype == AF_F32 ? 4 : 2;
+    char* out = static_cast<char*>(to);
+    for (int64_t c = 0; c < n; c += VL) {
+        alignas(64) char bytes[VL * 4];
+        char* at = n - c >= VL ? out + c * size : bytes;
+        vf x;
+        if (n - c >= VL) {
+            x = load(from + c);
+        } else {
+            alignas(64) float rest[VL] = {};
+            memcpy(rest, from + c, (n - c) * 4);
+            x = load(rest);
+        }
+        x = x * f;
+        if (dtype == AF_F32)
+            store(reinterpret_cast<float*>(at), x);
+        else if (dtype == AF_BF16)
+            store(reinterpret_cast<uint16_t*>(at), bf16_of_float(x));
+        else
+            store(reinterpret_cast<uint16_t*>(at), half_of_float(x));
+        if (at == bytes) memcpy(out + c * size, bytes, (n - c) * size);
+    }
+}
+
+}  // namespace AF_LEVEL

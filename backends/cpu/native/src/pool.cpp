@@ -1,0 +1,148 @@
+// The thread pool: workers asleep on a condition variable, one parallel region at a time.
+//
+// No OpenMP: a second OpenMP runtime beside torch's spins on the cores that torch's threads need.
+#include "pool.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace {
+
+struct region {
+    void (*job)(void*, int64_t, int);
+    void* context;
+    int64_t jobs;
+    std::atomic<int64_t> next{0};
+
+    void work(int thread) {
+        for (;;) {
+            const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+            if (i >= jobs) return;
+            job(context, i, thread);
+        }
+    }
+};
+
+class pool {
+   public:
+    // False if another thread is running a region. Up to `helpers` of `threads` - 1 workers join.
+    bool run(region& work, int threads, int helpers) {
+        if (!taken_.try_lock()) return false;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            resize(lock, threads - 1);
+            const int there = static_cast<int>(workers_.size());
+            work_ = &work;
+            wanted_ = helpers < there ? helpers : there;
+            working_ = 0;
+            ++generation_;
+        }
+        wake_.notify_all();
+        work.work(0);
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            wanted_ = 0;  // nothing is left for workers that have yet to wake
+            done_.wait(lock, [&] { return working_ == 0; });
+            work_ = nullptr;
+        }
+        taken_.unlock();
+        return true;
+    }
+
+   private:
+    void resize(std::unique_lock<std::mutex>& lock, int workers) {
+        if (workers < 0) workers = 0;
+        if (static_cast<int>(workers_.size()) > workers) {
+            target_ = workers;
+            ++generation_;
+            lock.unlock();
+            wake_.notify_all();
+            for (size_t i = workers; i < workers_.size(); ++i) workers_[i].join();
+            lock.lock();
+            workers_.resize(workers);
+        }
+        target_ = workers;
+        while (static_cast<int>(workers_.size()) < workers) {
+            const int index = static_cast<int>(workers_.size());
+            const uint64_t seen = generation_;
+            try {
+                workers_.emplace_back([this, index, seen] { live(index, seen); });
+            } catch (const std::system_error&) {
+                break;  // the system gives no more threads: work with what there is
+            }
+        }
+    }
+
+    void live(int index, uint64_t seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [&] { return generation_ != seen; });
+            seen = generation_;
+            if (index >= target_) return;
+            if (wanted_ == 0) continue;
+            --wanted_;
+            ++working_;
+            region* work = work_;
+            lock.unlock();
+            work->work(index + 1);
+            lock.lock();
+            if (--working_ == 0) done_.notify_one();
+        }
+    }
+
+    std::mutex taken_;  // by the thread that runs a region
+    std::mutex mutex_;  // guards everything below
+    std::condition_variable wake_, done_;
+    std::vector<std::thread> workers_;
+    uint64_t generation_ = 0;
+    region* work_ = nullptr;
+    int wanted_ = 0;   // workers that may still join the region
+    int working_ = 0;  // workers in the region
+    int target_ = 0;   // workers of this index and above leave
+};
+
+// Never destroyed: workers may outlive static destructors. A forked child has none of its
+// parent's threads, and the parent's locks in any state: it starts with a pool of its own.
+std::atomic<pool*> the_pool{nullptr};
+
+pool& instance() {
+    pool* p = the_pool.load(std::memory_order_acquire);
+    if (p) return *p;
+#if !defined(_WIN32)
+    static std::once_flag registered;
+    std::call_once(registered, [] {
+        pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); });
+    });
+#endif
+    pool* fresh = new pool;
+    if (the_pool.compare_exchange_strong(p, fresh)) return *fresh;
+    delete fresh;
+    return *p;
+}
+
+// A job that calls af_parallel works alone.
+thread_local bool inside = false;
+
+}  // namespace
+
+void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), void* context) {
+    region work;
+    work.job = job;
+    work.context = context;
+    work.jobs = jobs;
+    if (threads > 1 && jobs > 1 && !inside) {
+        const int helpers = static_cast<int>((jobs < threads ? jobs : threads) - 1);
+        inside = true;
+        const bool done = instance().run(work, threads, helpers);
+        inside = false;
+        if (done) return;
+    }
+    work.work(0);
+}

@@ -1,0 +1,203 @@
+// One vector type `vf` of VL floats and its operations, for the level being compiled.
+//
+// Everything here is GNU vector extensions (gcc and clang), except what no extension spells:
+// bits to lanes, bf16 and half conversions, and a faster exp2 on AVX-512. No standard template is
+// included: an inline copy made for a level could be the one that the linker keeps.
+#pragma once
+#include <stdint.h>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define AF_INLINE static inline __attribute__((always_inline))
+#define AF_UNROLL _Pragma("GCC unroll 16")
+
+namespace AF_LEVEL {
+
+#if defined(__AVX512F__)
+constexpr int VL = 16;
+#elif defined(__AVX2__)
+constexpr int VL = 8;
+#else
+constexpr int VL = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+// The same, as loads and stores at any address see them.
+typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef int32_t vi_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint32_t vu_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
+typedef uint16_t vh_any __attribute__((vector_size(VL * 2), aligned(2), may_alias));
+
+AF_INLINE vf load(const float* p) { return *reinterpret_cast<const vf_any*>(p); }
+AF_INLINE vu load(const uint32_t* p) { return *reinterpret_cast<const vu_any*>(p); }
+AF_INLINE vi load(const int32_t* p) { return *reinterpret_cast<const vi_any*>(p); }
+AF_INLINE vh load(const uint16_t* p) { return *reinterpret_cast<const vh_any*>(p); }
+AF_INLINE void store(float* p, vf v) { *reinterpret_cast<vf_any*>(p) = v; }
+AF_INLINE void store(uint32_t* p, vu v) { *reinterpret_cast<vu_any*>(p) = v; }
+AF_INLINE void store(int32_t* p, vi v) { *reinterpret_cast<vi_any*>(p) = v; }
+AF_INLINE void store(uint16_t* p, vh v) { *reinterpret_cast<vh_any*>(p) = v; }
+
+AF_INLINE vf splat(float x) { return x - vf{}; }
+AF_INLINE vi splat(int32_t x) { return x - vi{}; }
+AF_INLINE vu splat(uint32_t x) { return x - vu{}; }
+
+AF_INLINE vi as_int(vf v) { return reinterpret_cast<vi>(v); }
+AF_INLINE vu as_uint(vf v) { return reinterpret_cast<vu>(v); }
+AF_INLINE vf as_float(vi v) { return reinterpret_cast<vf>(v); }
+AF_INLINE vf as_float(vu v) { return reinterpret_cast<vf>(v); }
+
+// The larger; b where a is NaN is not promised, a NaN b is returned.
+AF_INLINE vf larger(vf a, vf b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+AF_INLINE vf madd(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
+#else
+    return a * b + c;
+#endif
+}
+
+// Sum and maximum of all lanes, in a fixed order.
+AF_INLINE float sum_of(vf v) {
+    alignas(64) float lane[VL];
+    store(lane, v);
+    for (int n = VL / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] += lane[i + n];
+    return lane[0];
+}
+AF_INLINE float largest_of(vf v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(v);
+#else
+    alignas(64) float lane[VL];
+    store(lane, v);
+    for (int n = VL / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) lane[i] = lane[i] > lane[i + n] ? lane[i] : lane[i + n];
+    return lane[0];
+#endif
+}
+
+// 2^x for x <= 128; 0 for -inf and where 2^x is subnormal or nearly so; NaN for NaN.
+// A polynomial over one octave (minimax in relative error on [0, 1)) and the exponent added.
+template <int DEGREE = 5>
+AF_INLINE vf exp2(vf x) {
+    static_assert(DEGREE == 5 || DEGREE == 4 || DEGREE == 3, "degrees that have coefficients");
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    // x - floor(x); 0 for an infinite x. vscalefps takes the floor of x itself.
+    const vf f = _mm512_reduce_ps(x, 0x09);
+#else
+    const vf low = splat(-127.0f);
+    x = x < low ? low : x;  // NaN stays
+    const vi t = __builtin_convertvector(x, vi);
+    const vi n = t + (__builtin_convertvector(t, vf) > x);  // floor: a true compare is -1
+    const vf f = x - __builtin_convertvector(n, vf);
+#endif
+    vf p;
+    if constexpr (DEGREE == 5) {  // 1.5e-7
+        p = splat(0.00187757669f);
+        p = madd(p, f, splat(0.00898933969f));
+        p = madd(p, f, splat(0.0558263175f));
+        p = madd(p, f, splat(0.240153611f));
+        p = madd(p, f, splat(0.693153083f));
+        p = madd(p, f, splat(0.99999994f));
+    } else if constexpr (DEGREE == 4) {  // 2.7e-6
+        p = splat(0.0135341678f);
+        p = madd(p, f, splat(0.0520114601f));
+        p = madd(p, f, splat(0.241442755f));
+        p = madd(p, f, splat(0.693003833f));
+        p = madd(p, f, splat(1.00000262f));
+    } else {  // 7.5e-5
+        p = splat(0.0780245215f);
+        p = madd(p, f, splat(0.226067156f));
+        p = madd(p, f, splat(0.695833564f));
+        p = madd(p, f, splat(0.999925196f));
+    }
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+    return _mm512_scalef_ps(p, x);
+#else
+    const vf r = p * as_float((n + 127) << 23);
+    return x <= low ? vf{} : r;
+#endif
+}
+
+// Which lanes are live.
+#if defined(__AVX512F__)
+typedef __mmask16 vm;
+AF_INLINE vm lanes(const uint16_t* live, int64_t column) { return live[column / 16]; }
+AF_INLINE vf where(vm m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }
+#else
+typedef vi vm;
+// Bits of VL columns from `column` on (a multiple of VL), of a row of live words.
+AF_INLINE vm lanes(const uint16_t* live, int64_t column) {
+    const int32_t bits = live[column / 16] >> (column % 16);
+    vi bit;
+    for (int i = 0; i < VL; ++i) bit[i] = 1 << i;
+    return (splat(bits) & bit) != 0;
+}
+AF_INLINE vf where(vm m, vf a, vf b) { return m ? a : b; }
+#endif
+
+// bf16 and half, VL at a time; rounding is to nearest even, NaN stays NaN.
+AF_INLINE vf float_of_bf16(vh x) {
+    return as_float(__builtin_convertvector(x, vu) << 16);
+}
+AF_INLINE vh bf16_of_float(vf x) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<vh>(_mm512_cvtneps_pbh(x));
+#else
+    const vu u = as_uint(x);
+    const vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const vu nan = (u >> 16) | 0x40u;
+    return __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? nan : r, vh);
+#endif
+}
+AF_INLINE vf float_of_half(vh x) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(reinterpret_cast<__m256i>(x));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(reinterpret_cast<__m128i>(x));
+#else
+    // Shift into place and multiply by 2^112: exact, subnormals included.
+    const vu h = __builtin_convertvector(x, vu);
+    const vu magnitude = (h & 0x7fffu) << 13;
+    const vf scaled = as_float(magnitude) * splat(0x1p112f);
+    const vu infinite = reinterpret_cast<vu>(magnitude >= (0x7c00u << 13));
+    const vu bits = (as_uint(scaled) & ~infinite) | ((magnitude | 0x7f800000u) & infinite);
+    return as_float(bits | ((h & 0x8000u) << 16));
+#endif
+}
+AF_INLINE vh half_of_float(vf x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<vh>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    return reinterpret_cast<vh>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    const vu u = as_uint(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+    // Normal: rebias and round the 13 bits that go. Subnormal: let a float addition round.
+    const vu normal = (a - (112u << 23) + 0xfffu + ((a >> 13) & 1u)) >> 13;
+    const vu tiny = as_uint(as_float(a) + splat(0.5f)) - as_uint(splat(0.5f));
+    const vu special = reinterpret_cast<vu>(a > 0x7f800000u) & 0x200u;
+    vu r = a < (113u << 23) ? tiny : normal;
+    r = a >= (143u << 23) ? (special | 0x7c00u) : r;
+    return __builtin_convertvector(r | sign, vh);
+#endif
+}
+
+}  // namespace AF_LEVEL
