@@ -4,9 +4,10 @@
 
 One thread; CPU time, median of nine builds after one that is not counted, tracing and every table
 included. Memory is the peak of torch's allocations during a build, captured tensors not counted.
-Exits with 1 if a mask is above its limits. With --torch, torch's figures are taken too where its
-mask fits into memory: CPU time of one build in a fresh process and the growth of its peak resident
-size (minutes, gigabytes).
+Permuted document ids are also measured against sorted ones, in turns. Exits with 1 if a mask is
+above its limits, or permuted ids are slower than sorted ones by more than the noise. With --torch,
+torch's figures are taken too where its mask fits into memory: CPU time of one build in a fresh
+process and the growth of its peak resident size (minutes, gigabytes).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "main", "mask_of"]
+__all__ = ["CASES", "COMPARED", "main", "mask_of"]
 
 ROUNDS = 9
 SHORT, LONG = 1 << 14, 1 << 20
@@ -89,6 +90,15 @@ CASES: tuple[tuple[str, tuple[int, int, int, int], float | None, float | None], 
 )
 """Mask, (B, H, Q, KV), limit in ms, limit in MiB."""
 
+COMPARED: tuple[tuple[str, str, tuple[int, int, int, int], float], ...] = tuple(
+    (PERMUTED, DOCUMENTS, (1, 1, length, length), 1.05) for length in (SHORT, LONG)
+)
+"""Mask, the one that it shall be as fast as, (B, H, Q, KV), limit of the ratio of their times:
+1 and what the medians of equal masks differ by."""
+
+TURNS = 101
+"""Builds of each of two masks that are compared."""
+
 TORCH_ELEMENTS = 1 << 28
 """Above, torch's mask takes more than 2.5 GiB and is not built."""
 
@@ -142,6 +152,21 @@ def measure(name: str, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
     }
 
 
+def compare(names: tuple[str, str], sizes: tuple[int, int, int, int]) -> tuple[float, float]:
+    """Return the median ms of two masks that are built in turns, each first as often."""
+    from anyflex import create_block_mask
+
+    mods = [mask_of(name, sizes[3]) for name in names]
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(TURNS + 1):
+        for place in (turn % 2, 1 - turn % 2):
+            begin = time.process_time()
+            create_block_mask(mods[place], *sizes)
+            times[place].append((time.process_time() - begin) * 1e3)
+    first, second = (statistics.median(taken[1:]) for taken in times)
+    return first, second
+
+
 def measure_torch(name: str, sizes: tuple[int, int, int, int]) -> tuple[float, float] | None:
     """Return torch's ms and MiB, or None where its mask is too large."""
     batch, heads, *lengths = sizes
@@ -184,6 +209,28 @@ def main() -> int:
             f"MiB {found['runs']:7} runs{remark}",
             flush=True,
         )
+    ratios = []
+    for name, other, sizes, limit in COMPARED:
+        ms, other_ms = compare((name, other), sizes)
+        ratio = ms / other_ms
+        failed = failed or ratio > limit
+        ratios.append(
+            {
+                "mask": name,
+                "to": other,
+                "sizes": sizes,
+                "ms": ms,
+                "to_ms": other_ms,
+                "ratio": ratio,
+                "limit": limit,
+            }
+        )
+        remark = "  ABOVE ITS LIMIT" if ratio > limit else ""
+        print(
+            f"{name:32} {'x'.join(map(str, sizes)):22} {ms:8.2f} ms {ratio:7.3f} of the time of "
+            f"{other}{remark}",
+            flush=True,
+        )
     if options.json:
         from anyflex.bench.machine import machine_facts, source_commit, version_facts
 
@@ -193,6 +240,7 @@ def main() -> int:
             "machine": machine_facts(torch.device("cpu")),
             "versions": version_facts(),
             "rows": rows,
+            "ratios": ratios,
         }
         with open(options.json, "w") as file:
             json.dump(report, file, indent=1)

@@ -81,6 +81,7 @@ class Lattice:
             kv_high,
             q_high % q_block + 1,
             kv_high % kv_block + 1,
+            whole=True,
         )
 
     def boxes(self, blocks: Blocks) -> Boxes:

@@ -18,6 +18,7 @@ class Cells:
         b, h: the batch entry and head.
         q_low, q_high, kv_low, kv_high: elements, both ends included, inside the lengths.
         q_unit, kv_unit: rows and columns of the smallest block inside the cell.
+        whole: each cell begins where a block does and ends where one does or at a length.
     """
 
     count: int
@@ -29,3 +30,4 @@ class Cells:
     kv_high: End
     q_unit: End
     kv_unit: End
+    whole: bool = False

@@ -1,29 +1,24 @@
 """Equality of two reads, ``doc[q] == doc[k]``: what packed documents and segments are.
 
-Equality survives any relabelling that keeps different values different. Ids relabelled in the
-order of their first appearance are sorted wherever each document is in one piece, so ranges of
-labels decide them. Where they are not sorted, the set of labels of each block, as bits, tells
-whether any pair is equal.
+Ranges of labels decide them (`relabelling`) wherever each document is in one piece. Where labels
+do not ascend, the set of labels of each block, as bits, tells whether any pair is equal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from anyflex.intervals.block_ends import BlockEnds
 from anyflex.intervals.ends import Verdict, lesser, tensor_of
 from anyflex.intervals.flags import Flag, both
 from anyflex.intervals.loads import bounded_range, fixed_row
-from anyflex.intervals.tables import (
-    RowTable,
-    SegmentTable,
-    SortedTable,
-    is_ascending,
-    segment_heads,
-)
+from anyflex.intervals.relabelling import Segments, relabelled
+from anyflex.intervals.tables import RowTable
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
 
@@ -42,26 +37,13 @@ _SET_WORDS = 1 << 19
 class _Side:
     """One of the two reads: its node, the table of its labels, and its captured tensor [R, N].
 
-    Where labels are the values themselves, `segments` is None.
+    Where labels ascend `segments` is None: nothing asks for them.
     """
 
     node: Node
     table: RowTable
     rows: Tensor
-    segments: _Segments | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Where the runs of equal values of rows [R, N] begin, and the label of each."""
-
-    heads: Tensor
-    labels: Tensor
-
-    def spread(self, shape: torch.Size) -> Tensor:
-        """Return the label of each element, int32."""
-        ends = torch.cat([self.heads[1:], self.heads.new_tensor([shape.numel()])])
-        return self.labels.repeat_interleave(ends - self.heads).view(shape)
+    segments: Segments | None
 
 
 class ReadEquality:
@@ -72,27 +54,18 @@ class ReadEquality:
         rows = [_rows(analysis, node) for node in nodes]
         if q_node.attribute == kv_node.attribute:
             rows[1] = rows[0]
-        self._count: int | None = None
-        """How many labels there are; None where they ascend, so that sets would tell no more."""
-        tables: list[RowTable]
-        segments: list[_Segments | None] = [None, None]
-        if all(is_ascending(values) for values in rows):
-            tables = [SortedTable(values) for values in rows]
-        else:
-            # Of equal shapes, or the same indices choose different rows.
-            shapes = [analysis.tables.captured[_position(node)].shape[:-1] for node in nodes]
-            by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
-                shapes[0] == shapes[1] and rows[0].shape[0] > 1
-            )
-            found, count = _relabelled(rows, by_row=by_row)
-            cut = [
-                SegmentTable(one.heads, one.labels, values.shape[1])
-                for one, values in zip(found, rows, strict=False)
-            ]
-            self._count = None if all(table.ascending for table in cut) else count
-            tables, segments = [cut[0], cut[-1]], [found[0], found[-1]]
-        self._q, self._kv = map(_Side, nodes, tables, rows, segments)
-        self._domain = analysis.domain
+        # Of equal shapes, or the same indices choose different rows.
+        shapes = [analysis.tables.captured[_position(node)].shape[:-1] for node in nodes]
+        by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
+            shapes[0] == shapes[1] and rows[0].shape[0] > 1
+        )
+        same = rows[0] is rows[1]
+        bounds = analysis.tables.whole(_position(q_node)) if same else None
+        labels = relabelled(rows, bounds, by_row=by_row)
+        self._count = labels.count
+        segments = labels.segments or (None, None)
+        self._q, self._kv = map(_Side, nodes, labels.tables, rows, segments)
+        self._domain = domain = analysis.domain
         self._sets: tuple[_BlockSets, _BlockSets] | None = None
         inputs = (analysis.input("q_idx"), analysis.input("kv_idx"))
         forms = [analysis.forms[node.arguments[-1]] for node in nodes]
@@ -100,11 +73,20 @@ class ReadEquality:
             form is not None and form.is_atom(position)
             for form, position in zip(forms, inputs, strict=True)
         )
+        self._ends: list[BlockEnds] | None = None
+        """Read instead of the tables where cells are whole blocks."""
+        if self._by_position and labels.heads is not None:
+            wanted = list(zip(domain.lengths, domain.block_size, strict=True))
+            made = {pair: BlockEnds(labels.heads, rows[0].shape, *pair) for pair in set(wanted)}
+            self._ends = [made[pair] for pair in wanted]
 
     def verdict(self, evaluation: Evaluation) -> Verdict | None:
         """Return what is known of the equality; None where an index may leave its tensor."""
         found = []
-        for side in (self._q, self._kv):
+        tables: Sequence[RowTable] = (self._q.table, self._kv.table)
+        if self._ends is not None and evaluation.cells.whole:
+            tables = self._ends
+        for side, table in zip((self._q, self._kv), tables, strict=True):
             index = evaluation.range(side.node.arguments[-1])
             if index is None:
                 return None
@@ -112,7 +94,7 @@ class ReadEquality:
             row, inside = fixed_row(evaluation, side.node, (len(side.node.arguments) - 1,))
             if kept is not True or inside is not True:
                 return None
-            found.append((row, *side.table.look_up(row, low, high)[:2], low, high))
+            found.append((row, *table.look_up(row, low, high)[:2], low, high))
         (q_row, a, b, _, _), (kv_row, c, d, _, _) = found
         true = (a == b) & (c == d) & (a == c)
         false = (b < c) | (d < a)
@@ -235,41 +217,6 @@ def _position(node: Node) -> int:
 def _rows(analysis: Analysis, node: Node) -> Tensor:
     captured = analysis.tables.captured[_position(node)]
     return captured.reshape(-1, captured.shape[-1])
-
-
-def _relabelled(rows: list[Tensor], *, by_row: bool) -> tuple[list[_Segments], int]:
-    """Relabel the values of two tables [R, N] in the order of their first appearance.
-
-    Args:
-        rows: the second may be the first.
-        by_row: only equal rows are compared, so that they may have labels of their own.
-
-    Returns:
-        The segments of both and how many labels there are, in the row that has the most.
-    """
-    distinct = rows[:1] if rows[0] is rows[1] else rows
-    heads = [segment_heads(values) for values in distinct]
-    values = torch.cat([v.reshape(-1)[h] for v, h in zip(distinct, heads, strict=True)])
-    _, group = torch.unique(values, return_inverse=True)
-    row = torch.zeros_like(group)
-    if by_row:
-        row = torch.cat([h // v.shape[1] for v, h in zip(distinct, heads, strict=True)])
-        _, group = torch.unique(row * group.numel() + group, return_inverse=True)
-    total = int(group.amax()) + 1
-    appearance = torch.full((total,), group.numel(), dtype=torch.int64, device="cpu")
-    places = torch.arange(group.numel(), device="cpu")
-    appearance.scatter_reduce_(0, group, places, "amin")
-    # Labels begin anew in each row: fewer are exact in more masks.
-    row_of = row[appearance]
-    order = (row_of * group.numel() + appearance).argsort()
-    counts = torch.bincount(row_of)
-    first = (counts.cumsum(0) - counts)[row_of[order]]
-    label = torch.empty(total, dtype=torch.int32, device="cpu")
-    label[order] = (torch.arange(total, device="cpu") - first).to(torch.int32)
-    count = int(counts.amax())
-    parts = torch.split(label[group], [h.numel() for h in heads])
-    found = [_Segments(h, part) for h, part in zip(heads, parts, strict=True)]
-    return found, count
 
 
 def _at(row: Tensor | int, chosen: Tensor) -> Tensor | int:
