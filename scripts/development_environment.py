@@ -7,6 +7,9 @@ is installed editable.
 Which torch: the environment variable TORCH if set (a requirement for pip, for example
 `torch==2.11.0`, or a wheel's path), else the torch of the invoking Python if it has one that is
 new enough, else the one pinned in constraints-dev.txt.
+
+The CPU backend's library is compiled where there is a C++ compiler; where there is none the
+backend installs without it, and the reference computes.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints-dev.txt"
+CPU_BACKEND = "./backends/cpu[jit]"
 PARTS = {
-    "test": [".[test]"],
+    "test": [".[test]", CPU_BACKEND],
     "lint": [".", "ruff", "mypy"],
     "docs": [".[docs]"],
-    "demo": [".[demo]"],
+    "demo": [".[demo]", CPU_BACKEND],
 }
+COMPILERS = ("c++", "g++", "clang++")
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 
@@ -99,15 +104,23 @@ def venv_python() -> Path:
 def pip(*arguments: str) -> None:
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     command += arguments
-    quiet = subprocess.run([*command, "-qq"], cwd=ROOT, stdin=subprocess.DEVNULL, check=False)
+    environment = dict(os.environ)
+    if any(map(shutil.which, COMPILERS)):
+        # A library that doesn't compile is an error then, not a reason to leave it out.
+        environment["ANYFLEX_CPU_REQUIRE_LIBRARY"] = "1"
+    where = {"cwd": ROOT, "env": environment, "check": False}
+    quiet = subprocess.run([*command, "-qq"], stdin=subprocess.DEVNULL, **where)
     # pip says why requirements conflict only where it is not quiet.
-    if quiet.returncode != 0 and subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+    if quiet.returncode != 0 and subprocess.run(command, **where).returncode != 0:
         raise SystemExit(f"error: pip install {shlex.join(arguments)} failed (see above)")
 
 
 def digest(*facts: object) -> str:
-    files = ["pyproject.toml", "hatch_build.py", "constraints-dev.txt"]
-    content = b"".join((ROOT / name).read_bytes() for name in files)
+    names = ["pyproject.toml", "hatch_build.py", "constraints-dev.txt"]
+    files = [ROOT / name for name in names]
+    cpu = ROOT / "backends" / "cpu"
+    files += [cpu / "pyproject.toml", *sorted((cpu / "native").rglob("*"))]
+    content = b"".join(each.read_bytes() for each in files if each.is_file())
     own = Path(__file__).read_bytes()
     return hashlib.sha256(content + own + repr(facts).encode()).hexdigest()
 

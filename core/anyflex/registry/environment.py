@@ -272,10 +272,16 @@ def in_force() -> list[VariableInForce]:
 
 def unknown_variables() -> list[tuple[str, str | None]]:
     """Return each variable ``ANYFLEX_*`` that is set and that nobody reads, with the nearest known
-    name or None. Names that other parts of the project read (builds, torch's hook) are known."""
+    name or None. Names that other parts of the project read (builds, backends, torch's hook) are
+    known."""
     import difflib
 
-    others = {"ANYFLEX_RELEASE", "ANYFLEX_TORCH"}
+    others = {
+        "ANYFLEX_CPU_ISA",
+        "ANYFLEX_CPU_REQUIRE_LIBRARY",
+        "ANYFLEX_RELEASE",
+        "ANYFLEX_TORCH",
+    }
     found = []
     for name in sorted(os.environ):
         if name.startswith("ANYFLEX_") and name not in _by_name and name not in others:

@@ -125,6 +125,10 @@ typedef struct {
     const af_program* score;
     const af_program* score_backward;
     af_mod_inputs inputs;
+    // Backward only: which gradients are wanted (bits 1 dq, 2 dk, 4 dv), whose workspace is not
+    // asked for otherwise; and 1 where key and value have batch 1, so that dk and dv are sums.
+    int32_t wanted;
+    int32_t kv_batch_is_shared;
 } af_problem;
 
 typedef struct {
@@ -145,9 +149,9 @@ typedef struct {
     af_tensor dout;        // [B, Hq, L, Ev], dtype, any strides
     const float* dlse;     // [B, Hq, L] contiguous, or NULL
     const float* delta;    // [B, Hq, L] contiguous, or NULL: computed from out and dout
-    // data NULL: unwanted. Overwritten; any strides that address each element once. A batch
-    // stride of 0 in dk or dv (batch > 1) means one batch of gradients, summed over all: it is
-    // 0 where key and value have batch 1, and not where they are expanded to `batch`.
+    // data NULL: unwanted. Overwritten; any strides that address each element once. Where
+    // problem.kv_batch_is_shared, dk and dv hold one batch, summed over all, and their batch
+    // stride is 0; where key and value are expanded to `batch` it is not.
     af_tensor dq, dk, dv;
     // One a captured tensor, or NULL: dense accumulators, added to. `captured_grad_f64[i]` says
     // which are double; the others are float.
@@ -175,7 +179,8 @@ AF_API const char* af_isa(void);
 AF_API int32_t af_set_isa(const char* name);
 
 // A workspace's size follows from dtype, threads, the seven sizes, has_mask, the mask's block
-// sizes and the programs' scratch_bytes alone: pointers, strides and runs may be unset here.
+// sizes, `wanted`, `kv_batch_is_shared` and the programs' scratch_bytes alone, never from pointers,
+// strides or runs.
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
 AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements);

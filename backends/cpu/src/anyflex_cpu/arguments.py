@@ -19,7 +19,6 @@ from anyflex_cpu import structs
 __all__ = ["Arguments", "Block", "shared_values", "tensor_values"]
 
 _PROBLEM = struct.Struct(structs.PROBLEM)
-_FORWARD = struct.Struct(structs.FORWARD)
 _BACKWARD = struct.Struct(structs.BACKWARD)
 _NO_RUNS = (0, 0, 0, 0, 0)
 
@@ -66,6 +65,7 @@ class Arguments:
         self.dims = (spec.head_dim, spec.value_head_dim)
         reads = frozenset() if spec.mask_graph is None else spec.mask_graph.inputs()
         self.mask_facts = (int(self.masked), *spec.block_size, int(not reads & {"b", "h"}))
+        self.wanted = sum(1 << "qkv".index(name) for name in spec.gradients)
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
         self.ints, self.floats = _slots(spec.score_graph, spec.mask_graph)
         self.reads = bool(self.types or self.ints or self.floats)
@@ -132,22 +132,13 @@ class Arguments:
             *self.programs,
             *block.tables,
             *call.index_offsets,
+            self.wanted,
+            kv_batch != batch,
         )
 
-    def sizes(self, call: Call, threads: int) -> bytes:
-        """Return an af_problem without any address of a tensor, for questions of size."""
-        batch, heads, length, _ = call.query.shape
-        _, kv_heads, kv_length, _ = call.key.shape
-        facts = (self.dtype, threads, batch, heads, kv_heads, length, kv_length, *self.dims)
-        return _PROBLEM.pack(
-            *facts,
-            *(0,) * 15,
-            call.scale,
-            *self.mask_facts,
-            *(0,) * 10,
-            *self.programs,
-            *(0,) * 7,
-        )
+    def write_problem(self, call: Call, threads: int, block: Block) -> None:
+        """Write af_problem alone, for questions about it."""
+        _PROBLEM.pack_into(block.memory, 0, *self.problem(call, threads, block, backward=False))
 
     def _write_table(self, call: Call, block: Block) -> None:
         entries: list[object] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,8 @@ _pack_forward = struct.Struct(structs.FORWARD).pack_into
 _pack_backward = struct.Struct(structs.BACKWARD).pack_into
 _UNWANTED = (0, 0, 0, 0, 0)
 _SIZES_KEPT = 1024
+_ALIGNMENT = 64
+"""Of the workspace, which torch's own memory has and the contract doesn't promise."""
 
 
 class CpuKernel(Kernel):
@@ -46,9 +47,10 @@ class CpuKernel(Kernel):
         self._sizes: dict[object, tuple[TensorSpec, ...]] = {}
 
     def describe(self, call: Call) -> str:
-        problem = self.arguments.sizes(call, torch.get_num_threads())
-        held = ctypes.create_string_buffer(problem, len(problem))
-        variant = self.library.variant(ctypes.addressof(held))
+        block = self._block()
+        self.arguments.write_problem(call, torch.get_num_threads(), block)
+        variant = self.library.variant(block.address)
+        self._blocks.append(block)
         mods = f", mods {self.programs.how}" if self.programs.how else ""
         return f"{variant} {self.library.level}{mods}"
 
@@ -71,16 +73,20 @@ class CpuKernel(Kernel):
             if len(self._sizes) >= _SIZES_KEPT:
                 self._sizes.clear()
             size = self._workspace_bytes(call, direction, threads, learned)
-            found = self._sizes[key] = (TensorSpec((size,), torch.uint8),)
+            found = self._sizes[key] = (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
         return found
 
     def _workspace_bytes(self, call: Call, direction: str, threads: int, learned: int) -> int:
-        problem = self.arguments.sizes(call, threads)
-        held = ctypes.create_string_buffer(problem, len(problem))
-        address = ctypes.addressof(held)
+        block = self._block()
+        self.arguments.write_problem(call, threads, block)
         if direction == "forward":
-            return self.library.forward_workspace(address)
-        return self.library.backward_workspace(address, learned)
+            size = self.library.forward_workspace(block.address)
+        else:
+            size = self.library.backward_workspace(block.address, learned)
+        self._blocks.append(block)
+        if size < 0:
+            raise RuntimeError(f"the native library refuses to say the size of a {direction}")
+        return size
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`.
@@ -102,8 +108,7 @@ class CpuKernel(Kernel):
                 0 if lse is None else lse.data_ptr(),
                 0 if max_scores is None else max_scores.data_ptr(),
                 out.saved[0].data_ptr() if out.saved else 0,
-                workspace.data_ptr(),
-                workspace.numel(),
+                *_aligned(workspace),
             )
             status = self.library.forward(block.address, block.error_address)
             if status != TOO_SMALL:
@@ -143,8 +148,7 @@ class CpuKernel(Kernel):
                 *_target(grads.dv, of_batch),
                 *(block.grads if learned else (0, 0, 0)),
                 learned,
-                workspace.data_ptr(),
-                workspace.numel(),
+                *_aligned(workspace),
             )
             status = self.library.backward(block.address, block.error_address)
             if status != TOO_SMALL:
@@ -164,12 +168,12 @@ class CpuKernel(Kernel):
         """The number of threads, or the level, has changed since core asked for the size."""
         learned = sum(call.captured[i].numel() for i in self._learned)
         size = self._workspace_bytes(call, direction, threads, learned)
-        if size <= workspace.numel():
+        if size + _ALIGNMENT <= workspace.numel():
             raise RuntimeError(
                 f"the native library asks for a workspace of {size} bytes and finds "
                 f"{workspace.numel()} too few"
             )
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
 
 
 def _without_lazy_signs(call: Call) -> Call:
@@ -186,6 +190,13 @@ def _without_lazy_signs(call: Call) -> Call:
 
 def _rows(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.resolve_neg().contiguous()
+
+
+def _aligned(workspace: Tensor) -> tuple[int, int]:
+    """Address and size of what lies in the tensor from the first multiple of the alignment on."""
+    begin = workspace.data_ptr()
+    address = (begin + _ALIGNMENT - 1) & -_ALIGNMENT
+    return address, begin + workspace.numel() - address
 
 
 def _target(tensor: Tensor | None, values: Callable[[Tensor], tuple[int, ...]]) -> tuple[int, ...]:

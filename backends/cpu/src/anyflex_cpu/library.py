@@ -17,7 +17,8 @@ __all__ = ["ABI", "ISA_VARIABLE", "NAMES", "Library", "LibraryError", "find", "l
 ISA_VARIABLE = "ANYFLEX_CPU_ISA"
 """Names the instruction-set level to run; the best one if unset. Read when the library loads."""
 
-NAMES = ("libanyflex_cpu.so", "libanyflex_cpu.dylib", "anyflex_cpu.dll")
+NAMES = ("anyflex_cpu.so", "anyflex_cpu.dll")
+"""What the library is called, on Windows the second."""
 
 
 class LibraryError(RuntimeError):

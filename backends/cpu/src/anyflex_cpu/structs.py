@@ -180,6 +180,8 @@ class Problem(ctypes.Structure):
         ("score", c_void_p),
         ("score_backward", c_void_p),
         ("inputs", ModInputs),
+        ("wanted", c_int32),
+        ("kv_batch_is_shared", c_int32),
     )
 
 

@@ -1,0 +1,11 @@
+"""The conformance kit's quick subset; `anyflex conformance --backend cpu` runs all."""
+
+from __future__ import annotations
+
+from anyflex.testing import Conformance
+
+
+class TestConformance(Conformance):
+    backend = "cpu"
+    require = ("all",)
+    quick = True
