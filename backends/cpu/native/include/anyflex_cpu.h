@@ -194,6 +194,11 @@ AF_API void af_interpret(const af_program* program, const af_tile* tile);
 AF_API int32_t af_check_program(const void* code, int64_t code_bytes, int64_t captured_count,
                                 int64_t ints, int64_t floats);
 
+// The bytes of scratch that a program needs (af_program.scratch_bytes); -1 if it is none.
+AF_API int64_t af_program_scratch(const void* code, int64_t code_bytes);
+// A line for each operation of the bytecode, in the order of its numbers: "add_f f:ff".
+AF_API const char* af_operations(void);
+
 // For compiled mods: a live lane has index `index` outside of dimension `dim`.
 AF_API void af_note_read_outside(const af_tile* tile, int32_t mod, int32_t captured, int32_t dim,
                                  int64_t index);
