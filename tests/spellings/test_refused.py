@@ -86,3 +86,54 @@ def test_numbers_alone_are_python() -> None:
         return s + sum(table[i] * i for i in range(3)) + (q - k < reach)
 
     assert trace_mod(mod, "score").ints[-1] == 64
+
+
+U8, I8, I32 = (torch.arange(7, dtype=t) for t in (torch.uint8, torch.int8, torch.int32))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(f"u8[q].clamp({bound})" for bound in ("max=300", "min=256", "min=-256", "-1, 300")),
+        "torch.clamp_max(i8[q], 128)",
+        "i8[q].clamp_min(-129)",
+        "i32[q].clip(-(1 << 40), 5)",
+        "torch.where(q > k, u8[q], 300)",
+        "torch.where(q > k, 300, u8[q])",
+        "u8[q].where(q > k, -256)",
+        "i8[q].masked_fill(q > k, 128)",
+        "i8[q].masked_fill(q > k, float('inf'))",
+        "torch.full_like(u8[q], 300)",
+    ],
+)
+def test_a_number_that_the_type_cannot_hold_is_refused_as_torch_refuses_it(
+    expression: str,
+) -> None:
+    mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
+    zero = torch.zeros((), dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        mod(zero.float(), zero, zero, zero, zero)
+    with pytest.raises(ModTraceError, match=r"can't hold.*`x.long\(\)`"):
+        trace_mod(mod, "score")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "u8[q].clamp(max=255)",
+        "u8[q].clamp(min=-1)",  # 255
+        "u8[q].clamp(-255, 200)",
+        "i8[q].clamp(-128, 127)",
+        "u8[q].clamp(max=300.0)",  # a float now
+        "u8[q].masked_fill(q > k, -2)",
+        "torch.where(q > k, 255, u8[q])",
+        "u8[q] + 300",
+        "u8[q] * 300",
+    ],
+)
+def test_a_number_that_torch_accepts_means_what_it_means_there(expression: str) -> None:
+    mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
+    query, key, value = (torch.randn(1, 1, 7, 4) for _ in range(3))
+    wanted = dense_attention(query.double(), key.double(), value.double(), mod).out
+    out = anyflex.flex_attention(query, key, value, mod)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)

@@ -234,7 +234,11 @@ def where(t: Tracer, condition: Any, x: Any = None, y: Any = None) -> Symbol:
     condition = t.symbol(condition)
     if condition.kind != "bool":
         refuse(f"a {condition.kind} as torch.where's condition", "torch.where", "Use `x != 0`.")
-    return t.where(condition, t.operand(x), t.operand(y))
+    x, y = t.operand(x), t.operand(y)
+    kind = t.common_kind(x, y)
+    t.must_hold(kind, x, "torch.where")
+    t.must_hold(kind, y, "torch.where")
+    return t.where(condition, x, y, kind)
 
 
 def where_method(t: Tracer, x: Any, condition: Any, y: Any) -> Symbol:
@@ -245,7 +249,9 @@ def masked_fill(t: Tracer, x: Any, mask: Any, value: Any) -> Symbol:
     x, mask = t.symbol(x), t.symbol(mask)
     if mask.kind != "bool":
         refuse(f"a {mask.kind} as masked_fill's mask", "masked_fill", "Use a condition.")
-    return t.where(mask, t.operand(value), x, x.kind)
+    value = t.operand(value)
+    t.must_hold(x.kind, value, "masked_fill")
+    return t.where(mask, value, x, x.kind)
 
 
 def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
@@ -262,6 +268,7 @@ def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
             continue
         bound = t.operand(bound)
         if not isinstance(bound, Symbol):
+            t.must_hold(kind, bound, "torch.clamp")
             x = t.binary(operation, x, bound, kind)
             continue
         # At a bound the whole gradient is x's, as torch has it; maximum would halve it. A NaN
@@ -296,6 +303,9 @@ def extremum(operation: str, on_bools: str) -> Callable[..., Symbol]:
                 "Use torch.clamp(x, min=...) or torch.clamp(x, max=...).",
             )
         kind = t.common_kind(x, y)
+        if CATEGORY[kind] == FLOAT:
+            # At a tie each operand has half of the gradient; against a number, as in clamp, all.
+            x, y = (t.unary("detach", side) if t.is_number(side) else side for side in (x, y))
         return t.binary(on_bools if kind == "bool" else operation, x, y, kind)
 
     return spelled

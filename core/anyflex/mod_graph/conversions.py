@@ -108,6 +108,7 @@ def filled(t: Tracer, kind: str, value: Any, structural: bool) -> Symbol:
         refuse("a new tensor filled with a symbol", "full_like", "Use the symbol itself.")
     if CATEGORY[kind] == BOOL:
         return t.constant(bool(value), kind)
+    t.must_hold(kind, value, "a new tensor")
     if CATEGORY[kind] == INT and isinstance(value, float):
         value = int(value)
     return t.constant(value, kind) if structural else t.number(value, kind)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from anyflex.mod_graph.graph import GraphBuilder, Node
+from anyflex.mod_graph.graph import GraphBuilder, Node, is_number
 
 __all__ = ["DIFFERENTIABLE", "Formulas"]
 
@@ -66,10 +66,7 @@ class Formulas:
 
     def is_number(self, position: int) -> bool:
         """Is it a Python number, converted or not?"""
-        node = self.node(position)
-        while node.operation == "cast":
-            node = self.node(node.arguments[0])
-        return node.operation in ("const", "number")
+        return is_number(self.builder.nodes, position)
 
     def wanted(self, position: int, which: int) -> bool:
         return self.node(position).arguments[which] in self.active

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES, OPERATIONS
 from anyflex.mod_graph.printing import printed
 
-__all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "parse_graph"]
+__all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "is_number", "parse_graph"]
 
 Attribute = str | int | float | bool | None
 
@@ -38,6 +38,14 @@ class Node:
         attribute = "-" if self.attribute is None else str(self.attribute)
         arguments = ",".join(map(str, self.arguments)) or "-"
         return f"{self.operation} {DTYPE_NAMES[self.dtype]} {arguments} {attribute}"
+
+
+def is_number(nodes: Sequence[Node], position: int) -> bool:
+    """Tell whether a node is a Python number, converted or not."""
+    node = nodes[position]
+    while node.operation == "cast":
+        node = nodes[node.arguments[0]]
+    return node.operation in ("const", "number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 Constants are folded, neutral operands and dead nodes dropped, equal nodes merged. Rules on floats
 hold for NaN, infinities and -0.0 too: ``x * 1`` goes, ``x + 0.0`` stays (it turns -0.0 into 0.0),
-``x * 0`` stays.
+``x * 0`` stays. No gradient changes either.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, is_number
 from anyflex.mod_graph.lowering import type_class
 
 __all__ = ["simplify", "simplify_nodes"]
@@ -58,6 +58,8 @@ def simplify_nodes(
     moved: list[int] = []
     for node in nodes:
         arguments = tuple(moved[argument] for argument in node.arguments)
+        if node.operation in ("minimum", "maximum") and node.dtype.is_floating_point:
+            arguments = pass_.kept_operands(nodes, node.arguments, arguments)
         moved.append(pass_.simplified(node.operation, node.dtype, arguments, node))
     return _without_dead(pass_.builder.nodes, [moved[root] for root in roots])
 
@@ -97,6 +99,23 @@ class _Pass:
             if position is not None:
                 return position
         return self.builder.add(operation, dtype, arguments, node.attribute)
+
+    def kept_operands(
+        self, nodes: Sequence[Node], before: tuple[int, ...], after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the operands of a minimum or maximum, numbers only where they were numbers.
+
+        Against a number it is a clamp, whose gradient at a tie is another (`derivatives`): an
+        operand that turned out to be constant is hidden behind a ``detach``.
+        """
+        if all(self.at(argument).operation == "const" for argument in after):
+            return after
+        return tuple(
+            self.builder.add("detach", self.at(new).dtype, (new,))
+            if is_number(self.builder.nodes, new) and not is_number(nodes, old)
+            else new
+            for old, new in zip(before, after, strict=True)
+        )
 
     def at(self, position: int) -> Node:
         return self.builder.nodes[position]

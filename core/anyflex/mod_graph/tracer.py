@@ -20,6 +20,11 @@ PROMOTED = {
     a: {b: DTYPE_NAMES[torch.promote_types(DTYPES[a], DTYPES[b])] for b in DTYPES} for a in DTYPES
 }
 LARGEST = 2**63 - 1
+LIMITS = {
+    name: (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    for name, dtype in DTYPES.items()
+    if CATEGORY[name] == INT
+}
 
 
 class Tracer:
@@ -83,6 +88,26 @@ class Tracer:
             slot = f"f{len(self.floats)}"
             self.floats.append(value)
         return self.add("number", kind, "-", slot)
+
+    def is_number(self, symbol: Symbol) -> bool:
+        """Tell whether a symbol is a Python number, converted or not: `graph.is_number`."""
+        operation, _, arguments, _ = self.lines[symbol.position].split(" ")
+        while operation == "cast":
+            operation, _, arguments, _ = self.lines[int(arguments)].split(" ")
+        return operation in ("const", "number")
+
+    def must_hold(self, kind: str, value: Any, operation: str) -> None:
+        """Refuse a number beyond an integer type where torch does; in arithmetic it wraps."""
+        if isinstance(value, Symbol) or kind not in LIMITS:
+            return
+        low, high = LIMITS[kind]
+        # To torch a negative number wraps once in an unsigned type.
+        if not min(low, -high) <= value <= high:
+            refuse(
+                f"{operation} with {value}, which {DTYPES[kind]} can't hold",
+                operation,
+                f"Give a number of {low}..{high}, or convert to torch.int64 first: `x.long()`.",
+            )
 
     def rank(self, tensor: Tensor) -> int:
         """A captured tensor's rank. That it is asked for here is not the mod's doing."""
