@@ -126,8 +126,10 @@ typedef struct {
     const af_program* score_backward;
     af_mod_inputs inputs;
     // Backward only: which gradients are wanted (bits 1 dq, 2 dk, 4 dv), whose workspace is not
-    // asked for otherwise; and 1 where key and value have batch 1, so that dk and dv are sums.
+    // asked for otherwise.
     int32_t wanted;
+    // 1 where key and value have batch 1 (their batch stride is 0): forward packs them once for
+    // all batches, dk and dv are sums.
     int32_t kv_batch_is_shared;
 } af_problem;
 

@@ -118,6 +118,10 @@ const af_level& level() {
 // Sizes whose products stay far from the end of int64.
 bool sane(int64_t n) { return n >= 0 && n <= (int64_t(1) << 40); }
 
+bool has_rows(const af_problem& p) {
+    return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
+}
+
 bool sane(const af_problem& p) {
     if (p.dtype != AF_F32 && p.dtype != AF_BF16 && p.dtype != AF_F16) return false;
     if (p.threads < 1) return false;
@@ -125,10 +129,12 @@ bool sane(const af_problem& p) {
         !sane(p.kv_length) || !sane(p.head_dim) || !sane(p.value_head_dim))
         return false;
     if (p.q_heads > 0 && (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)) return false;
-    const bool queries = p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
+    const bool queries = has_rows(p);
     if (queries && !p.query.data && p.head_dim > 0) return false;
     if (queries && p.kv_length > 0 && p.head_dim > 0 && !p.key.data) return false;
     if (queries && p.kv_length > 0 && p.value_head_dim > 0 && !p.value.data) return false;
+    if (p.kv_batch_is_shared && p.batch > 1 && (p.key.stride[0] != 0 || p.value.stride[0] != 0))
+        return false;
     if (p.has_mask) {
         if (p.q_block < 1 || p.kv_block < 1 || !p.runs.offsets) return false;
         if (p.runs.batch != 1 && p.runs.batch != p.batch) return false;
@@ -181,6 +187,7 @@ int32_t af_set_isa(const char* name) {
 
 int64_t af_forward_workspace(const af_problem* problem) {
     if (!problem || !sane(*problem)) return -1;
+    if (!has_rows(*problem)) return 0;
     return af_is_decode(*problem) ? level().decode_workspace(*problem)
                                   : level().forward_workspace(*problem);
 }
@@ -189,7 +196,7 @@ int32_t af_forward(const af_forward_args* args, af_error* error) {
     if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    if (p.batch == 0 || p.q_heads == 0 || p.q_length == 0) return AF_OK;
+    if (!has_rows(p)) return AF_OK;
     if (p.value_head_dim > 0 && (!args->out.data || args->out.stride[3] != 1))
         return AF_BAD_ARGUMENT;
     const bool decode = af_is_decode(p);
@@ -208,7 +215,7 @@ int32_t af_backward(const af_backward_args* args, af_error* error) {
     if (!args || !error || !sane(args->problem)) return AF_BAD_ARGUMENT;
     std::memset(error, 0, sizeof *error);
     const af_problem& p = args->problem;
-    const bool rows = p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
+    const bool rows = has_rows(p);
     if (rows && !args->lse) return AF_BAD_ARGUMENT;
     if (rows && p.value_head_dim > 0 && !args->dout.data) return AF_BAD_ARGUMENT;
     if (rows && !args->delta && !args->unrounded_out && p.value_head_dim > 0 && !args->out.data)

@@ -74,6 +74,12 @@ AF_INLINE vf madd(vf a, vf b, vf c) {
 #endif
 }
 
+// x as it is rounded: the compiler may not fuse the product that it came from.
+AF_INLINE vf rounded(vf x) {
+    __asm__("" : "+m"(x));
+    return x;
+}
+
 // Sum and maximum of all lanes, in a fixed order.
 AF_INLINE float sum_of(vf v) {
     alignas(64) float lane[VL];

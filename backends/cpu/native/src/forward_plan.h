@@ -1,0 +1,129 @@
+// How a forward problem is cut, and where everything lies in its workspace.
+//
+// Memory: min(heads, max(1, 64 MiB / packed head)) packed heads, 4 bytes a job of those heads, and
+// a tile's buffers a thread. A packed head is K and V of one (batch, kv head), rounded up to whole
+// panels, floats or bf16, and a byte a key.
+#pragma once
+#include "pack.h"
+#include "tiles.h"
+
+namespace AF_LEVEL {
+namespace {
+
+constexpr int64_t packed_bound = int64_t(64) << 20;
+constexpr int64_t strip_rows = 32;
+constexpr int64_t pack_chunk = 256;  // keys that one packing job takes
+constexpr int64_t tile_columns = 256;
+constexpr int64_t cost_classes = 64;
+
+struct forward_plan {
+    bool pairs;
+    int64_t query_width;  // elements a row of the copy of q
+    int64_t k;            // of the score product
+    int64_t value_panels, value_width;
+    int64_t keys;  // kv_length rounded up to whole panels
+    // Jobs
+    int64_t batches_a_unit;  // a unit is one packed head; all batches share a broadcast one
+    int64_t units, units_a_wave;
+    int64_t group;
+    int64_t q_block, tiles_a_block, q_tiles, q_rows;
+    int64_t jobs_a_unit;
+    int threads;
+    // Bytes, multiples of 64
+    int64_t key_bytes, value_bytes, flag_bytes, unit_bytes;
+    int64_t score_bytes, weight_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
+        scratch_bytes, thread_bytes;
+    int64_t order_bytes, total;
+};
+
+AF_INLINE forward_plan plan_of(const af_problem& p) {
+    forward_plan f;
+    f.pairs = has_pairs && p.dtype == AF_BF16;
+    const int64_t word = f.pairs ? 2 : 4;
+    f.query_width = round_up(p.head_dim, f.pairs ? pair_k_step : VL);
+    f.k = f.pairs ? f.query_width : p.head_dim;
+    f.value_panels = ceil_div(p.value_head_dim, NR);
+    f.value_width = f.value_panels * NR;
+    f.keys = round_up(p.kv_length, tile_step);
+
+    f.batches_a_unit = p.kv_batch_is_shared ? p.batch : 1;
+    f.units = p.batch / f.batches_a_unit * p.kv_heads;
+    f.group = p.q_heads / p.kv_heads;
+    f.q_rows = f.value_width > 256 ? 64 : 128;
+    f.q_block = p.has_mask ? p.q_block : f.q_rows;
+    f.tiles_a_block = ceil_div(smaller(f.q_block, p.q_length), f.q_rows);
+    // Even tiles: a block of 160 rows is 96 and 64, not 128 and 32.
+    f.q_rows = round_up(ceil_div(smaller(f.q_block, p.q_length), f.tiles_a_block), strip_rows);
+    f.q_tiles = ceil_div(p.q_length, f.q_block) * f.tiles_a_block;
+    f.jobs_a_unit = f.batches_a_unit * f.group * f.q_tiles;
+
+    f.key_bytes = round_up(f.keys * f.k * word, 64);
+    f.value_bytes = round_up(f.keys * f.value_width * word, 64);
+    f.flag_bytes = round_up(f.keys, 64);
+    f.unit_bytes = f.key_bytes + f.value_bytes + f.flag_bytes;
+    f.units_a_wave = packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1);
+    if (f.units_a_wave < 1) f.units_a_wave = 1;
+    f.units_a_wave = smaller(f.units_a_wave, f.units);
+
+    f.score_bytes = strip_rows * tile_columns * 4;
+    f.weight_bytes = f.pairs ? strip_rows * tile_columns * 2 : 0;
+    const int64_t live_words = tile_columns / 16;
+    f.live_bytes = round_up(f.q_rows * live_words * 2, 64);
+    f.spare_bytes = round_up(f.q_rows * (live_words + 1) * 2, 64);
+    f.query_bytes = round_up(f.q_rows * f.query_width * word, 64);
+    f.out_bytes = f.q_rows * f.value_width * 4;
+    f.row_bytes = f.q_rows * (4 + 4 * VL + 4) + round_up(f.q_rows, 64);
+    f.scratch_bytes = 0;
+    const af_program* programs[] = {p.mask, p.score};
+    for (const af_program* program : programs)
+        if (program && program->scratch_bytes > f.scratch_bytes)
+            f.scratch_bytes = program->scratch_bytes;
+    f.scratch_bytes = round_up(f.scratch_bytes, 64);
+    f.thread_bytes = f.score_bytes + f.weight_bytes + f.live_bytes + f.spare_bytes +
+                     f.query_bytes + f.out_bytes + f.row_bytes + f.scratch_bytes + 64;
+
+    f.order_bytes = round_up(f.units_a_wave * f.jobs_a_unit * 4, 64);
+    f.threads = p.threads;
+    f.total = f.units_a_wave * f.unit_bytes + f.order_bytes + f.threads * f.thread_bytes;
+    return f;
+}
+
+// One job: a q tile of one query head.
+struct forward_job {
+    int64_t b, h, q;
+    int rows;
+};
+
+// Job `index` of unit `unit`; rows is 0 for a tile past the end of a ragged block.
+AF_INLINE forward_job job_of(const af_problem& p, const forward_plan& f, int64_t unit,
+                             int64_t index) {
+    forward_job j;
+    const int64_t tile = index % f.q_tiles, head = index / f.q_tiles % f.group;
+    j.b = f.batches_a_unit > 1 ? index / f.q_tiles / f.group : unit / p.kv_heads;
+    j.h = unit % p.kv_heads * f.group + head;
+    const int64_t block = tile / f.tiles_a_block;
+    j.q = block * f.q_block + tile % f.tiles_a_block * f.q_rows;
+    const int64_t end = smaller(smaller(j.q + f.q_rows, (block + 1) * f.q_block), p.q_length);
+    j.rows = end > j.q ? static_cast<int>(end - j.q) : 0;
+    return j;
+}
+
+// The jobs of a unit, longest first: a counting sort by classes of cost, so that neighbours of a
+// class stay neighbours.
+static void order_jobs(const af_problem& p, const forward_plan& f, int64_t unit, int32_t* order) {
+    int64_t start[cost_classes + 1] = {};
+    const auto class_of = [&](int64_t i) {
+        const forward_job j = job_of(p, f, unit, i);
+        if (j.rows == 0) return cost_classes - 1;
+        const int64_t cost = cost_of(key_runs(p, j.b, j.h, j.q)) * j.rows;
+        const int64_t most = (p.kv_length + p.kv_length / 2) * f.q_rows + 1;
+        return cost_classes - 1 - cost * cost_classes / most;
+    };
+    for (int64_t i = 0; i < f.jobs_a_unit; ++i) ++start[class_of(i) + 1];
+    for (int64_t c = 0; c < cost_classes; ++c) start[c + 1] += start[c];
+    for (int64_t i = 0; i < f.jobs_a_unit; ++i)
+        order[start[class_of(i)]++] = static_cast<int32_t>(i);
+}
+
+}  // namespace
+}  // namespace AF_LEVEL

@@ -1,0 +1,165 @@
+// The online softmax of VL rows of a score tile (Milakov and Gimelshein, 2018).
+//
+// Scores are natural; weights are 2^(factor * score - factor * maximum), so that one fused
+// multiply-add precedes exp2. A row's sum stays a vector of VL partial sums until the end: adding
+// across lanes once a tile would cost as much as a vector of weights.
+#pragma once
+#include "gemm.h"
+#include "pack.h"
+
+namespace AF_LEVEL {
+
+constexpr float infinity = __builtin_inff();
+
+// Columns [begin, end) of a tile, multiples of 32, in which some pair is live.
+struct stretch {
+    int32_t begin, end;
+};
+
+// Running state of rows; arrays have rows up to a multiple of 32.
+struct softmax_state {
+    float* top;    // maximum so far
+    float* sum;    // [row][VL]
+    float* alpha;  // what the last tile multiplied earlier sums with
+    uint8_t* nan;  // rows with a NaN score beside an infinite maximum; else NaN is in the sum
+};
+
+AF_INLINE vf pick(vf a, vf b, bool add) { return add ? a + b : larger(a, b); }
+
+// Lane i of the result: the sum or maximum of all lanes of r[i].
+template <bool ADD>
+AF_INLINE vf across(const vf (&r)[VL]) {
+#if defined(__AVX512F__)
+    __m512 t[8], u[4];
+    AF_UNROLL
+    for (int i = 0; i < 8; ++i)
+        t[i] = pick(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]),
+                    _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]), ADD);
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        const __m512d a = _mm512_castps_pd(t[2 * i]), b = _mm512_castps_pd(t[2 * i + 1]);
+        u[i] = pick(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)), ADD);
+    }
+    const __m512 v0 = pick(_mm512_shuffle_f32x4(u[0], u[1], 0x88),
+                           _mm512_shuffle_f32x4(u[0], u[1], 0xdd), ADD);
+    const __m512 v1 = pick(_mm512_shuffle_f32x4(u[2], u[3], 0x88),
+                           _mm512_shuffle_f32x4(u[2], u[3], 0xdd), ADD);
+    return pick(_mm512_shuffle_f32x4(v0, v1, 0x88), _mm512_shuffle_f32x4(v0, v1, 0xdd), ADD);
+#else
+    vu words[VL];
+    for (int i = 0; i < VL; ++i) words[i] = as_uint(r[i]);
+    transpose(words);
+    for (int n = VL / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i)
+            words[i] = as_uint(pick(as_float(words[i]), as_float(words[i + n]), ADD));
+    return as_float(words[0]);
+#endif
+}
+
+// What softmax_rows works on: up to VL rows.
+struct softmax_tile {
+    float* score;  // natural scores; weights replace them if weights is NULL
+    int64_t ld;
+    uint16_t* weight;  // bf16 weights, or NULL
+    int64_t weight_ld;
+    const uint16_t* live;  // read if masked
+    int64_t live_ld;
+    const stretch* part;
+    int parts;
+};
+
+// Rows whose maximum is +inf are NaN; max_scores tells them from rows with a NaN score.
+template <bool MASKED>
+static __attribute__((noinline)) void note_nan(int rows, const softmax_tile& t,
+                                               const softmax_state& state) {
+    for (int r = 0; r < rows; ++r) {
+        if (state.top[r] != infinity) continue;
+        bool found = false;
+        for (int l = 0; l < VL; ++l) found |= state.sum[r * VL + l] != state.sum[r * VL + l];
+        // Earlier tiles with this maximum made the sum NaN themselves.
+        found &= state.alpha[r] != 1.0f;
+        for (int i = 0; i < t.parts; ++i)
+            for (int c = t.part[i].begin; c < t.part[i].end; ++c) {
+                const bool live =
+                    !MASKED || (t.live[r * t.live_ld + c / 16] >> (c % 16) & 1) != 0;
+                const float s = t.score[r * t.ld + c];
+                found |= live && s != s;
+            }
+        state.nan[r] |= found;
+    }
+}
+
+template <bool MASKED>
+AF_INLINE vf live_score(const float* score, const uint16_t* live, int64_t c) {
+    const vf s = load(score + c);
+    if constexpr (MASKED)
+        return where(lanes(live, c), s, splat(-infinity));
+    else
+        return s;
+}
+
+template <bool MASKED, bool PAIRS>
+static void softmax_rows(int rows, float factor, const softmax_tile& t,
+                         const softmax_state& state) {
+    vf top[VL];
+    for (int r = 0; r < VL; ++r) {
+        vf a = splat(-infinity), b = a;
+        if (r < rows) {
+            const float* s = t.score + r * t.ld;
+            const uint16_t* live = t.live + r * t.live_ld;
+            for (int i = 0; i < t.parts; ++i)
+                for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
+                    a = larger(a, live_score<MASKED>(s, live, c));
+                    b = larger(b, live_score<MASKED>(s, live, c + VL));
+                }
+        }
+        top[r] = larger(a, b);
+    }
+    const vf old = load(state.top);
+    // A NaN maximum is dropped here: the weight of its score makes the sum NaN.
+    const vf now = larger(across<false>(top), old);
+    // Weights are relative to the rounded product, so alpha must be too.
+    const vf base = now == splat(-infinity) ? vf{} : rounded(now * factor);
+    const vf alpha = old == now ? splat(1.0f) : exp2(rounded(old * factor) - base);
+    alignas(64) float shift[VL];
+    store(shift, -base);
+    store(state.alpha, alpha);
+    store(state.top, now);
+    bool infinite = false;
+    for (int r = 0; r < rows; ++r) infinite |= state.top[r] == infinity;
+    if (__builtin_expect(infinite, 0)) note_nan<MASKED>(rows, t, state);
+
+    const vf f = splat(factor);
+    for (int r = 0; r < rows; ++r) {
+        float* s = t.score + r * t.ld;
+        [[maybe_unused]] uint16_t* weight = t.weight + r * t.weight_ld;
+        const uint16_t* live = t.live + r * t.live_ld;
+        const vf b = splat(shift[r]);
+        vf sum0 = vf{}, sum1 = vf{};
+        for (int i = 0; i < t.parts; ++i)
+            for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
+                vf w0 = exp2<PAIRS ? 4 : 5>(madd(load(s + c), f, b));
+                vf w1 = exp2<PAIRS ? 4 : 5>(madd(load(s + c + VL), f, b));
+                if constexpr (MASKED) {
+                    w0 = where(lanes(live, c), w0, vf{});
+                    w1 = where(lanes(live, c + VL), w1, vf{});
+                }
+                sum0 += w0;
+                sum1 += w1;
+                if constexpr (PAIRS) {
+#if defined(__AVX512BF16__)
+                    _mm512_storeu_si512(weight + c, reinterpret_cast<__m512i>(
+                                                        _mm512_cvtne2ps_pbh(w1, w0)));
+#endif
+                } else {
+                    store(s + c, w0);
+                    store(s + c + VL, w1);
+                }
+            }
+        float* sum = state.sum + r * VL;
+        store(sum, load(sum) * splat(state.alpha[r]) + (sum0 + sum1));
+    }
+}
+
+}  // namespace AF_LEVEL
