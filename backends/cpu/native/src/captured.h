@@ -255,7 +255,7 @@ AF_INLINE void note_empty(const step& s, const strip& t, const af_captured& tens
 
 // Fills the lanes of one load. K is the kind of the register.
 template <char K>
-void load_lanes(const step& s, const strip& t) {
+static void load_lanes(const step& s, const strip& t) {
     const af_captured& tensor = t.tile->inputs->captured[s.code->immediate];
     bool empty = false;
     for (int dim = 0; dim < tensor.rank; ++dim) empty |= tensor.size[dim] == 0;
@@ -327,7 +327,7 @@ AF_INLINE bool is_loaded_as(int32_t type, char kind) {
 // Adds the values of live pairs to a captured tensor's gradient, dense and row-major, in the order
 // of the lanes.
 template <class T, bool ONE>
-void scatter_lanes(const step& s, const strip& t) {
+static void scatter_lanes(const step& s, const strip& t) {
     constexpr int MOST_DIMS = 64;  // torch's
     const af_captured& tensor = t.tile->inputs->captured[s.code->immediate];
     double* const* grads = t.tile->captured_grad;

@@ -152,7 +152,7 @@ struct floordiv {
 
 // floordiv, mod and fmod of floats.
 template <class F, bool ONE>
-void by_rest(const step& s, const strip& t) {
+static void by_rest(const step& s, const strip& t) {
     float* d = lanes_of<float>(s.d);
     const float *a = lanes_of<float>(s.a), *b = lanes_of<float>(s.b);
     for (int i = 0; i < t.lanes; i += 16) {
@@ -196,7 +196,7 @@ AF_INLINE double root(double a) { return __builtin_sqrt(a); }
 
 // The exponent is a number of Python's, whose simple values take torch's exact paths.
 template <class T>
-void pow_number(const step& s, const strip& t) {
+static void pow_number(const step& s, const strip& t) {
     T* d = lanes_of<T>(s.d);
     const T* a = lanes_of<T>(s.a);
     const T b = lanes_of<T>(s.b)[t.row];

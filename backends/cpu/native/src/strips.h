@@ -58,7 +58,7 @@ AF_INLINE const T* lanes_of(const char* p) {
 
 // D lane = F::of(A lane).
 template <class F, class D, class A>
-void unary(const step& s, const strip& t) {
+static void unary(const step& s, const strip& t) {
     D* d = lanes_of<D>(s.d);
     const A* a = lanes_of<A>(s.a);
     const int n = t.lanes & ~15;
@@ -68,7 +68,7 @@ void unary(const step& s, const strip& t) {
 
 // T lane = F::of(T lane, T lane), or with one value for all lanes.
 template <class F, class T>
-void binary(const step& s, const strip& t) {
+static void binary(const step& s, const strip& t) {
     T* d = lanes_of<T>(s.d);
     const T *a = lanes_of<T>(s.a), *b = lanes_of<T>(s.b);
     const int n = t.lanes & ~15;
@@ -76,7 +76,7 @@ void binary(const step& s, const strip& t) {
     for (int i = 0; i < n; ++i) d[i] = F::of(a[i], b[i]);
 }
 template <class F, class T>
-void binary_one(const step& s, const strip& t) {
+static void binary_one(const step& s, const strip& t) {
     T* d = lanes_of<T>(s.d);
     const T* a = lanes_of<T>(s.a);
     const T b = lanes_of<T>(s.b)[t.row];
@@ -87,7 +87,7 @@ void binary_one(const step& s, const strip& t) {
 
 // Float lanes through a function of vectors.
 template <class F>
-void vectors(const step& s, const strip& t) {
+static void vectors(const step& s, const strip& t) {
     float* d = lanes_of<float>(s.d);
     const float* a = lanes_of<float>(s.a);
     for (int i = 0; i < t.lanes; i += VL) store(d + i, F::of(load(a + i)));
@@ -179,7 +179,7 @@ AF_INLINE typename vector_of<T>::type vector_at(const T* p) {
 
 // bits = F::of(lane, lane)
 template <class F, class T, bool ONE>
-void comparison(const step& s, const strip& t) {
+static void comparison(const step& s, const strip& t) {
     typedef typename vector_of<T>::type vector;
     constexpr int WIDTH = int(sizeof(vector) / sizeof(T));
     uint16_t* d = lanes_of<uint16_t>(s.d);
@@ -198,7 +198,7 @@ void comparison(const step& s, const strip& t) {
 
 // lane = bit ? lane : lane
 template <class T, bool ONE_X, bool ONE_Y>
-void selection(const step& s, const strip& t) {
+static void selection(const step& s, const strip& t) {
     typedef typename vector_of<T>::type vector;
     typedef typename vector_of<T>::mask mask;
     constexpr int WIDTH = int(sizeof(vector) / sizeof(T));
@@ -221,7 +221,7 @@ void selection(const step& s, const strip& t) {
 
 // Words of bits.
 template <class F>
-void bitwise(const step& s, const strip& t) {
+static void bitwise(const step& s, const strip& t) {
     uint16_t* d = lanes_of<uint16_t>(s.d);
     const uint16_t *a = lanes_of<uint16_t>(s.a), *b = lanes_of<uint16_t>(s.b);
     const int n = t.lanes / 16;
