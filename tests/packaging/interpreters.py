@@ -7,8 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 __all__ = ["Environment", "find_interpreter", "make_environment"]
@@ -22,11 +22,13 @@ class Environment:
         python: its interpreter.
         pip: the unpacked pip to use with it, a folder with `__main__.py`.
         house: the only place that pip may take wheels from.
+        variables: environment variables for pip, instead of the running process's.
     """
 
     python: Path
     pip: Path
     house: Path
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def install(self, *arguments: str, cwd: Path) -> None:
         """Run `pip install` in `cwd`."""
@@ -40,9 +42,11 @@ class Environment:
     def run_pip(self, command: str, *arguments: str, cwd: Path, release: bool = False) -> None:
         """Run pip offline, with nothing of the user's configuration."""
         environment = {name: text for name, text in os.environ.items() if name[:4] != "PIP_"}
-        environment.pop("ANYFLEX_RELEASE", None)
+        for name in ("ANYFLEX_RELEASE", "PYTHONPATH"):
+            environment.pop(name, None)
         environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         # Through the environment, because the pip that builds in isolation must see it too.
+        environment |= self.variables
         environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.house)}
         if release:
             environment["ANYFLEX_RELEASE"] = "1"

@@ -9,12 +9,15 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from operator import mul
 
 import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, MaskViews, ModGraph, Spec
+from anyflex.plugin import Call, MaskViews, Spec
 from anyflex_cpu import structs
+from anyflex_cpu.index_ranges import LIMITS
+from anyflex_cpu.programs import Programs, number_slots
 
 __all__ = ["Arguments", "Block", "shared_values", "tensor_values"]
 
@@ -55,11 +58,13 @@ class Arguments:
 
     Args:
         spec: its captured tensors and number slots fix the layout.
-        programs: addresses of the af_programs of mask, score and score's derivative, 0 for none.
+        programs: its mods.
     """
 
-    def __init__(self, spec: Spec, programs: tuple[int, int, int]) -> None:
+    def __init__(self, spec: Spec, programs: Programs) -> None:
         self.programs = programs
+        self.narrow = programs.addresses
+        self.limited = bool(programs.how)
         self.dtype = structs.DTYPE_CODES[spec.dtype]
         self.masked = spec.mask_kind == "runs"
         self.dims = (spec.head_dim, spec.value_head_dim)
@@ -67,7 +72,7 @@ class Arguments:
         self.mask_facts = (int(self.masked), *spec.block_size, int(not reads & {"b", "h"}))
         self.wanted = sum(1 << "qkv".index(name) for name in spec.gradients)
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
-        self.ints, self.floats = _slots(spec.score_graph, spec.mask_graph)
+        self.ints, self.floats = number_slots(spec)
         self.reads = bool(self.types or self.ints or self.floats)
 
         count = len(self.types)
@@ -112,6 +117,15 @@ class Arguments:
                 transposed = _runs(mask.transposed())
         if self.reads:
             self._write_table(call, block)
+        programs = self.narrow
+        if self.limited and (
+            batch > LIMITS.heads
+            or heads > LIMITS.heads
+            or length > LIMITS.length
+            or kv_length > LIMITS.length
+            or any([_extent(tensor) > LIMITS.captured for tensor in call.captured])
+        ):
+            programs = self.programs.wide_addresses()
         return (
             self.dtype,
             threads,
@@ -129,7 +143,7 @@ class Arguments:
             *self.mask_facts,
             *runs,
             *transposed,
-            *self.programs,
+            *programs,
             *block.tables,
             *call.index_offsets,
             self.wanted,
@@ -179,19 +193,12 @@ def shared_values(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.data_ptr(), 0, *tensor.stride()[1:])
 
 
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last that the tensor addresses."""
+    return sum(map(mul, tensor.shape, tensor.stride()))
+
+
 def _runs(views: MaskViews) -> tuple[int, ...]:
     """Return the values of af_runs."""
     batch, heads, rows = views.offsets.shape
     return (views.offsets.data_ptr(), views.runs.data_ptr(), batch, heads, rows - 1)
-
-
-def _slots(*graphs: ModGraph | None) -> tuple[int, int]:
-    """How many of the call's ints and floats the graphs may read: a call can have more, whose
-    values have become constants."""
-    last = {"i": -1, "f": -1}
-    for graph in graphs:
-        for node in () if graph is None else graph.nodes:
-            if node.operation == "number":
-                slot = str(node.attribute)
-                last[slot[0]] = max(last[slot[0]], int(slot[1:]))
-    return last["i"] + 1, last["f"] + 1

@@ -40,7 +40,7 @@ class CpuKernel(Kernel):
         self.spec = spec
         self.library = library
         self.programs = programs
-        self.arguments = Arguments(spec, programs.addresses)
+        self.arguments = Arguments(spec, programs)
         self._learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         # Its operations are atomic: no lock is needed.
         self._blocks: deque[Block] = deque()

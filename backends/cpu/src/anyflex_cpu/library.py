@@ -17,7 +17,7 @@ __all__ = ["ABI", "ISA_VARIABLE", "NAMES", "Library", "LibraryError", "find", "l
 ISA_VARIABLE = "ANYFLEX_CPU_ISA"
 """Names the instruction-set level to run; the best one if unset. Read when the library loads."""
 
-NAMES = ("anyflex_cpu.so", "anyflex_cpu.dll")
+NAMES = ("libanyflex_cpu.so", "anyflex_cpu.dll")
 """What the library is called, on Windows the second."""
 
 
@@ -65,6 +65,13 @@ class Library:
         self.backward_workspace = self._function(
             "af_backward_workspace", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
         )
+        self.program_scratch = self._function(
+            "af_program_scratch", ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+        )
+        self._check = self._function(
+            "af_check_program", ctypes.c_int32, ctypes.c_void_p, *(ctypes.c_int64,) * 4
+        )
+        self._operations = self._function("af_operations", ctypes.c_char_p)
         self._variant = self._function("af_forward_variant", ctypes.c_char_p, ctypes.c_void_p)
         self._isa = self._function("af_isa", ctypes.c_char_p)
         self._available = self._function("af_isa_available", ctypes.c_char_p)
@@ -104,6 +111,14 @@ class Library:
                 f"{', '.join(self.available())}"
             )
         self.level = name
+
+    def operations(self) -> str:
+        """The interpreter's list of operations, a line each."""
+        return _text(self._operations())
+
+    def check_program(self, code: int, size: int, captured: int, ints: int, floats: int) -> bool:
+        """Whether a program reads nothing beyond these numbers of slots, nor its registers."""
+        return self._check(code, size, captured, ints, floats) == 0
 
     def variant(self, problem: int) -> str:
         """Name the kernel that serves the af_problem at this address."""

@@ -3,12 +3,19 @@ bytecode for the library's interpreter."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
+from importlib.util import find_spec
+from typing import Protocol
 
-from anyflex.plugin import Artifacts, Spec
+from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate
+from anyflex_cpu import bytecode, structs
+from anyflex_cpu.bytecode_steps import numbers
+from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
 from anyflex_cpu.library import Library
 
-__all__ = ["Programs", "llvmlite_version"]
+__all__ = ["Interpreted", "Mods", "Programs", "llvmlite_version", "mods_of", "number_slots"]
 
 
 @functools.cache
@@ -22,20 +29,141 @@ def llvmlite_version() -> str | None:
         return None
 
 
-class Programs:
-    """The af_programs of one spec; they live as long as this object.
+class Mods:
+    """A spec's graphs, as programs are made of them.
 
     Args:
-        spec: its graphs.
-        library: the loaded library.
-        artifacts: where compiled code is kept between processes.
-        mods: the option: ``"auto"``, ``"jit"`` or ``"interpreter"``.
-
-    Attributes:
-        addresses: of the af_programs of mask, score and score's derivative, 0 for none.
-        how: ``"jit"`` or ``"interpreted"``, or "" where there are no mods.
+        mask: of PARTIAL blocks, or None.
+        score: or None, where there is none or it returns the score.
+        derivative: of the score mod, where some gradient is wanted; or None.
     """
 
-    def __init__(self, spec: Spec, library: Library, artifacts: Artifacts, mods: str) -> None:
-        self.addresses = (0, 0, 0)
+    __slots__ = ("derivative", "mask", "score")
+
+    def __init__(
+        self, mask: ModGraph | None, score: ModGraph | None, derivative: Derivative | None
+    ) -> None:
+        self.mask = mask
+        self.score = score
+        self.derivative = derivative
+
+    def __bool__(self) -> bool:
+        return self.mask is not None or self.score is not None
+
+
+def mods_of(spec: Spec) -> Mods:
+    """Return the graphs of a spec."""
+    score = spec.score_graph
+    if score is not None:
+        output = score.nodes[score.output]
+        if output.operation == "input" and output.attribute == "score":
+            score = None
+    derivative = None
+    if score is not None and spec.needs_backward:
+        learned = (i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+        derivative = differentiate(score, wanted_captured=frozenset(learned))
+    return Mods(spec.mask_graph, score, derivative)
+
+
+def number_slots(spec: Spec) -> tuple[int, int]:
+    """Return how many of a call's ints and floats the mods may read. A call can have more: some
+    have become constants."""
+    last = {"i": -1, "f": -1}
+    for graph in (spec.score_graph, spec.mask_graph):
+        for node in () if graph is None else graph.nodes:
+            if node.operation == "number":
+                slot = str(node.attribute)
+                last[slot[0]] = max(last[slot[0]], int(slot[1:]))
+    return last["i"] + 1, last["f"] + 1
+
+
+class _Made(Protocol):
+    """The af_programs of mask, score and score's derivative; `addresses` has 0 for none. They live
+    as long as the object."""
+
+    addresses: tuple[int, int, int]
+
+
+class Programs:
+    """A spec's programs: those for calls within `LIMITS`, which compute most integers in 32 bits,
+    and, once a call is larger, those for any call.
+
+    Args:
+        spec: what the mods belong to.
+        library: the loaded library.
+        artifacts: where compiled code is kept between processes.
+        option: ``"auto"``, ``"jit"`` or ``"interpreter"``.
+
+    Attributes:
+        how: ``"jit"`` or ``"interpreted"``, or "" where there are no mods.
+        addresses: of the af_programs of mask, score and score's derivative, 0 for none, for calls
+            within `LIMITS`.
+    """
+
+    def __init__(self, spec: Spec, library: Library, artifacts: Artifacts, option: str) -> None:
+        self._spec = spec
+        self._library = library
+        self._artifacts = artifacts
+        self._mods = mods_of(spec)
+        self._lock = threading.Lock()
+        self._wide: _Made | None = None
         self.how = ""
+        if self._mods:
+            jit = option == "jit" or (option == "auto" and llvmlite_version() is not None)
+            jit = jit and find_spec("anyflex_cpu.compiled") is not None
+            self.how = "jit" if jit else "interpreted"
+        self._narrow = self._make(LIMITS)
+        self.addresses = self._narrow.addresses
+
+    def wide_addresses(self) -> tuple[int, int, int]:
+        """Return `addresses` for calls of any size; the first one makes them."""
+        with self._lock:
+            if self._wide is None:
+                self._wide = self._make(WIDE_LIMITS)
+            return self._wide.addresses
+
+    def _make(self, limits: Limits) -> _Made:
+        if self.how == "jit":
+            from anyflex_cpu.compiled import Compiled
+
+            return Compiled(self._spec, self._mods, self._library, self._artifacts, limits)
+        return Interpreted(self._spec, self._mods, self._library, limits)
+
+
+class Interpreted:
+    """Bytecode for the library's interpreter, which checks it.
+
+    Args:
+        spec: what the mods belong to.
+        mods: a spec's graphs.
+        library: whose interpreter runs them.
+        limits: what calls keep to.
+    """
+
+    def __init__(self, spec: Spec, mods: Mods, library: Library, limits: Limits) -> None:
+        operations = numbers(library.operations())
+        codes: list[bytes | None] = [
+            None if mods.mask is None else bytecode.mask_program(mods.mask, operations, limits),
+            None if mods.score is None else bytecode.score_program(mods.score, operations, limits),
+            None
+            if mods.derivative is None
+            else bytecode.score_backward_program(mods.derivative, operations, limits),
+        ]
+        self._held: list[object] = []
+        self._slots = (len(spec.captured), *number_slots(spec))
+        mask, score, backward = (
+            0 if code is None else self._held_at(code, library) for code in codes
+        )
+        self.addresses = (mask, score, backward)
+
+    def _held_at(self, code: bytes, library: Library) -> int:
+        # Words, because bytecode is aligned to them.
+        words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
+        at = ctypes.addressof(words)
+        if not library.check_program(at, len(code), *self._slots):
+            raise RuntimeError("the native library finds bytecode of anyflex_cpu malformed")
+        function = library.address("af_interpret")
+        scratch = library.program_scratch(at, len(code))
+        program = structs.Program(function, at, len(code), scratch)
+        self._held += [words, program]
+        return ctypes.addressof(program)
