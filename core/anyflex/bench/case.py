@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,8 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 _SMALL = 192
 """Length of the call that results are checked on: two blocks, the second ragged."""
+_DRAWN_ON_HOST = 1 << 22
+"""Elements up to which random numbers are the same on every device. The small form has fewer."""
 _PAIRS = 1 << 24
 """Pairs at which the mask is looked at at once."""
 
@@ -112,16 +115,19 @@ class Inputs:
 
 
 def make_inputs(case: BenchCase, device: torch.device, *, seed: int = 0) -> Inputs:
-    """Return a case's tensors and functions, the same for the same seed.
+    """Return a case's tensors and functions, the same for the same seed, on the same device.
 
     Raises:
         ArgumentError, ArgumentTypeError: from the functions that the case names.
     """
-    generator = torch.Generator().manual_seed(seed)
     shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
+    # What is checked must be the same everywhere. What is large would take the host seconds.
+    large = max(math.prod(shape) for shape in shapes) > _DRAWN_ON_HOST
+    source = device if large else torch.device("cpu")
+    generator = torch.Generator(source).manual_seed(seed)
     # Never zeros: a chip that multiplies zeros takes less power, and runs faster.
     query, key, value, dout = (
-        torch.randn(shape, generator=generator, device="cpu").to(device, case.torch_dtype)
+        torch.randn(shape, generator=generator, device=source).to(device, case.torch_dtype)
         for shape in shapes
     )
     if case.directions != ("forward",):

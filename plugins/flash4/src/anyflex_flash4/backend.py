@@ -1,0 +1,140 @@
+"""The entry point: what FlashAttention-4 can do, and whether it can run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import zlib
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from anyflex.plugin import (
+    CONTRACT_1_FIELDS,
+    Accepted,
+    Artifacts,
+    Backend,
+    Capabilities,
+    Decision,
+    Kernel,
+    Option,
+    Rejected,
+    Spec,
+)
+from anyflex_flash4 import mods, operations
+
+__all__ = ["Flash4"]
+
+_INSTALL = "pip install 'flash-attn-4[cu13]'"
+_ARCH = "sm_90"
+_TILE = 128
+"""Of keys, in both directions, up to head dim 128: a mask's blocks are as long."""
+
+
+class Flash4(Backend):
+    """FlashAttention-4 (CuTe DSL), with mods of its own and block-sparse masks."""
+
+    # Whoever installs this wants to compare, not to be served by it.
+    priority = -90
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        head_dim_min=8,
+        head_dim_max=128,
+        head_dim_multiple=8,
+        gqa=True,
+        scattered=True,
+        aux=frozenset({"lse"}),
+        gradients=frozenset({"q", "k", "v", "lse"}),
+        captured_dtypes=frozenset(
+            {torch.bool, torch.int32, torch.int64, torch.float32, torch.float16, torch.bfloat16}
+        ),
+        operations=mods.FLASH4.operations(),
+        known_fields=CONTRACT_1_FIELDS,
+    )
+    options: ClassVar[Mapping[str, Option]] = {
+        "masks": Option(
+            str,
+            "auto",
+            "auto gives causal and window masks as arguments where they are that; lists never",
+            choices=("auto", "lists"),
+        )
+    }
+
+    def probe(self) -> Decision:
+        """Look for the package and for a GPU, without starting either."""
+        if not torch.cuda.is_available():
+            return Rejected("torch sees no CUDA device; install its driver and a torch for CUDA")
+        found = importlib.util.find_spec("flash_attn")
+        if found is None:
+            return Rejected(f"the package flash-attn-4 is not installed: {_INSTALL}")
+        folders = found.submodule_search_locations or ()
+        if not any(os.path.isdir(os.path.join(folder, "cute")) for folder in folders):
+            return Rejected(
+                f"flash_attn has no flash_attn.cute: it is another FlashAttention; {_INSTALL}"
+            )
+        if importlib.util.find_spec("cutlass") is None:
+            return Rejected(
+                "flash-attn-4 lacks nvidia-cutlass-dsl (its module cutlass): "
+                "pip install 'nvidia-cutlass-dsl[cu13]'"
+            )
+        # To ask before would start the device; then `supports` says it, call by call.
+        started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if started:
+            return _arch_decision("sm_{}{}".format(*torch.cuda.get_device_capability()))
+        return Accepted()
+
+    def fingerprint(self) -> str:
+        """Part of the disk cache's key: what another table has written isn't found."""
+        sources = inspect.getsource(mods) + inspect.getsource(operations)
+        return f"flash-attn-4 {_version()}, mods {zlib.crc32(sources.encode()):x}"
+
+    def supports(self, spec: Spec) -> Decision:
+        """As declared, on a GPU that this was tried on, with blocks as long as tiles are."""
+        decision = super().supports(spec)
+        if isinstance(decision, Rejected):
+            return decision
+        on_arch = _arch_decision(spec.arch)
+        if isinstance(on_arch, Rejected):
+            return on_arch
+        if spec.mask_kind == "runs":
+            q_block, kv_block = spec.block_size
+            if kv_block != _TILE or q_block % _TILE:
+                return Rejected(
+                    f"a block mask of BLOCK_SIZE {spec.block_size}; FlashAttention-4's kernels "
+                    f"need {_TILE} keys, and a multiple of {_TILE} queries: build it with "
+                    f"BLOCK_SIZE={_TILE}"
+                )
+        return decision
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Write the mods; FlashAttention-4 compiles at the first call, when it sees tensors."""
+        from anyflex_flash4.cute_mods import CuteMods
+        from anyflex_flash4.kernel import Flash4Kernel
+
+        stored = artifacts.get("mods.py")
+        if stored is None:
+            stored = mods.write_source(spec).encode()
+            artifacts.put("mods.py", stored)
+        source = stored.decode()
+        reads = mods.reads_call(spec)
+        made = CuteMods(source, mods.load_source(source), reads, len(spec.captured))
+        return Flash4Kernel(spec, made, reads)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _arch_decision(arch: str) -> Decision:
+    if arch != _ARCH:
+        return Rejected(
+            f"a GPU of architecture {arch or 'unknown'}; cuda.flash4 was tried on {_ARCH} "
+            "(Hopper) only: use another backend"
+        )
+    return Accepted()

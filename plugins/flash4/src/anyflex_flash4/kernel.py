@@ -1,0 +1,200 @@
+"""A kernel: FlashAttention-4's forward and backward, filling what core has allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+
+import torch
+from torch import Tensor
+
+from anyflex.plugin import (
+    BackendRefused,
+    Call,
+    GradInputs,
+    Grads,
+    Kernel,
+    Outputs,
+    Saved,
+    Spec,
+)
+from anyflex_flash4.bands import Band, find_band
+from anyflex_flash4.block_lists import follows_once, lists_of
+from anyflex_flash4.cute_mods import CuteMods
+from anyflex_flash4.mods import call_numbers
+
+__all__ = ["Flash4Kernel"]
+
+_NUMBERS_KEPT = 64
+"""Sets of run-time numbers that stay on the device."""
+
+
+class Flash4Kernel(Kernel):
+    """Calls FlashAttention-4 with the spec's mods.
+
+    It calls ``_flash_attn_fwd`` and ``_flash_attn_bwd`` of flash_attn.cute.interface, as torch's
+    flex attention does: the public ``flash_attn_func`` takes neither outputs nor an lse.
+
+    Args:
+        spec: what the backend accepted.
+        mods: its mods.
+        reads: whether the mods read the call's ints, and its floats.
+    """
+
+    def __init__(self, spec: Spec, mods: CuteMods, reads: tuple[bool, bool]) -> None:
+        interface = importlib.import_module("flash_attn.cute.interface")
+        self._forward = interface._flash_attn_fwd
+        self._backward = interface._flash_attn_bwd
+        self._block_sparse = importlib.import_module(
+            "flash_attn.cute.block_sparsity"
+        ).BlockSparseTensorsTorch
+        self._spec = spec
+        self._mods = mods
+        self._reads = reads
+        self._always_lists = dict(spec.options).get("masks") == "lists"
+        self._bands: dict[tuple[int, ...], Band | None] = {}
+        self._numbers: dict[object, Tensor] = {}
+        # FlashAttention-4 looks into its compile caches without a lock.
+        self._lock = threading.Lock()
+
+    def describe(self, call: Call) -> str:
+        return f"flash-attn-4 {self._masks_as(call)}"
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        if _is_empty(call):
+            out.out.zero_()
+            if out.lse is not None:
+                out.lse.fill_(-torch.inf)
+            return
+        masks = self._mask_arguments(call, backward=False)
+        tensors = self._tensors(call)
+        with torch.no_grad(), self._lock:
+            self._forward(
+                _rows_first(call.query),
+                _rows_first(call.key),
+                _rows_first(call.value),
+                softmax_scale=call.scale,
+                score_mod=self._mods.score_mod,
+                aux_tensors=tensors,
+                out=_rows_first(out.out),
+                lse=out.lse,
+                **masks,
+            )
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        targets = (grads.dq, grads.dk, grads.dv)
+        if _is_empty(call):
+            for target in targets:
+                if target is not None:
+                    target.zero_()
+            return
+        masks = self._mask_arguments(call, backward=True)
+        tensors = self._tensors(call)
+        dout = grad.dout
+        dead = saved.lse == -torch.inf
+        # Whatever arrives at a row without a live key is dropped.
+        dout = dout.masked_fill(dead.unsqueeze(-1), 0)
+        dlse = None if grad.dlse is None else grad.dlse.masked_fill(dead, 0).float()
+        if grad.delta is not None:
+            # It takes delta from out and dout, less dlse: the difference goes where dlse goes.
+            own = (saved.out.float() * dout.float()).sum(-1)
+            apart = (own - grad.delta).masked_fill(dead, 0)
+            dlse = apart if dlse is None else dlse + apart
+        with torch.no_grad(), self._lock:
+            self._backward(
+                _rows_first(call.query),
+                _rows_first(call.key),
+                _rows_first(call.value),
+                _rows_first(saved.out),
+                _rows_first(dout),
+                saved.lse.contiguous(),
+                softmax_scale=call.scale,
+                score_mod=self._mods.score_mod,
+                score_mod_bwd=self._mods.score_mod_bwd,
+                aux_tensors=tensors,
+                dlse=None if dlse is None else dlse.contiguous(),
+                **{
+                    name: None if target is None else _rows_first(target)
+                    for name, target in zip(("dq", "dk", "dv"), targets, strict=True)
+                },
+                **masks,
+            )
+
+    def _masks_as(self, call: Call) -> str:
+        if call.mask is None:
+            return "full"
+        return "lists" if self._band_arguments(call) is None else "band"
+
+    def _band_arguments(self, call: Call) -> dict[str, object] | None:
+        """The mask as FlashAttention-4's own arguments, or None where it isn't one of those.
+
+        Its diagonal ends in the last corner, which is ours for as many keys as queries.
+        """
+        if self._always_lists or call.query.shape[2] != call.key.shape[2]:
+            return None
+        band = self._band_of(call.ints)
+        arguments = None if band is None else band.arguments()
+        if band is None or arguments is None or call.mask is None:
+            return None
+        return arguments if follows_once(call.mask, band) else None
+
+    def _band_of(self, ints: tuple[int, ...]) -> Band | None:
+        if ints not in self._bands:
+            if len(self._bands) >= _NUMBERS_KEPT:
+                self._bands.clear()
+            self._bands[ints] = find_band(self._spec.mask_graph, ints)
+        return self._bands[ints]
+
+    def _mask_arguments(self, call: Call, *, backward: bool) -> dict[str, object]:
+        if call.mask is None:
+            return {}
+        band = self._band_arguments(call)
+        if band is not None:
+            return band
+        lists = lists_of(call.mask, backward=backward)
+        sparse = self._block_sparse(
+            **{each.name: getattr(lists, each.name) for each in dataclasses.fields(lists)}
+        )
+        return {"mask_mod": self._mods.mask_mod, "block_sparse_tensors": sparse}
+
+    def _tensors(self, call: Call) -> list[Tensor] | None:
+        """What the mods read: captured tensors as flat ones, then ints, then floats."""
+        if any(call.index_offsets):
+            raise BackendRefused("cuda.flash4 takes no index offsets")
+        tensors = [_flat(table) for table in call.captured]
+        ints, floats = call_numbers(call)
+        if self._reads[0]:
+            tensors.append(self._number_tensor(ints, torch.int32, call.query.device))
+        if self._reads[1]:
+            tensors.append(self._number_tensor(floats, torch.float32, call.query.device))
+        return tensors or None
+
+    def _number_tensor(
+        self, numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        key = (tuple(map(repr, numbers)), dtype, device)
+        found = self._numbers.get(key)
+        if found is None:
+            if len(self._numbers) >= _NUMBERS_KEPT:
+                self._numbers.clear()
+            found = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(dtype).to(device)
+            self._numbers[key] = found
+        return found
+
+
+def _is_empty(call: Call) -> bool:
+    return call.query.numel() == 0 or call.key.numel() == 0
+
+
+def _rows_first(tensor: Tensor) -> Tensor:
+    """[B, H, L, E] as FlashAttention-4's [B, L, H, E]."""
+    return tensor.detach().transpose(1, 2)
+
+
+def _flat(table: Tensor) -> Tensor:
+    """A captured tensor as one that can be read: rank 1, not empty, bools as bytes."""
+    table = table.detach().contiguous().view(-1)
+    if table.numel() == 0:
+        table = table.new_zeros(1)
+    return table.view(torch.uint8) if table.dtype is torch.bool else table

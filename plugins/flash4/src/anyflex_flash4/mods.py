@@ -1,0 +1,224 @@
+"""Mods as source text, which CuTe's compiler traces: the table, and the functions around it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from anyflex.plugin import DTYPES, Call, Lowering, Node, Spec, differentiate, simplify
+from anyflex_flash4.operations import FUNCTIONS
+
+__all__ = ["FLASH4", "call_numbers", "load_source", "reads_call", "write_source"]
+
+
+@dataclass
+class _Program:
+    """The lines of one function, and where in ``ints`` sizes and closed-over numbers stand."""
+
+    first_size: tuple[int, ...]
+    first_number: int
+    lines: list[str] = field(default_factory=list)
+
+
+def _emit(program: _Program, node: Node, text: str) -> str:
+    name = f"v{len(program.lines)}"
+    program.lines.append(f"{name} = {text}")
+    return name
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def _converter(dtype: torch.dtype) -> str:
+    return f"ops.{_NAMES[dtype]}"
+
+
+def _const(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    value = node.attribute
+    assert isinstance(value, (bool, int, float))
+    if node.dtype.is_floating_point:
+        # A number beyond the type's range is infinite in it.
+        if abs(value) > torch.finfo(node.dtype).max:
+            value = math.copysign(math.inf, value)
+        text = repr(float(value))
+    elif node.dtype is torch.bool:
+        text = repr(bool(value))
+    else:
+        # A number beyond the type's range wraps.
+        bits = torch.iinfo(node.dtype).bits
+        value = int(value) & ((1 << bits) - 1)
+        text = repr(value - (1 << bits) if value > torch.iinfo(node.dtype).max else value)
+    return _emit(program, node, f"{_converter(node.dtype)}({text})")
+
+
+def _number(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    slot = str(node.attribute)
+    position = int(slot[1:])
+    if slot[0] == "i":
+        low = program.first_number + 2 * position
+        text = f"ops.wide(ints[{low}], ints[{low + 1}])"
+    else:
+        text = f"floats[{position}]"
+    return _emit(program, node, f"{_converter(node.dtype)}({text})")
+
+
+def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    """-N..-1 counts from the end; then the index is clamped: nothing outside is read."""
+    position = node.attribute
+    assert isinstance(position, int)
+    place = "ops.i64(0)"
+    for axis, operand in enumerate(operands):
+        size = f"ints[{program.first_size[position] + axis}]"
+        inner = _emit(program, node, f"ops.place({operand}, {size})")
+        if axis == 0:
+            place = inner
+        else:
+            place = _emit(program, node, f"{place} * ops.i64({size}) + {inner}")
+    return _emit(program, node, f"{_converter(node.dtype)}(tables[{position}][{place}])")
+
+
+def _typed(call: str) -> Callable[[_Program, Node, Sequence[str]], str]:
+    """A rule whose function is told the type, and if it asks the bits."""
+
+    def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
+        bits = 0 if node.dtype.is_floating_point else torch.iinfo(node.dtype).bits
+        text = call.format(*operands, type=_converter(node.dtype), bits=bits)
+        return _emit(program, node, f"{_converter(node.dtype)}({text})")
+
+    return rule
+
+
+_ORDER = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+def _function(name: str) -> str:
+    return f"{{type}}(ops.call({name!r}, {{0}}))"
+
+
+FLASH4: Lowering[_Program, str] = Lowering(
+    "FlashAttention-4",
+    {
+        **{name: _function(name) for name in FUNCTIONS},
+        "input": "{type}({attribute})",
+        "number": _number,
+        "const": _const,
+        "load": _load,
+        "add": "{type}({0} + {1})",
+        "sub": "{type}({0} - {1})",
+        "mul": "{type}({0} * {1})",
+        "truediv": "{type}({0} / {1})",
+        "floordiv:int": _typed("ops.floordiv({type}, {0}, {1})"),
+        "floordiv:float": _typed("ops.floor_divide({type}, {0}, {1})"),
+        "mod:int": _typed("ops.mod({type}, {0}, {1})"),
+        "mod:float": _typed("ops.remainder({type}, {0}, {1})"),
+        "fmod:int": _typed("ops.fmod({type}, {0}, {1})"),
+        "fmod:float": "{type}(ops.call('fmod', {0}, {1}))",
+        "pow:int": _typed("ops.integer_power({type}, {bits}, {0}, {1})"),
+        "pow:float": "{type}(ops.call('pow', {0}, {1}))",
+        "atan2": "{type}(ops.call('atan2', {0}, {1}))",
+        "minimum": "{type}(ops.minimum({0}, {1}))",
+        "maximum": "{type}(ops.maximum({0}, {1}))",
+        "neg": "{type}(-{0})",
+        "abs": _typed("ops.magnitude({type}, {0})"),
+        "sign": _typed("ops.sign({type}, {0})"),
+        "sigmoid": _typed("ops.sigmoid({type}, {0})"),
+        "and": "{type}({0} & {1})",
+        "or": "{type}({0} | {1})",
+        "xor": "{type}({0} ^ {1})",
+        "not:bool": "ops.inverted({0})",
+        "not:int": "{type}({0} ^ {type}(-1))",
+        "shl": _typed("ops.shifted_left({type}, {bits}, {0}, {1})"),
+        "shr": _typed("ops.shifted_right({type}, {bits}, {0}, {1})"),
+        "eq": "{0} == {1}",
+        "ne": "{0} != {1}",
+        # To a signed type of one bit True is -1.
+        **{
+            f"{name}:bool": f"ops.i32({{0}}) {sign} ops.i32({{1}})"
+            for name, sign in _ORDER.items()
+        },
+        **{name: f"{{0}} {sign} {{1}}" for name, sign in _ORDER.items()},
+        "where": "ops.select({0}, {1}, {2})",
+        "cast": "{type}({0})",
+        "detach": "{type}({0})",
+    },
+    emit=_emit,
+    types={dtype: f"ops.{name}" for name, dtype in DTYPES.items()},
+)
+
+_INDICES = "b, h, q_idx, kv_idx"
+
+
+def _layout(spec: Spec) -> tuple[tuple[int, ...], int]:
+    """Where in ``ints`` each captured tensor's sizes begin, and where the numbers do."""
+    first, places = 0, []
+    for facts in spec.captured:
+        places.append(first)
+        first += facts.rank
+    return tuple(places), first
+
+
+def _function_lines(
+    spec: Spec, name: str, arguments: str, nodes: Sequence[Node], result: int | None
+) -> list[str]:
+    program = _Program(*_layout(spec))
+    # None: a score mod that ignores the score.
+    value = "ops.f32(0.0)"
+    if result is not None:
+        value = FLASH4.lower(nodes, program, [result])[result]
+    body = [f"    {line}" for line in (*program.lines, f"return {value}")]
+    return ["", "", f"def {name}(ops, tables, ints, floats, {arguments}):", *body]
+
+
+def write_source(spec: Spec) -> str:
+    """Return the text of a module with the functions that `spec` needs, of ``score_mod``,
+    ``score_mod_bwd`` and ``mask_mod``.
+
+    Each takes ``ops``, an `anyflex_flash4.operations.Operations`, ``tables``, ``ints`` and
+    ``floats`` (see `call_numbers`), and the scalars that its name says.
+    """
+    lines = ["from math import inf, nan"]
+    if spec.score_graph is not None:
+        graph = simplify(spec.score_graph)
+        arguments = f"score, {_INDICES}"
+        lines += _function_lines(spec, "score_mod", arguments, graph.nodes, graph.output)
+        if spec.needs_backward:
+            slope = differentiate(graph, wanted_captured=frozenset())
+            arguments = f"grad, {arguments}"
+            lines += _function_lines(spec, "score_mod_bwd", arguments, slope.nodes, slope.score)
+    if spec.mask_graph is not None:
+        graph = simplify(spec.mask_graph)
+        lines += _function_lines(spec, "mask_mod", _INDICES, graph.nodes, graph.output)
+    return "\n".join([*lines, ""])
+
+
+def load_source(text: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of `write_source` by name."""
+    functions: dict[str, Any] = {}
+    exec(compile(text, "<mods>", "exec"), functions)
+    names = ("score_mod", "score_mod_bwd", "mask_mod")
+    return {name: functions[name] for name in names if name in functions}
+
+
+def reads_call(spec: Spec) -> tuple[bool, bool]:
+    """Whether the mods read anything of a call's ints, sizes included, and of its floats."""
+    slots = {
+        str(node.attribute)[0]
+        for graph in (spec.score_graph, spec.mask_graph)
+        for node in (graph.nodes if graph is not None else ())
+        if node.operation == "number"
+    }
+    return bool(_layout(spec)[1]) or "i" in slots, "f" in slots
+
+
+def call_numbers(call: Call) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return ``ints``, the sizes of captured tensors and the low and high halves of the call's
+    ints, and ``floats``. All fit 32 bits."""
+    ints = [size for table in call.captured for size in table.shape]
+    for number in call.ints:
+        low = number & 0xFFFFFFFF
+        ints += [low - (1 << 32) if low >> 31 else low, number >> 32]
+    return tuple(ints), call.floats
