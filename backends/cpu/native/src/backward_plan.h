@@ -1,0 +1,131 @@
+// How the backward pass is cut into jobs, and the workspace that it asks for.
+//
+// A unit is a (kv batch, kv head) with all query heads that read it, its streams: q_heads /
+// kv_heads of them, times batch where dk and dv are sums over the batch. A job is a unit and a
+// range of its kv tiles. It owns the rows of dk and dv of that range and adds dQ into a partial of
+// its own; partials are added in order afterwards. Everything here depends on the problem, never
+// on the number of threads, and so does every sum of the pass.
+//
+//   partitions of a unit = min(ceil(64 / units), kv tiles / 2, 1 GiB / bytes of all of dQ in
+//                              float), at least 1
+//   units in flight      = 1 GiB / bytes of a unit, at least ceil(64 / partitions)
+//   bytes of a unit      = streams * q tiles * (operands of a q tile + partitions * its dQ)
+//   workspace            = units in flight * bytes of a unit + threads * bytes of a thread's tiles
+//                          + captured partials (captured_sums.h) + tables of a few bytes a kv tile
+//
+// in which, with dimensions padded to 32, the operands of a q tile are 128 * (E + Ev) * 4 bytes
+// and its dQ 128 * E * 4.
+#pragma once
+#include "pack.h"
+#include "tiles.h"
+
+namespace AF_LEVEL {
+
+constexpr int64_t q_tile_rows = 128;
+constexpr int64_t kv_tile_rows = 128;
+// Rows and columns of a tile that are skipped together where no pair is live.
+constexpr int64_t group = 32;
+constexpr int64_t live_words = kv_tile_rows / 16;
+constexpr int64_t wanted_jobs = 64;
+constexpr int64_t memory_budget = int64_t(1) << 30;
+
+AF_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Takes pieces off a workspace; with a null base it only adds up their bytes.
+struct arena {
+    char* base;
+    int64_t used;
+
+    template <class T> T* take(int64_t count) {
+        T* piece = base ? reinterpret_cast<T*>(base + used) : nullptr;
+        used += round_up(count * int64_t(sizeof(T)), 64);
+        return piece;
+    }
+};
+
+struct backward_plan {
+    bool pairs;                          // bf16 products
+    int64_t kv_batches, units, streams;  // streams of a unit
+    int64_t q_per_kv;
+    int64_t q_tiles, kv_tiles;
+    int64_t partitions, units_in_flight;
+    int64_t head_dim, value_dim;  // padded
+    int64_t word;                 // elements in a word of an operand: 1, or 2 where pairs
+    bool wants_dq, wants_dk, wants_dv;
+
+    int64_t dq_tile_floats() const { return wants_dq ? q_tile_rows * head_dim : 0; }
+    // q tiles of a unit.
+    int64_t stream_tiles() const { return streams * q_tiles; }
+};
+
+// What a q tile brings, packed once for all kv tiles. Rows past the end, rows without a live key
+// and rows that aren't finite are 0 in the operands.
+struct q_tile {
+    uint8_t* dead;       // [q_tile_rows] lse is -inf, or past the end
+    uint8_t* bad_query;  // [q_tile_rows] NaN or infinity in q
+    uint8_t* bad_dout;   // [q_tile_rows] the same in dout
+    int64_t* dead_rows;  // how many
+    int64_t* bad_queries;
+    int64_t* bad_douts;
+    float* lse;          // [q_tile_rows] in powers of two
+    float* delta;        // [q_tile_rows] sum(dout * out) - dlse
+    uint32_t* query;     // [q_tile_rows][head_dim / word]: left side of the scores
+    uint32_t* query_t;   // pairs: [head_dim][q_tile_rows / 2]: left side of dK
+    uint32_t* dout;      // [q_tile_rows][value_dim / word]: left side of dP
+    uint32_t* dout_t;    // pairs: [value_dim][q_tile_rows / 2]: left side of dV
+};
+
+inline q_tile take_q_tile(arena& memory, const backward_plan& plan) {
+    q_tile tile;
+    const int64_t rows = q_tile_rows / plan.word;
+    tile.dead = memory.take<uint8_t>(q_tile_rows);
+    tile.bad_query = memory.take<uint8_t>(q_tile_rows);
+    tile.bad_dout = memory.take<uint8_t>(q_tile_rows);
+    tile.dead_rows = memory.take<int64_t>(3);
+    tile.bad_queries = tile.dead_rows + 1;
+    tile.bad_douts = tile.dead_rows + 2;
+    tile.lse = memory.take<float>(q_tile_rows);
+    tile.delta = memory.take<float>(q_tile_rows);
+    tile.query = memory.take<uint32_t>(rows * plan.head_dim);
+    tile.query_t = memory.take<uint32_t>(plan.pairs ? rows * plan.head_dim : 0);
+    tile.dout = memory.take<uint32_t>(rows * plan.value_dim);
+    tile.dout_t = memory.take<uint32_t>(plan.pairs ? rows * plan.value_dim : 0);
+    return tile;
+}
+
+inline int64_t q_tile_bytes(const backward_plan& plan) {
+    arena counted = {nullptr, 0};
+    take_q_tile(counted, plan);
+    return counted.used;
+}
+
+inline backward_plan make_plan(const af_problem& problem) {
+    backward_plan plan;
+    const bool sum_over_batch = problem.kv_batch_is_shared && problem.batch > 0;
+    plan.wants_dq = problem.wanted & 1;
+    plan.wants_dk = problem.wanted & 2;
+    plan.wants_dv = problem.wanted & 4;
+    plan.pairs = problem.dtype == AF_BF16 && has_pairs;
+    plan.word = plan.pairs ? 2 : 1;
+    plan.q_per_kv = problem.q_heads / larger(problem.kv_heads, 1);
+    plan.kv_batches = sum_over_batch ? 1 : problem.batch;
+    plan.streams = plan.q_per_kv * (sum_over_batch ? problem.batch : 1);
+    plan.units = plan.kv_batches * problem.kv_heads;
+    plan.q_tiles = ceil_div(problem.q_length, q_tile_rows);
+    plan.kv_tiles = ceil_div(problem.kv_length, kv_tile_rows);
+    plan.head_dim = round_up(problem.head_dim, 32);
+    plan.value_dim = round_up(problem.value_head_dim, 32);
+
+    const int64_t dq_bytes = larger(plan.stream_tiles() * plan.dq_tile_floats() * 4, 1);
+    const int64_t units = larger(plan.units, 1);
+    plan.partitions = smaller(ceil_div(wanted_jobs, units), plan.kv_tiles / 2);
+    plan.partitions = smaller(plan.partitions, memory_budget / (units * dq_bytes));
+    plan.partitions = larger(plan.partitions, 1);
+    const int64_t unit_bytes =
+        plan.stream_tiles() * q_tile_bytes(plan) + plan.partitions * dq_bytes;
+    plan.units_in_flight = smaller(
+        units, larger(memory_budget / unit_bytes, ceil_div(wanted_jobs, plan.partitions)));
+    return plan;
+}
+
+}  // namespace AF_LEVEL

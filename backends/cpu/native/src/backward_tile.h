@@ -1,0 +1,410 @@
+// One tile of the backward pass: P and dS of 128 queries and 128 keys, and the five products.
+//
+// Groups of 32 query rows pass through scores, mods, P, dP, dS and dQ while they are in the first
+// cache; P and dS of all rows are kept as right sides for dV^T += dout^T P and dK^T += q^T dS.
+// With bf16 products a word of P or dS is a pair of query rows: no transpose is ever needed.
+#pragma once
+#include "backward_operands.h"
+#include "backward_visits.h"
+
+namespace AF_LEVEL {
+
+// What a thread works in.
+struct tile_buffers {
+    float* score;     // [group][kv_tile_rows]
+    float* plain;     // [group][kv_tile_rows]: scores before score_mod, for its derivative
+    float* grad;      // [group][kv_tile_rows]: dP, then dS
+    uint16_t* grad_rows;  // pairs: [group][kv_tile_rows]: dS, left side of dQ
+    uint32_t* prob;   // [kv_tile_rows / NR][q_tile_rows / word][NR]: right side of dV^T
+    uint32_t* dscore;  // the same of dS: right side of dK^T
+    float* dk;        // [head_dim][kv_tile_rows]: dK^T of the kv tile
+    float* dv;        // [value_dim][kv_tile_rows]
+    float* spare;     // [16][larger of the dimensions]
+    block_row* block_rows;  // [kv_tile_rows]
+    void* scratch;    // of the programs
+    kv_operands kv;
+    tile_liveness found;    // as the mask has it
+    tile_liveness living;   // without dead rows of one query head; may share found's bits
+    uint16_t* living_bits;  // [q_tile_rows][live_words]: bits of its own
+    af_error* error;
+};
+
+inline int64_t scratch_bytes(const af_problem& p) {
+    int64_t bytes = 0;
+    const af_program* programs[] = {p.mask, p.score, p.score_backward};
+    for (const af_program* program : programs)
+        if (program) bytes = larger(bytes, program->scratch_bytes);
+    return bytes;
+}
+
+inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const af_problem& p) {
+    tile_buffers t;
+    const int64_t rows = q_tile_rows / plan.word;
+    t.score = memory.take<float>(group * kv_tile_rows);
+    t.plain = memory.take<float>(p.score_backward ? group * kv_tile_rows : 0);
+    t.grad = memory.take<float>(group * kv_tile_rows);
+    t.grad_rows = memory.take<uint16_t>(plan.pairs ? group * kv_tile_rows : 0);
+    t.prob = memory.take<uint32_t>(rows * kv_tile_rows);
+    t.dscore = memory.take<uint32_t>(rows * kv_tile_rows);
+    t.dk = memory.take<float>(plan.head_dim * kv_tile_rows);
+    t.dv = memory.take<float>(plan.value_dim * kv_tile_rows);
+    t.spare = memory.take<float>(16 * larger(plan.head_dim, plan.value_dim));
+    t.block_rows = memory.take<block_row>(kv_tile_rows);
+    t.scratch = memory.take<char>(scratch_bytes(p));
+    t.kv = take_kv_operands(memory, plan);
+    t.found.live = memory.take<uint16_t>(q_tile_rows * live_words);
+    t.found.spare = memory.take<uint16_t>(q_tile_rows * (live_words + 1));
+    t.living_bits = memory.take<uint16_t>(q_tile_rows * live_words);
+    t.error = memory.take<af_error>(1);
+    return t;
+}
+
+// A tile of one query head.
+struct tile_place {
+    const af_backward_args* args;
+    const backward_plan* plan;
+    int64_t b, h, q, kv;  // of the first pair
+    int64_t rows, keys;
+    q_tile operands;
+    float* dq;  // [q_tile_rows][head_dim], added to; null: unwanted
+    double* const* captured_grad;
+    bool wants_dscore;
+};
+
+// Left sides of float products may have any strides; those of pairs are rows.
+template <bool PAIRS, into HOW>
+static void multiply_rows(int64_t rows, int64_t panels, int64_t k, const uint32_t* a,
+                          int64_t a_row, int64_t a_k, const uint32_t* b, int64_t b_panel,
+                          float* c, int64_t ldc) {
+    if constexpr (PAIRS)
+        gemm_pairs<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const uint16_t*>(a),
+                        a_row, b, b_panel, c, ldc, 1.0f, nullptr);
+    else
+        gemm<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const float*>(a), a_row,
+                  a_k, reinterpret_cast<const float*>(b), b_panel, c, ldc, 1.0f, nullptr);
+}
+
+// P and the gradient of the modified score of rows r and r + 1 (pairs) or r (floats).
+template <bool PAIRS> struct probability {
+    static constexpr int DEGREE = PAIRS ? 4 : 5;  // bf16 keeps 8 bits of P
+
+    vf p, ds;
+    AF_INLINE probability of(const float* score, const float* dp, vf factor, vf lse, vf delta) {
+        probability x;
+        x.p = exp2<DEGREE>(madd(load(score), factor, -lse));
+        x.ds = x.p * (load(dp) - delta);
+        return x;
+    }
+    AF_INLINE probability of_live(const float* score, const float* dp, vf factor, vf lse,
+                                  vf delta, const uint16_t* live, int64_t c) {
+        probability x = of(score, dp, factor, lse, delta);
+        const vm m = lanes(live, c);
+        x.p = where(m, x.p, vf{});
+        x.ds = where(m, x.ds, vf{});
+        return x;
+    }
+};
+
+// Word of two rows' bf16, row r in the low half.
+AF_INLINE vu pair_of_rows(vf low, vf high) {
+#if defined(__AVX512BF16__)
+    const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+        19, 3, 18, 2, 17, 1, 16, 0);
+    return reinterpret_cast<vu>(_mm512_permutexvar_epi16(order, both));
+#else
+    return __builtin_convertvector(bf16_of_float(low), vu) |
+           (__builtin_convertvector(bf16_of_float(high), vu) << 16);
+#endif
+}
+
+// The place of column c of row r (a multiple of 2 for pairs) in `prob` and `dscore`.
+template <bool PAIRS> AF_INLINE uint32_t* panel_at(uint32_t* panels, int64_t r, int64_t c) {
+    constexpr int64_t rows = PAIRS ? q_tile_rows / 2 : q_tile_rows;
+    return panels + c / NR * rows * NR + (PAIRS ? r / 2 : r) * NR + c % NR;
+}
+
+// Operands of dV, dK and dQ from `score` and `grad` (dP) of a group of rows; columns [from, to).
+// score -> exp2(score * factor - lse) = P; grad -> P (dP - delta), which also goes to `grad` where
+// products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`, a program follows.
+template <bool PAIRS, bool MASKED, bool KEEP_GRAD>
+static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int64_t first,
+                                int64_t from, int64_t to, float factor) {
+    constexpr int step = PAIRS ? 2 : 1;
+    const vf f = splat(factor);
+    for (int64_t i = 0; i < group; i += step) {
+        const int64_t r = first + i;
+        vf lse[step], delta[step];
+        for (int k = 0; k < step; ++k) {
+            lse[k] = splat(at.operands.lse[r + k]);
+            delta[k] = splat(at.operands.delta[r + k]);
+        }
+        for (int64_t c = from; c < to; c += VL) {
+            probability<PAIRS> x[step];
+            AF_UNROLL
+            for (int k = 0; k < step; ++k) {
+                const float* score = t.score + (i + k) * kv_tile_rows + c;
+                float* grad = t.grad + (i + k) * kv_tile_rows + c;
+                if constexpr (MASKED)
+                    x[k] = probability<PAIRS>::of_live(score, grad, f, lse[k], delta[k],
+                                                       t.living.live + (r + k) * live_words, c);
+                else
+                    x[k] = probability<PAIRS>::of(score, grad, f, lse[k], delta[k]);
+                if (!PAIRS || KEEP_GRAD) store(grad, x[k].ds);
+            }
+            if constexpr (PAIRS) {
+                store(panel_at<true>(t.prob, r, c), pair_of_rows(x[0].p, x[1].p));
+                if constexpr (!KEEP_GRAD) {
+                    store(panel_at<true>(t.dscore, r, c), pair_of_rows(x[0].ds, x[1].ds));
+                    store(t.grad_rows + i * kv_tile_rows + c, bf16_of_float(x[0].ds));
+                    store(t.grad_rows + (i + 1) * kv_tile_rows + c, bf16_of_float(x[1].ds));
+                }
+            } else {
+                store(panel_at<false>(t.prob, r, c), as_uint(x[0].p));
+                if constexpr (!KEEP_GRAD)
+                    store(panel_at<false>(t.dscore, r, c), as_uint(x[0].ds));
+            }
+        }
+    }
+}
+
+// Operands of dK and dQ from `grad`, dS that a program has left there.
+template <bool PAIRS>
+static void operands_of_gradients(const tile_buffers& t, int64_t first, int64_t from, int64_t to) {
+    constexpr int step = PAIRS ? 2 : 1;
+    for (int64_t i = 0; i < group; i += step)
+        for (int64_t c = from; c < to; c += VL) {
+            vf ds[step];
+            for (int k = 0; k < step; ++k) {
+                float* grad = t.grad + (i + k) * kv_tile_rows + c;
+                ds[k] = load(grad);
+                if (!t.living.whole)
+                    ds[k] = where(lanes(t.living.live + (first + i + k) * live_words, c), ds[k],
+                                  vf{});
+                if constexpr (PAIRS)
+                    store(t.grad_rows + (i + k) * kv_tile_rows + c, bf16_of_float(ds[k]));
+                else
+                    store(grad, ds[k]);
+            }
+            if constexpr (PAIRS)
+                store(panel_at<true>(t.dscore, first + i, c), pair_of_rows(ds[0], ds[1]));
+            else
+                store(panel_at<false>(t.dscore, first + i, c), as_uint(ds[0]));
+        }
+}
+
+// Zeros in `prob` and `dscore` for columns [from, to) of a group of rows.
+template <bool PAIRS>
+static void clear_operands(const tile_buffers& t, int64_t first, int64_t from, int64_t to) {
+    for (int64_t i = 0; i < group; i += PAIRS ? 2 : 1)
+        for (int64_t c = from; c < to; c += VL) {
+            store(panel_at<PAIRS>(t.prob, first + i, c), vu{});
+            store(panel_at<PAIRS>(t.dscore, first + i, c), vu{});
+        }
+}
+
+// Rows with NaN or infinity are 0 in the operands; these add what live pairs with them owe.
+struct bad_rows {
+    matrix query, key, value, dout;
+
+    bad_rows(const tile_place& at) {
+        const af_problem& p = at.args->problem;
+        const int64_t kv_head = at.h / at.plan->q_per_kv;
+        query = matrix_of(p.query, p.dtype, at.b, at.h, at.q);
+        key = matrix_of(p.key, p.dtype, at.b, kv_head, at.kv);
+        value = matrix_of(p.value, p.dtype, at.b, kv_head, at.kv);
+        dout = matrix_of(at.args->dout, p.dtype, at.b, at.h, at.q);
+    }
+
+    // Scores (unscaled) and dP of a group of rows.
+    void products(const tile_place& at, const tile_buffers& t, int64_t first) const {
+        const af_problem& p = at.args->problem;
+        for (int64_t r = first; r < smaller(first + group, at.rows); ++r)
+            for (int64_t c = 0; c < at.keys; ++c) {
+                if (!t.living.is_live(r, c)) continue;
+                const int64_t to = (r - first) * kv_tile_rows + c;
+                if (at.operands.bad_query[r])
+                    t.score[to] = row_product(query, r, key, c, p.head_dim);
+                if (at.operands.bad_dout[r])
+                    t.grad[to] = row_product(dout, r, value, c, p.value_head_dim);
+            }
+    }
+
+    // dQ, dK and dV, from the P and dS that the products have taken.
+    template <bool PAIRS>
+    void sums(const tile_place& at, const tile_buffers& t, int64_t first) const {
+        const af_problem& p = at.args->problem;
+        for (int64_t r = first; r < smaller(first + group, at.rows); ++r)
+            for (int64_t c = 0; c < at.keys; ++c) {
+                if (!t.living.is_live(r, c)) continue;
+                const uint32_t word = *panel_at<PAIRS>(t.prob, r, c);
+                const uint32_t bits = !PAIRS ? word : r % 2 ? word & 0xffff0000u : word << 16;
+                const float prob = as_float(splat(bits))[0];
+                const int64_t cell = (r - first) * kv_tile_rows + c;
+                const uint32_t rounded = PAIRS ? uint32_t(t.grad_rows[cell]) << 16 : 0;
+                const float ds = PAIRS ? as_float(splat(rounded))[0] : t.grad[cell];
+                if (at.dq && t.kv.bad_key[c])
+                    for (int64_t e = 0; e < p.head_dim; ++e)
+                        at.dq[r * at.plan->head_dim + e] += ds * element(key, c, e);
+                if (at.plan->wants_dk && at.operands.bad_query[r])
+                    for (int64_t e = 0; e < p.head_dim; ++e)
+                        t.dk[e * kv_tile_rows + c] += ds * element(query, r, e);
+                if (at.plan->wants_dv && at.operands.bad_dout[r])
+                    for (int64_t e = 0; e < p.value_head_dim; ++e)
+                        t.dv[e * kv_tile_rows + c] += prob * element(dout, r, e);
+            }
+    }
+};
+
+// The rectangle of a group's columns [from, to) as programs see it.
+inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t first,
+                            int64_t from, int64_t to) {
+    af_tile tile;
+    memset(&tile, 0, sizeof tile);
+    tile.live = t.living.whole ? nullptr : t.living.live + first * live_words + from / 16;
+    tile.ld = kv_tile_rows;
+    tile.live_ld = live_words;
+    tile.rows = static_cast<int32_t>(smaller(group, at.rows - first));
+    tile.cols = static_cast<int32_t>(smaller(to, at.keys) - from);
+    tile.b = at.b;
+    tile.h = at.h;
+    tile.q = at.q + first;
+    tile.kv = at.kv + from;
+    tile.inputs = &at.args->problem.inputs;
+    tile.captured_grad = at.captured_grad;
+    tile.scratch = t.scratch;
+    tile.error = t.error;
+    return tile;
+}
+
+// Scores to P, dP to dS by the mods; leaves `prob`, `dscore` and the left side of dQ.
+template <bool PAIRS>
+static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
+                       int64_t to) {
+    const af_problem& p = at.args->problem;
+    const float scale = static_cast<float>(p.scale);
+    const bool whole = t.living.whole;
+    if (!p.score) {
+        const float factor = scale * log2_e;
+        if (whole)
+            gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);
+        else
+            gradients_of_scores<PAIRS, true, false>(at, t, first, from, to, factor);
+        return;
+    }
+    const bool derivative = p.score_backward && at.wants_dscore;
+    for (int64_t i = 0; i < group; ++i)
+        for (int64_t c = from; c < to; c += VL) {
+            const int64_t n = i * kv_tile_rows + c;
+            const vf x = load(t.score + n) * splat(scale);
+            store(t.score + n, x);
+            if (derivative) store(t.plain + n, x);
+        }
+    af_tile tile = program_tile(at, t, first, from, to);
+    tile.score = t.score + from;
+    p.score->function(p.score, &tile);
+    if (!derivative) {
+        if (whole)
+            gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, log2_e);
+        else
+            gradients_of_scores<PAIRS, true, false>(at, t, first, from, to, log2_e);
+        return;
+    }
+    if (whole)
+        gradients_of_scores<PAIRS, false, true>(at, t, first, from, to, log2_e);
+    else
+        gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, log2_e);
+    tile.score = t.plain + from;
+    tile.grad = t.grad + from;
+    p.score_backward->function(p.score_backward, &tile);
+    operands_of_gradients<PAIRS>(t, first, from, to);
+}
+
+// dV^T += dout^T P and dK^T += q^T dS, for each panel over the rows that are live there.
+template <bool PAIRS> static void add_kv_gradients(const tile_place& at, const tile_buffers& t) {
+    const backward_plan& plan = *at.plan;
+    const af_problem& p = at.args->problem;
+    constexpr int64_t word = PAIRS ? 2 : 1;
+    constexpr int64_t panel = q_tile_rows / word * NR;
+    const tile_liveness& live = t.living;
+    const auto rows_of = [&](int64_t c, int64_t* from, int64_t* to) {
+        *from = *to = 0;
+        for (int64_t g = 0; g < q_tile_rows / group; ++g) {
+            if (c < live.begin[g] || c >= live.end[g]) continue;
+            if (*from == *to) *from = g * group;
+            *to = (g + 1) * group;
+        }
+    };
+    int64_t c = 0;
+    while (c < kv_tile_rows) {
+        int64_t from, to, next_from = 0, next_to = 0;
+        rows_of(c, &from, &to);
+        int64_t end = c + group;
+        for (; end < kv_tile_rows; end += group) {
+            rows_of(end, &next_from, &next_to);
+            if (next_from != from || next_to != to) break;
+        }
+        if (from < to) {
+            const int64_t panels = (end - c) / NR, at_panel = c / NR * panel + from / word * NR;
+            // Transposed left sides: pairs have their own, floats are read by columns.
+            const int64_t a_row = PAIRS ? q_tile_rows / 2 : 1;
+            const uint32_t* dout = PAIRS ? at.operands.dout_t + from / 2
+                                         : at.operands.dout + from * plan.value_dim;
+            const uint32_t* query = PAIRS ? at.operands.query_t + from / 2
+                                          : at.operands.query + from * plan.head_dim;
+            if (plan.wants_dv)
+                multiply_rows<PAIRS, into::add>(p.value_head_dim, panels, to - from, dout, a_row,
+                                                plan.value_dim, t.prob + at_panel, panel,
+                                                t.dv + c, kv_tile_rows);
+            if (plan.wants_dk)
+                multiply_rows<PAIRS, into::add>(p.head_dim, panels, to - from, query, a_row,
+                                                plan.head_dim, t.dscore + at_panel, panel,
+                                                t.dk + c, kv_tile_rows);
+        }
+        c = end;
+    }
+}
+
+template <bool PAIRS> static void backward_tile(const tile_place& at, const tile_buffers& t) {
+    const backward_plan& plan = *at.plan;
+    const af_problem& p = at.args->problem;
+    const tile_liveness& live = t.living;
+    if (!live.any) return;
+    const bool bad_q = *at.operands.bad_queries + *at.operands.bad_douts != 0;
+    const bool bad = bad_q || t.kv.bad_keys != 0;
+    constexpr int64_t word = PAIRS ? 2 : 1;
+    const int64_t key_k = PAIRS ? plan.head_dim : p.head_dim;
+    const int64_t value_k = PAIRS ? plan.value_dim : p.value_head_dim;
+    const int64_t groups = ceil_div(at.rows, group);
+    for (int64_t g = 0; g < groups; ++g) {
+        const int64_t first = g * group, from = live.begin[g], to = live.end[g];
+        clear_operands<PAIRS>(t, first, 0, from);
+        clear_operands<PAIRS>(t, first, to, kv_tile_rows);
+        if (from == to) continue;
+        const int64_t panels = (to - from) / NR;
+        multiply_rows<PAIRS, into::store>(
+            group, panels, key_k, at.operands.query + first * plan.head_dim / word,
+            plan.head_dim / word, 1, t.kv.key_t + from * (key_k / word), key_k / word * NR,
+            t.score + from, kv_tile_rows);
+        multiply_rows<PAIRS, into::store>(
+            group, panels, value_k, at.operands.dout + first * plan.value_dim / word,
+            plan.value_dim / word, 1, t.kv.value_t + from * (value_k / word), value_k / word * NR,
+            t.grad + from, kv_tile_rows);
+        if (bad_q) bad_rows(at).products(at, t, first);
+        apply_mods<PAIRS>(at, t, first, from, to);
+        if (at.dq) {
+            const uint32_t* ds = PAIRS ? reinterpret_cast<const uint32_t*>(t.grad_rows)
+                                       : reinterpret_cast<const uint32_t*>(t.grad);
+            multiply_rows<PAIRS, into::add>(group, ceil_div(p.head_dim, NR), to - from,
+                                            ds + from / word, kv_tile_rows / word, 1,
+                                            t.kv.key + from / word * NR,
+                                            kv_tile_rows / word * NR,
+                                            at.dq + first * plan.head_dim, plan.head_dim);
+        }
+        if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
+    }
+    if (at.plan->wants_dk || at.plan->wants_dv) add_kv_gradients<PAIRS>(at, t);
+}
+
+}  // namespace AF_LEVEL
