@@ -365,7 +365,9 @@ _TABLE: dict[str, _Rule] = {
     "number": _number,
     "const": _const,
     "load": _load,
-    **dict.fromkeys("add sub mul truediv minimum maximum fmod atan2 and or xor".split(), _arithmetic),
+    **dict.fromkeys(
+        "add sub mul truediv minimum maximum fmod atan2 and or xor".split(), _arithmetic
+    ),
     **dict.fromkeys(("shl", "shr", "pow:int", "floordiv:float", "mod:float"), _arithmetic),
     **dict.fromkeys(("floordiv:int", "mod:int"), _by_power_of_two),
     "pow:float": _float_power,
