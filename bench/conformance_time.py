@@ -2,9 +2,9 @@
 
     python bench/conformance_time.py [--json] [--quick]
 
-Each is one `anyflex conformance` in a fresh process on two cores, its start included. Exits with 1
-if the quick subset takes more than 60 s, the whole kit more than 300 s, or a case fails: measure on
-a machine that has nothing else to do.
+Each is one `anyflex conformance` in a fresh process on two cores, its start included. Exits with
+1 if the quick subset takes more than 60 s, the whole kit more than 300 s, or a case fails: measure
+on a machine that has nothing else to do.
 """
 
 from __future__ import annotations

@@ -17,7 +17,13 @@ from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
-__all__ = ["AttentionCase", "Drawn", "Layout", "laid_out"]
+__all__ = ["ALL", "LSE", "MAXIMA", "QKV", "AttentionCase", "Drawn", "Layout", "laid_out"]
+
+QKV = frozenset({"q", "k", "v"})
+ALL = QKV | {"captured"}
+"""Gradients that a case may ask for."""
+LSE, MAXIMA = frozenset({"lse"}), frozenset({"max_scores"})
+"""Auxiliary outputs that it may ask for."""
 
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
@@ -81,7 +87,7 @@ class AttentionCase:
     block_size: tuple[int, int] = (16, 16)
     scale: float | None = None
     gradients: frozenset[str] = frozenset()
-    aux: frozenset[str] = frozenset({"lse", "max_scores"})
+    aux: frozenset[str] = LSE | MAXIMA
     dout: bool = True
     dlse: bool = False
     of_sums: bool = False

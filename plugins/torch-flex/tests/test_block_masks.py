@@ -63,3 +63,26 @@ def test_the_structure_is_made_once_for_a_mask() -> None:
     for multiple in (1, 128):
         first, second = (torch_block_mask(views, None, multiple) for _ in range(2))
         assert first is not second and first.q_indices is second.q_indices
+
+
+@pytest.mark.parametrize("multiple", [1, 128])
+def test_the_lists_of_columns_are_torch_s_own(multiple: int) -> None:
+    built = anyflex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (k // 70 != 1), None, None, 300, 500, BLOCK_SIZE=32
+    )
+    views = MaskViews(built.offsets, built.runs, 300, 500, (32, 32))
+    found = torch_block_mask(views, None, multiple)
+    torchs = BlockMask.from_kv_blocks(
+        found.kv_num_blocks,
+        found.kv_indices,
+        found.full_kv_num_blocks,
+        found.full_kv_indices,
+        BLOCK_SIZE=found.BLOCK_SIZE,
+        seq_lengths=(300, 500),
+    )
+    for prefix in ("", "full_"):
+        counts = getattr(found, f"{prefix}q_num_blocks")
+        assert torch.equal(counts, getattr(torchs, f"{prefix}q_num_blocks"))
+        for row, count in enumerate(counts[0, 0].tolist()):
+            listed = (getattr(mask, f"{prefix}q_indices")[0, 0, row] for mask in (found, torchs))
+            assert len({tuple(each[:count].tolist()) for each in listed}) == 1

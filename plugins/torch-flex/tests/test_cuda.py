@@ -26,9 +26,8 @@ def test_blocks_of_any_size_are_taken() -> None:
     assert explained(block_mask=mask)["backend"] == "cuda.torch"
 
 
-def test_a_score_mod_that_ignores_the_score_is_refused_where_it_learns() -> None:
-    found = explained(score_mod=lambda s, b, h, q, k: q * 0.5)
-    assert found["backend"] is None and "ignores the score" in str(found)
+def test_a_score_mod_that_ignores_the_score_is_taken() -> None:
+    assert explained(score_mod=lambda s, b, h, q, k: q * 0.5)["backend"] == "cuda.torch"
 
 
 def test_captured_tensors_that_learn_are_refused() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import LSE, MAXIMA, QKV, AttentionCase
 from anyflex.testing.case import Case, comparisons
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-LSE, MAXIMA = frozenset({"lse"}), frozenset({"max_scores"})
 
 
 def equal_scores(tensors: dict[str, Tensor]) -> None:

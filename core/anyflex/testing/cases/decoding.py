@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import LSE, AttentionCase
 from anyflex.testing.case import Case, comparisons
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-LSE = frozenset({"lse"})
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 SIZES: tuple[tuple[int, int, int, int, int, str | None, str | None], ...] = (

@@ -8,7 +8,7 @@ import math
 import torch
 
 from anyflex.plugin import TensorSpec
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import Session
@@ -16,8 +16,6 @@ from anyflex.testing.session import Session
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-ALL = QKV | {"captured"}
 
 comparisons(
     CASES,

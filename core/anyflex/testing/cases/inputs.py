@@ -7,14 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, comparisons
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-ALL = QKV | {"captured"}
 
 
 def nan_in_dead_keys(tensors: dict[str, Tensor]) -> None:

@@ -6,13 +6,12 @@ import typing
 
 import torch
 
-from anyflex.testing.attention_case import AttentionCase, Layout
+from anyflex.testing.attention_case import QKV, AttentionCase, Layout
 from anyflex.testing.case import Case, comparisons
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
 
 comparisons(
     CASES,

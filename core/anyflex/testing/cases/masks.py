@@ -6,15 +6,13 @@ import dataclasses
 
 import torch
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, comparisons
 from anyflex.testing.mods import MASK_MODS, Entry
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-ALL = QKV | {"captured"}
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 

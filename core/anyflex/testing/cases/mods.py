@@ -7,14 +7,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, AttentionCase
 from anyflex.testing.case import Case, comparisons
 from anyflex.testing.mods import SCORE_MODS, Entry
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-ALL = frozenset({"q", "k", "v", "captured"})
 BFLOAT16, FLOAT16, FLOAT64 = torch.bfloat16, torch.float16, torch.float64
 
 _JUMPS = frozenset({"rounded", "signed_root", "clamped", "safe_sqrt"})

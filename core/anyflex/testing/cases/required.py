@@ -6,15 +6,13 @@ auxiliary output but lse where a gradient arrives there, more than 64 rows outsi
 
 from __future__ import annotations
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import LSE, QKV, AttentionCase
 from anyflex.testing.case import Case, comparisons
 
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
 NOTHING: frozenset[str] = frozenset()
-QKV = frozenset({"q", "k", "v"})
-LSE = frozenset({"lse"})
 
 CALLS: dict[str, tuple[int, int, str | None, str | None]] = {
     "plain": (70, 90, None, None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import ConformanceFailure, Session
@@ -13,8 +13,6 @@ from anyflex.testing.session import ConformanceFailure, Session
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-ALL = QKV | {"captured"}
 _LARGEST_DIM = 2048
 """Of a backend that declares any head dim."""
 

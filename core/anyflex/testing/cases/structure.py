@@ -5,7 +5,7 @@ Where runs are given by hand they may say other things than the mask mod: struct
 
 from __future__ import annotations
 
-from anyflex.testing.attention_case import AttentionCase
+from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare
 from anyflex.testing.session import Session
@@ -13,8 +13,6 @@ from anyflex.testing.session import Session
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
-QKV = frozenset({"q", "k", "v"})
-ALL = QKV | {"captured"}
 
 comparisons(
     CASES,

@@ -24,7 +24,6 @@ from anyflex.plugin import (
     Option,
     Rejected,
     Spec,
-    differentiate,
 )
 from anyflex_torch_flex import mods
 
@@ -120,9 +119,10 @@ class TorchFlexCuda(_TorchFlex):
     options: ClassVar[Mapping[str, Option]] = {
         "kernels": Option(
             str,
-            "TRITON",
-            "whose kernels torch generates; FLASH needs the package flash-attn-4",
-            choices=("TRITON", "TRITON_DECODE", "FLASH"),
+            "AUTO",
+            "which kernels torch generates: AUTO picks Triton's, those for decoding where the "
+            "query is short; FLASH needs the package flash-attn-4",
+            choices=("AUTO", "TRITON", "FLASH"),
         )
     }
 
@@ -133,14 +133,3 @@ class TorchFlexCuda(_TorchFlex):
         if importlib.util.find_spec("triton") is None:
             return Rejected("torch compiles flex attention by Triton: pip install triton")
         return Accepted()
-
-    def supports(self, spec: Spec) -> Decision:
-        """As declared; and a score mod that learns lets the score through."""
-        decision = super().supports(spec)
-        if isinstance(decision, Rejected) or not spec.needs_backward or spec.score_graph is None:
-            return decision
-        if differentiate(spec.score_graph, wanted_captured=frozenset()).score is None:
-            return Rejected(
-                "torch can't compile a backward through a score mod that ignores the score"
-            )
-        return decision

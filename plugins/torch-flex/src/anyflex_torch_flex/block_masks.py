@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from anyflex.plugin import FULL, PARTIAL, MaskViews
 
@@ -18,6 +18,7 @@ __all__ = ["torch_block_mask"]
 _KEPT = "anyflex_torch_flex_block_mask"
 
 MaskMod = Callable[..., Any]
+Lists = tuple[Tensor, Tensor]
 
 
 def torch_block_mask(
@@ -26,7 +27,8 @@ def torch_block_mask(
     """Return torch's form of `views`, on their device, with a mask function of its own.
 
     The structure, and its transposed form for backward, is made once for a mask: it hangs on a
-    tensor that the views keep.
+    tensor that the views keep. torch's own way to it, `BlockMask.from_kv_blocks`, uses vmap, which
+    does not work inside of an operator.
 
     Args:
         mask_mod: what PARTIAL blocks apply, or None.
@@ -50,14 +52,14 @@ def torch_block_mask(
 
 
 def _same_blocks(views: MaskViews) -> BlockMask:
-    lists = views.index_lists()
-    return BlockMask.from_kv_blocks(
-        lists.kv_num_blocks,
-        lists.kv_indices,
-        lists.full_kv_num_blocks,
-        lists.full_kv_indices,
-        BLOCK_SIZE=views.block_size,
-        seq_lengths=(views.q_length, views.kv_length),
+    rows, columns = views.index_lists(), views.transposed().index_lists()
+    return _torch_mask(
+        views,
+        views.block_size,
+        (rows.kv_num_blocks, rows.kv_indices),
+        (rows.full_kv_num_blocks, rows.full_kv_indices),
+        (columns.kv_num_blocks, columns.kv_indices),
+        (columns.full_kv_num_blocks, columns.full_kv_indices),
     )
 
 
@@ -73,19 +75,38 @@ def _larger_blocks(views: MaskViews, multiple: int) -> BlockMask:
     whole = torch.nn.functional.pad(kinds == FULL, pad, value=True)
     shape = (*kinds.shape[:2], visited.shape[2] // rows, rows, -1, columns)
     some, every = visited.view(shape).any(5).any(3), whole.view(shape).all(5).all(3)
-    partial = _listed(some & ~every)
-    return BlockMask.from_kv_blocks(
-        *partial,
-        *_listed(some & every),
-        BLOCK_SIZE=(sizes[0], sizes[1]),
+    partial, full = some & ~every, some & every
+    lists = [_listed(blocks) for blocks in (partial, full, partial.mT, full.mT)]
+    return _torch_mask(views, (sizes[0], sizes[1]), *lists)
+
+
+def _torch_mask(
+    views: MaskViews,
+    block_size: tuple[int, int],
+    partial: Lists,
+    full: Lists,
+    partial_columns: Lists,
+    full_columns: Lists,
+) -> BlockMask:
+    return BlockMask(
         seq_lengths=(views.q_length, views.kv_length),
+        kv_num_blocks=partial[0],
+        kv_indices=partial[1],
+        full_kv_num_blocks=full[0],
+        full_kv_indices=full[1],
+        q_num_blocks=partial_columns[0],
+        q_indices=partial_columns[1],
+        full_q_num_blocks=full_columns[0],
+        full_q_indices=full_columns[1],
+        BLOCK_SIZE=block_size,
+        mask_mod=noop_mask,
     )
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _listed(blocks: Tensor) -> Lists:
     """Bool [B', H', Qb, Kb] as counts and indices, those that are True first."""
     indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)
+    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32).contiguous()
 
 
 def _within_structure(views: MaskViews, mask_mod: MaskMod | None) -> MaskMod:

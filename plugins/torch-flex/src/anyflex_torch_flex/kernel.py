@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,7 +29,16 @@ from anyflex_torch_flex.mods import MakeMods
 
 __all__ = ["TorchFlexKernel"]
 
+_WIDE = 128
+"""Head dims of float32 above need smaller tiles."""
+_GRID = 65535
+"""What the second and third dimensions of a grid of CUDA count."""
 _GRAPH = "anyflex_torch_flex_graph"
+_NUMBERS = itertools.count()
+# torch compiles under a lock of its own and runs autograd on the device's one thread meanwhile. A
+# backward that waits for that lock there, to be compiled at its first run, would wait for ever.
+# Nor are guards read under torch's lock.
+_LOCK = threading.Lock()
 
 
 class TorchFlexKernel(Kernel):
@@ -53,8 +64,6 @@ class TorchFlexKernel(Kernel):
         self._block_multiple = block_multiple
         # fullgraph: at torch's recompile limit there is an error, not a path that is 10x slower.
         self._attend = torch.compile(_own_code(_attend), fullgraph=True)
-        # Dynamo compiles for one thread at a time, and its guards aren't read under its lock.
-        self._lock = threading.Lock()
 
     def describe(self, call: Call) -> str:
         return " ".join(["torch flex_attention", *self.kernel_options.values()])
@@ -71,7 +80,10 @@ class TorchFlexKernel(Kernel):
                 if tensor is not None:
                     tensor.fill_(-torch.inf)
             return
-        leaves, result, lse, max_scores = self._results(call, learns=self.spec.needs_backward)
+        self._refuse_large(call)
+        # Inside of one of torch's operators nothing is kept of what autograd would record.
+        learns = self.spec.needs_backward and _autograd_records()
+        leaves, result, lse, max_scores = self._results(call, learns=learns)
         out.out.copy_(result.detach())
         if out.lse is not None:
             assert lse is not None
@@ -79,7 +91,7 @@ class TorchFlexKernel(Kernel):
         if out.max_scores is not None:
             assert max_scores is not None
             out.max_scores.copy_(max_scores.detach())
-        for carrier in out.saved:
+        for carrier in out.saved if learns else ():
             setattr(carrier, _GRAPH, (leaves, result, lse))
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
@@ -91,6 +103,16 @@ class TorchFlexKernel(Kernel):
             return
         if grad.delta is not None:
             raise BackendRefused("torch's flex attention can't take lse and delta from outside")
+        if _autograd_records():
+            self._differentiate(call, saved, grad, targets)
+        else:
+            _in_another_thread(
+                call.query.device, lambda: self._differentiate(call, saved, grad, targets)
+            )
+
+    def _differentiate(
+        self, call: Call, saved: Saved, grad: GradInputs, targets: tuple[Tensor | None, ...]
+    ) -> None:
         kept = getattr(saved.extras[0], _GRAPH, None)
         if kept is None:
             # What core has passed through one of torch's operators is another object.
@@ -105,7 +127,8 @@ class TorchFlexKernel(Kernel):
             roots.append(lse)
             arriving.append(grad.dlse.masked_fill(saved.lse == -torch.inf, 0))
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(roots, wanted, arriving))
+        with _LOCK:
+            found = iter(torch.autograd.grad(roots, wanted, arriving))
         for leaf, target in zip(leaves, targets, strict=True):
             if leaf.requires_grad:
                 gradient = next(found)
@@ -121,9 +144,9 @@ class TorchFlexKernel(Kernel):
         leaves = (call.query.detach(), call.key.detach(), call.value.detach())
         for name, leaf in zip("qkv", leaves, strict=True):
             leaf.requires_grad_(learns and name in self.spec.gradients)
-        ints = torch.tensor(call.ints or (0,), dtype=torch.int64).to(device)
+        ints = _numbers(call.ints, torch.int64, device)
         # Some devices have no float64.
-        floats = torch.tensor(call.floats or (0.0,), dtype=torch.float32).to(device)
+        floats = _numbers(call.floats, torch.float32, device)
         captured = tuple(_readable(tensor) for tensor in call.captured)
         score_mod, mask_mod = self._make_mods(captured, ints, floats)
         mask = None
@@ -134,20 +157,70 @@ class TorchFlexKernel(Kernel):
         asked: dict[str, Any] = {}
         if needs_lse or needs_maximum:
             asked["return_aux"] = AuxRequest(lse=needs_lse, max_scores=needs_maximum)
-        with torch.set_grad_enabled(learns), self._lock:
+        with torch.set_grad_enabled(learns), _LOCK:
             found = self._attend(
                 *leaves,
                 score_mod,
                 mask,
                 scale=call.scale,
                 enable_gqa=self.spec.gqa_ratio != 1,
-                kernel_options=self.kernel_options or None,
+                kernel_options=self._options_for(call) or None,
                 **asked,
             )
         if not asked:
             return leaves, found, None, None
         result, aux = found
         return leaves, result, aux.lse, aux.max_scores
+
+    def _options_for(self, call: Call) -> dict[str, Any]:
+        """torch's own kernel options, with those that it should have found by itself."""
+        options: dict[str, Any] = dict(self.kernel_options)
+        if call.query.device.type != "cuda":
+            return options
+        # Its kernels for decoding stack the heads of a group: they find no tile where the rows
+        # are more than a block of the mask has.
+        rows = call.query.shape[2] * self.spec.gqa_ratio
+        wide = self.spec.dtype is torch.float32 and (
+            max(self.spec.head_dim, self.spec.value_head_dim) > _WIDE
+        )
+        if (rows > self._block_multiple or wide) and options.get("BACKEND", "AUTO") == "AUTO":
+            options["BACKEND"] = "TRITON"
+        if wide and options.get("BACKEND") == "TRITON":
+            # Its usual tiles are larger than the shared memory.
+            options |= dict.fromkeys(("BLOCK_M", "BLOCK_N"), 32)
+            options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
+            options["num_stages"] = 1
+        return options
+
+    def _refuse_large(self, call: Call) -> None:
+        if call.query.device.type == "cuda" and max(call.query.shape[:2]) > _GRID:
+            raise BackendRefused(
+                f"torch's kernels take at most {_GRID} batches and heads; split the call"
+            )
+
+
+def _autograd_records() -> bool:
+    """False inside of one of torch's operators, where autograd's dispatch is turned off."""
+    with torch.enable_grad():
+        return (torch.ones((), requires_grad=True, device="cpu") * 1).requires_grad
+
+
+def _in_another_thread(device: torch.device, work: Callable[[], None]) -> None:
+    """Work where autograd records, on this thread's stream; raises what `work` raises."""
+    stream = torch.accelerator.current_stream(device)
+
+    def run() -> None:
+        with stream:
+            work()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
+
+
+def _numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """1-d and never empty. Filled on the device: a copy from the host would wait for all that is
+    queued there."""
+    return torch.stack([torch.full((), v, dtype=dtype, device=device) for v in values or (0,)])
 
 
 def _attend(
@@ -162,16 +235,26 @@ def _attend(
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of the same code in another object: torch counts recompilations by code
-    object, of a function that has a source file, and at a limit gives up."""
+    """Return a function of the same code under a name of its own.
+
+    torch counts recompilations by code object, of a function that has a source file, and at a
+    limit gives up. By file, line and name it remembers which sizes have changed, and compiles for
+    any size from then on, for every kernel alike.
+    """
     assert isinstance(function, types.FunctionType)
-    code = function.__code__.replace(co_name=function.__code__.co_name)
-    return types.FunctionType(code, function.__globals__, function.__name__)
+    name = f"{function.__name__}_{next(_NUMBERS)}"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name)
 
 
 def _readable(table: Tensor) -> Tensor:
-    """A captured tensor that can be indexed: rank 0 becomes [1], and nothing is empty."""
+    """A captured tensor that can be indexed: rank 0 becomes [1], and nothing is empty.
+
+    torch's CPU template takes no views with gaps.
+    """
     table = table.detach()
+    if table.device.type == "cpu":
+        table = table.contiguous()
     if table.numel() == 0:
         return table.new_zeros([max(1, size) for size in table.shape])
     return table.reshape(1) if table.dim() == 0 else table

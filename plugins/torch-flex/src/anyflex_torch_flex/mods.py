@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
-from anyflex.plugin import DTYPES, Lowering, Node, Spec, simplify
+from anyflex.plugin import DTYPES, Lowering, ModGraph, Node, Spec, differentiate, simplify
 
 __all__ = ["TORCH_FLEX", "MakeMods", "load_source", "write_source"]
 
-Lines = list[str]
+
+class Lines(list[str]):
+    """The text so far, and the graph's nodes that rules look operands up in."""
+
+    def __init__(self, nodes: Sequence[Node] = ()) -> None:
+        super().__init__()
+        self.nodes = nodes
+
+
 Mod = Callable[..., Any]
 MakeMods = Callable[..., tuple[Mod | None, Mod | None]]
 
@@ -21,6 +29,7 @@ _UNARY = (
     "tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid erf erfc"
 ).split()
 _BINARY = "add sub mul pow minimum maximum atan2 eq ne lt le gt ge".split()
+_MOST_FACTORS = 16
 # An integer divided by 0 may become anything, but must not raise: the pair may be dead.
 _DIVISOR = "torch.where({1} == 0, 1, {1})"
 
@@ -70,6 +79,16 @@ def _load(lines: Lines, node: Node, operands: Sequence[str]) -> str:
     return _emit(lines, node, f"{table}[{', '.join(places)}]")
 
 
+def _integer_power(lines: Lines, node: Node, operands: Sequence[str]) -> str:
+    """A product where the exponent is known: torch's code generators have no power of integers."""
+    base, exponent = operands
+    written = lines.nodes[node.arguments[1]]
+    times = written.attribute if written.operation == "const" else None
+    if isinstance(times, int) and 0 < times <= _MOST_FACTORS:
+        return _emit(lines, node, " * ".join([base] * times))
+    return _emit(lines, node, f"torch.pow({base}, {exponent})")
+
+
 TORCH_FLEX: Lowering[Lines, str] = Lowering(
     "torch flex attention",
     {
@@ -79,6 +98,7 @@ TORCH_FLEX: Lowering[Lines, str] = Lowering(
         "number": _number,
         "const": _const,
         "load": _load,
+        "pow:int": _integer_power,
         "truediv": "torch.true_divide({0}, {1})",
         "floordiv:float": "torch.floor_divide({0}, {1})",
         "floordiv:int": f"torch.floor_divide({{0}}, {_DIVISOR})",
@@ -118,8 +138,13 @@ def write_source(spec: Spec) -> str:
             lines.append(f"{mod} = None")
             continue
         graph = simplify(graph)
-        body: Lines = []
+        body = Lines(graph.nodes)
         result = TORCH_FLEX.lower(graph.nodes, body, [graph.output])[graph.output]
+        if mod == "score_mod" and _ignores_the_score(graph):
+            # torch's CPU kernel computes such a mod wrongly, and the compiler of backward fails:
+            # let it read the score, where a comparison that it can't know says so, never.
+            text = f"torch.where(ints[0] != ints[0], score, {result})"
+            result = _emit(body, graph.nodes[graph.output], text)
         lines.append(f"def {mod}({arguments}):")
         lines += [f"    {line}" for line in (*body, f"return {result}")]
     lines.append("return score_mod, mask_mod")
@@ -134,6 +159,11 @@ def write_source(spec: Spec) -> str:
             "",
         ]
     )
+
+
+def _ignores_the_score(graph: ModGraph) -> bool:
+    """No gradient passes through to the score."""
+    return differentiate(graph, wanted_captured=frozenset()).score is None
 
 
 def load_source(text: str) -> MakeMods:

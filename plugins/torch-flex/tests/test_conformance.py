@@ -1,0 +1,37 @@
+"""A few cases of the conformance kit: those that torch's own code fails, and what mends it.
+
+torch's compiler takes seconds a case. The README says how to run them all.
+"""
+
+from __future__ import annotations
+
+from anyflex.testing import Conformance
+
+
+class TestConformanceOnCpu(Conformance):
+    backend = "cpu.torch"
+    expected = "expected_cpu.txt"
+    cases = (
+        "mods/ignores_score",
+        "mods/nan_one_pair",
+        "operations/pow_of_ints",
+        "run_time/captured_strides",
+    )
+
+
+class TestConformanceOnCuda(Conformance):
+    backend = "cuda.torch"
+    expected = "expected_cuda.txt"
+    cases = (
+        "aux/lse_dlse",
+        "compiled/*",
+        "declared/head_dims",
+        "devices/no_synchronisation",
+        "mods/ignores_score",
+        "mods/nan_one_pair",
+        "operations/pow_of_ints",
+        "options/*",
+        "processes/compiling_threads",
+        "refusals/*",
+        "shapes/many_batches",
+    )
