@@ -49,7 +49,7 @@ def _aligned(code: bytes) -> Tensor:
     held = torch.empty(len(code) + 64, dtype=torch.uint8)
     start = -held.data_ptr() % 64
     held = held[start : start + len(code)]
-    held.copy_(torch.frombuffer(bytearray(code), dtype=torch.uint8))
+    held.copy_(torch.frombuffer(bytearray(code) + b"\0", dtype=torch.uint8)[: len(code)])
     return held
 
 
@@ -205,6 +205,7 @@ def expected_gradients(
         indices = [next(values)[live].long() for _ in scatter.indices]
         if not indices:
             total += value.sum()
+        if not indices or total.numel() == 0:
             continue
         places = tuple(
             torch.where(index < 0, index + size, index).clamp(0, size - 1)

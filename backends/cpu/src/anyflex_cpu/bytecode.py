@@ -95,8 +95,8 @@ def score_backward_program(
     *,
     hoist: bool = True,
 ) -> bytes:
-    """Return the program that replaces the gradients of modified scores by those of the scores, and
-    adds to the gradients of captured tensors; see `mask_program`."""
+    """Return the program that replaces gradients of modified scores by those of scores, and adds
+    to the gradients of captured tensors; see `mask_program`."""
     nodes = derivative.nodes
     roots = [] if derivative.score is None else [derivative.score]
     for scatter in derivative.scatters:

@@ -1,4 +1,4 @@
-"""Steps of bytecode (native/src/bytecode.h): values, their registers, and the bytes of a program."""
+"""Steps of bytecode (native/src/bytecode.h): values, their registers, a program's bytes."""
 
 from __future__ import annotations
 
