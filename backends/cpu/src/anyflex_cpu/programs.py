@@ -6,16 +6,24 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from importlib.util import find_spec
 from typing import Protocol
 
 from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate
 from anyflex_cpu import bytecode, structs
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
+from anyflex_cpu.jit import NativeFunction, compile_mods
 from anyflex_cpu.library import Library
 
-__all__ = ["Interpreted", "Mods", "Programs", "llvmlite_version", "mods_of", "number_slots"]
+__all__ = [
+    "Compiled",
+    "Interpreted",
+    "Mods",
+    "Programs",
+    "llvmlite_version",
+    "mods_of",
+    "number_slots",
+]
 
 
 @functools.cache
@@ -110,7 +118,6 @@ class Programs:
         self.how = ""
         if self._mods:
             jit = option == "jit" or (option == "auto" and llvmlite_version() is not None)
-            jit = jit and find_spec("anyflex_cpu.compiled") is not None
             self.how = "jit" if jit else "interpreted"
         self._narrow = self._make(LIMITS)
         self.addresses = self._narrow.addresses
@@ -124,8 +131,6 @@ class Programs:
 
     def _make(self, limits: Limits) -> _Made:
         if self.how == "jit":
-            from anyflex_cpu.compiled import Compiled
-
             return Compiled(self._spec, self._mods, self._library, self._artifacts, limits)
         return Interpreted(self._spec, self._mods, self._library, limits)
 
@@ -166,4 +171,40 @@ class Interpreted:
         scratch = library.program_scratch(at, len(code))
         program = structs.Program(function, at, len(code), scratch)
         self._held += [words, program]
+        return ctypes.addressof(program)
+
+
+class Compiled:
+    """Native code, from the artifacts if it is there.
+
+    Args:
+        spec: what the mods belong to.
+        mods: its graphs.
+        library: what the code calls for a read outside of a captured tensor.
+        artifacts: where the code is kept.
+        limits: what calls keep to.
+    """
+
+    def __init__(
+        self, spec: Spec, mods: Mods, library: Library, artifacts: Artifacts, limits: Limits
+    ) -> None:
+        self._code = compile_mods(
+            mods.mask,
+            mods.score,
+            mods.derivative,
+            captured=spec.captured,
+            artifacts=artifacts,
+            note_read_outside=library.address("af_note_read_outside"),
+            limits=limits,
+        )
+        self._held: list[structs.Program] = []
+        code = self._code
+        mask, score, backward = map(self._program, (code.mask, code.score, code.score_backward))
+        self.addresses = (mask, score, backward)
+
+    def _program(self, function: NativeFunction | None) -> int:
+        if function is None:
+            return 0
+        program = structs.Program(function.address, None, 0, function.scratch_bytes)
+        self._held.append(program)
         return ctypes.addressof(program)
