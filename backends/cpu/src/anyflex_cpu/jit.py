@@ -1,0 +1,123 @@
+"""Mods compiled in the process: a spec's graphs as native functions on tiles (af_tile_function).
+
+llvmlite, an optional dependency, is imported when the first spec is compiled. Object code is kept
+as an artifact: another process loads it in a millisecond.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import util
+from typing import TYPE_CHECKING
+
+from anyflex.plugin import Artifacts, CapturedFacts, Derivative, ModGraph
+from anyflex_cpu.index_ranges import Limits
+
+if TYPE_CHECKING:
+    from anyflex_cpu.jit_engine import LoadedCode, Target
+
+__all__ = ["NativeFunction", "NativeMods", "compile_mods", "is_available"]
+
+_FORMAT = 1
+"""Changes with the code that is made from the same graph by the same llvmlite."""
+
+
+def is_available() -> bool:
+    """Is llvmlite installed? It isn't imported."""
+    return util.find_spec("llvmlite") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeFunction:
+    """Address of an af_tile_function, and the scratch memory that a tile must offer. The address
+    holds as long as this object lives."""
+
+    address: int
+    scratch_bytes: int
+    code: LoadedCode
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMods:
+    """A spec's mods, each None where there is none."""
+
+    mask: NativeFunction | None = None
+    score: NativeFunction | None = None
+    score_backward: NativeFunction | None = None
+
+
+def compile_mods(
+    mask: ModGraph | None,
+    score: ModGraph | None,
+    derivative: Derivative | None,
+    *,
+    captured: Sequence[CapturedFacts],
+    artifacts: Artifacts,
+    note_read_outside: int,
+    limits: Limits,
+) -> NativeMods:
+    """Return a spec's mods as native functions, from the artifacts if they are there.
+
+    Args:
+        mask, score, derivative: the spec's graphs, simplified, and the score mod's derivative.
+        captured: facts of all captured tensors.
+        note_read_outside: address of the native library's function of that name.
+        limits: what calls keep to.
+
+    Raises:
+        ImportError: llvmlite isn't installed.
+    """
+    from anyflex_cpu.jit_engine import LoadedCode, host_target
+    from anyflex_cpu.outside_ir import NOTE
+
+    target = host_target()
+    name = _artifact_name(target, limits)
+    kept = artifacts.get(name)
+    if kept is None:
+        kept = _compiled(mask, score, derivative, captured, target, limits)
+        artifacts.put(name, kept)
+    header, _, code = kept.partition(b"\n")
+    loaded = LoadedCode(code, {NOTE: note_read_outside})
+    scratch: dict[str, int] = json.loads(header)
+    return NativeMods(
+        **{
+            kind: NativeFunction(loaded.address(kind), size, loaded)
+            for kind, size in scratch.items()
+        }
+    )
+
+
+def _artifact_name(target: Target, limits: Limits) -> str:
+    said = f"{_FORMAT} {target.version} {target.cpu} {target.features} {limits}"
+    return f"mods-{hashlib.sha256(said.encode()).hexdigest()[:16]}.o"
+
+
+def _compiled(
+    mask: ModGraph | None,
+    score: ModGraph | None,
+    derivative: Derivative | None,
+    captured: Sequence[CapturedFacts],
+    target: Target,
+    limits: Limits,
+) -> bytes:
+    """Return a line that says which functions there are, and object code."""
+    from anyflex_cpu.jit_engine import assemble
+    from anyflex_cpu.llvm_text import Module
+    from anyflex_cpu.node_ir import Fact
+    from anyflex_cpu.tile_functions import add_mask, add_score, add_score_backward
+
+    module = Module(target.enabled, target.attributes)
+    facts = [Fact(fact.dtype, fact.rank) for fact in captured]
+    scratch = {}
+    if mask is not None:
+        scratch["mask"] = add_mask(module, "mask", mask, facts, limits)
+    if score is not None:
+        scratch["score"] = add_score(module, "score", score, facts, limits)
+    if derivative is not None:
+        scratch["score_backward"] = add_score_backward(
+            module, "score_backward", derivative, facts, limits
+        )
+    return json.dumps(scratch).encode() + b"\n" + assemble(str(module), target)

@@ -1,0 +1,165 @@
+"""LLVM by way of llvmlite: IR text to object code, and object code to addresses.
+
+llvmlite is imported by the first use of this module's functions and never before. All calls into
+LLVM are made under one lock. IR is verified before anything else sees it: LLVM's passes end the
+process on what isn't valid.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["LoadedCode", "Target", "assemble", "host_target"]
+
+_lock = threading.RLock()
+
+
+class Target:
+    """What code is made for.
+
+    Args:
+        cpu: LLVM's name of the processor.
+        features: ``"+avx512f,-amx-tile"`` and so on.
+    """
+
+    def __init__(self, cpu: str, features: str) -> None:
+        self.cpu = cpu
+        self.features = features
+
+    @functools.cached_property
+    def enabled(self) -> frozenset[str]:
+        """Names of the features that are there."""
+        found = self.features.split(",")
+        return frozenset(name[1:] for name in found if name.startswith("+"))
+
+    @functools.cached_property
+    def version(self) -> str:
+        """llvmlite's and LLVM's."""
+        return f"llvmlite {_version()}, LLVM {_binding().llvm_version_info}"
+
+    @property
+    def attributes(self) -> str:
+        """Text of a function's attributes: without them LLVM cuts vectors of 512 bits."""
+        if "avx512f" not in self.enabled:
+            return "nounwind"
+        return 'nounwind "prefer-vector-width"="512" "min-legal-vector-width"="512"'
+
+    @functools.cached_property
+    def machine(self) -> Any:
+        """LLVM's target machine."""
+        binding = _binding()
+        target = binding.Target.from_triple(binding.get_process_triple())
+        return target.create_target_machine(
+            cpu=self.cpu,
+            features=self.features,
+            opt=2,
+            reloc="pic",
+            codemodel="small",
+        )
+
+
+@functools.cache
+def _binding() -> Any:
+    import llvmlite.binding as binding  # type: ignore[import-untyped]
+
+    # Newer versions have it done, and say so with an exception.
+    major, minor = (int(part) for part in _version().split(".")[:2])
+    if (major, minor) < (0, 45):
+        binding.initialize()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("llvmlite")
+
+
+@functools.cache
+def host_target() -> Target:
+    """This machine, with all that it can do."""
+    with _lock:
+        binding = _binding()
+        return Target(binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
+
+
+def assemble(text: str, target: Target) -> bytes:
+    """Return object code.
+
+    Args:
+        text: a module in LLVM IR.
+
+    Raises:
+        RuntimeError: LLVM refuses the text. It is a mistake in this package.
+    """
+    with _lock:
+        binding = _binding()
+        context = binding.create_context()
+        module = binding.parse_assembly(text, context)
+        module.triple = binding.get_process_triple()
+        module.data_layout = str(target.machine.target_data)
+        module.verify()
+        code = target.machine.emit_object(module)
+        module.close()
+        context.close() if hasattr(context, "close") else None
+        return bytes(code)
+
+
+class LoadedCode:
+    """Object code in memory, executable. It stays as long as this object does.
+
+    Args:
+        code: of `assemble`.
+        symbols: addresses of functions that it calls beside the C library's.
+    """
+
+    def __init__(self, code: bytes, symbols: Mapping[str, int]) -> None:
+        with _lock:
+            binding = _binding()
+            for name, address in symbols.items():
+                binding.add_symbol(name, address)
+            empty = binding.parse_assembly("", binding.create_context())
+            self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
+            self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
+            self._engine.finalize_object()
+
+    def address(self, name: str) -> int:
+        """Return where a function is.
+
+        Raises:
+            RuntimeError: the code has no such function.
+        """
+        with _lock:
+            found = int(self._engine.get_function_address(name))
+        if found == 0:
+            raise RuntimeError(f"compiled code without its function {name}")
+        return found
+
+    def __del__(self) -> None:
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            with _lock:
+                engine.close()
+
+
+def _loader_machine() -> Any:
+    binding = _binding()
+    return binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
+        reloc="pic", codemodel="small", jit=True
+    )
+
+
+def _after_fork() -> None:
+    # A thread that doesn't exist in the child may hold it.
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,377 @@
+"""The table from operations to LLVM IR.
+
+Values are of these types: bool i1; integers their own width, int64 also i32 where it is proven to
+fit; float16 and bfloat16 float, rounded after each operation, as torch does; the others their own.
+Nothing is contracted or reassociated: results differ from torch's by elementary functions alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from anyflex.plugin import Lowering, Node
+from anyflex_cpu import elementary_ir as elementary
+from anyflex_cpu.index_ranges import Range
+from anyflex_cpu.integer_ir import INTEGERS, whole_power
+from anyflex_cpu.libm_ir import angle_function, float_remainder, library_function
+from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
+
+__all__ = ["LLVM", "Scope", "carrier", "round_to"]
+
+_CARRIERS = {
+    torch.bool: "i1",
+    torch.uint8: "i8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float16: "float",
+    torch.bfloat16: "float",
+    torch.float32: "float",
+    torch.float64: "double",
+}
+
+
+def carrier(dtype: torch.dtype) -> str:
+    """The type that a value of `dtype` has in registers."""
+    return _CARRIERS[dtype]
+
+
+class Scope(Protocol):
+    """What rules read beside their operands: where a node is being lowered."""
+
+    emitter: Emitter
+    nodes: Sequence[Node]
+    result_type: str
+
+    def range(self, position: int) -> Range | None:
+        """What is known of an integer node."""
+
+    def leaf(self, node: Node) -> Value:
+        """The value of an input, number or constant."""
+
+    def read(self, node: Node, indices: Sequence[Value]) -> Value:
+        """An element of a captured tensor."""
+
+
+_Rule = Callable[[Scope, Node, Sequence[Value]], Value]
+
+
+def round_to(e: Emitter, x: Value, dtype: torch.dtype) -> Value:
+    """Round a float to a narrower type, to nearest, and widen it again."""
+    if dtype is torch.float16:
+        return e.convert("fpext", e.convert("fptrunc", x, "half"), "float")
+    # By hand: the processor's own conversion takes denormals for 0.
+    bits = e.convert("bitcast", x, "i32")
+    odd = e.op("and", e.op("lshr", bits, e.constant("i32", 16)), e.constant("i32", 1))
+    up = e.add(bits, e.add(odd, e.constant("i32", 0x7FFF)))
+    kept = e.convert("bitcast", e.op("and", up, e.constant("i32", 0xFFFF0000)), "float")
+    return e.select(e.compare("uno", x, x), x, kept)
+
+
+def _constant(scope: Scope, position: int) -> int | float | None:
+    node = scope.nodes[position]
+    if node.operation != "const":
+        return None
+    assert isinstance(node.attribute, (bool, int, float))
+    return node.attribute
+
+
+def _leaf(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.leaf(node)
+
+
+def _load(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.read(node, operands)
+
+
+def _float_op(name: str) -> _Rule:
+    return lambda scope, node, operands: scope.emitter.op(name, *operands)
+
+
+def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    x, y = operands
+    divisor = _constant(scope, node.arguments[1])
+    if not (e.vector and e.fused and x.type == "float" and divisor is not None):
+        return e.div(x, y)
+    if not 2.0**-60 < abs(divisor) < 2.0**60:
+        return e.div(x, y)
+    # A product and one step of correction give the same bits as a division, in a third of its
+    # time (Brisebarre, Muller and Raina, IEEE Transactions on Computers 53(8), 2004).
+    reciprocal = e.constant("float", 1 / divisor)
+    q = e.mul(x, reciprocal)
+    rest = e.fma(e.negate(q), y, x)
+    corrected = e.fma(rest, reciprocal, q)
+    # Infinities and NaN leave no rest.
+    usual = e.compare("olt", e.intrinsic("fabs", q), e.constant("float", math.inf))
+    return e.select(usual, corrected, q)
+
+
+def _extremum(wins: str) -> _Rule:
+    def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+        e = scope.emitter
+        x, y = operands
+        number = _constant(scope, node.arguments[1])
+        if number is not None and number == number:
+            # One instruction, and x wherever it is NaN.
+            return e.select(e.compare(wins, y, x), y, x)
+        best = e.select(e.compare(wins, x, y), x, y)
+        return e.select(e.compare("uno", x, x), x, best)
+
+    return rule
+
+
+def _abs(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.emitter.intrinsic("fabs", operands[0])
+
+
+def _neg(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.emitter.negate(operands[0])
+
+
+def _sign(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    zero, one = e.constant(x.type, 0.0), e.constant(x.type, 1.0)
+    below = e.select(e.compare("olt", x, zero), e.negate(one), zero)
+    return e.select(e.compare("ogt", x, zero), one, below)
+
+
+def _comparison(name: str) -> _Rule:
+    predicate = {"eq": "oeq", "ne": "une"}.get(name, f"o{name}")
+    return lambda scope, node, operands: scope.emitter.compare(predicate, *operands)
+
+
+def _bool_comparison(name: str) -> _Rule:
+    predicate = name if name in ("eq", "ne") else f"u{name}"
+    return lambda scope, node, operands: scope.emitter.compare(predicate, *operands)
+
+
+def _bool_op(name: str) -> _Rule:
+    return lambda scope, node, operands: scope.emitter.op(name, *operands)
+
+
+def _not(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.emitter.invert(operands[0])
+
+
+def _rounding(name: str) -> _Rule:
+    return lambda scope, node, operands: scope.emitter.intrinsic(name, operands[0])
+
+
+def _remainder(e: Emitter, x: Value, y: Value) -> Value:
+    if e.vector and x.type == "float":
+        return float_remainder(e, x, y)
+    return library_function(e, "fmod", x, y)
+
+
+def _fmod(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return _remainder(scope.emitter, *operands)
+
+
+def _unlike(e: Emitter, remainder: Value, y: Value) -> Value:
+    """The remainder isn't 0 and has not the divisor's sign."""
+    zero = e.constant(y.type, 0.0)
+    below = e.compare("olt", remainder, zero)
+    differ = e.op("xor", below, e.compare("olt", y, zero))
+    return e.op("and", differ, e.compare("une", remainder, zero))
+
+
+def _mod(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    x, y = operands
+    remainder = _remainder(e, x, y)
+    return e.select(_unlike(e, remainder, y), e.add(remainder, y), remainder)
+
+
+def _floordiv(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    x, y = operands
+    zero, one = e.constant(x.type, 0.0), e.constant(x.type, 1.0)
+    remainder = _remainder(e, x, y)
+    q = e.div(e.sub(x, remainder), y)
+    q = e.select(_unlike(e, remainder, y), e.sub(q, one), q)
+    floor = e.intrinsic("floor", q)
+    near = e.compare("ogt", e.sub(q, floor), e.constant(x.type, 0.5))
+    floor = e.select(near, e.add(floor, one), floor)
+    plain = e.div(x, y)
+    signed_zero = elementary.copy_sign(e, zero, plain)
+    result = e.select(e.compare("oeq", q, zero), signed_zero, floor)
+    return e.select(e.compare("oeq", y, zero), plain, result)
+
+
+def _power(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    x, y = operands
+    exponent = _constant(scope, node.arguments[1])
+    if exponent is None:
+        power = library_function(e, "pow", x, y)
+        if scope.nodes[node.arguments[1]].operation == "number":
+            # A Python exponent takes torch's exact paths.
+            root = e.intrinsic("sqrt", x)
+            half, one = e.constant(y.type, 0.5), e.constant(y.type, 1.0)
+            power = e.select(e.compare("oeq", y, half), root, power)
+            inverse = e.compare("oeq", y, e.negate(half))
+            return e.select(inverse, e.div(one, root), power)
+        return power
+    one = e.constant(x.type, 1.0)
+    if exponent == 0.5:
+        return e.intrinsic("sqrt", x)
+    if exponent == -0.5:
+        return e.div(one, e.intrinsic("sqrt", x))
+    if exponent == int(exponent) if abs(exponent) <= 4 else False:
+        power = whole_power(e, x, abs(int(exponent)))
+        return e.div(one, power) if exponent < 0 else power
+    return library_function(e, "pow", x, y)
+
+
+def _atan2(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return library_function(scope.emitter, "atan2", *operands)
+
+
+def _function(name: str) -> _Rule:
+    inlined = _INLINED.get(name)
+
+    def rule(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+        e = scope.emitter
+        (x,) = operands
+        if inlined is not None and e.vector and x.type == "float":
+            return inlined(e, x)
+        return library_function(e, name, x)
+
+    return rule
+
+
+_INLINED: dict[str, Callable[[Emitter, Value], Value]] = {
+    "exp": elementary.exponential,
+    "exp2": elementary.exponential_base_2,
+    "expm1": elementary.exponential_less_1,
+    "log": lambda e, x: elementary.logarithm(e, x, "log"),
+    "log2": lambda e, x: elementary.logarithm(e, x, "log2"),
+    "log10": lambda e, x: elementary.logarithm(e, x, "log10"),
+    "log1p": elementary.logarithm_of_1_plus,
+    "sin": lambda e, x: angle_function(e, "sin", x),
+    "cos": lambda e, x: angle_function(e, "cos", x),
+    "tanh": elementary.hyperbolic_tangent,
+    "erf": elementary.error_function,
+}
+
+
+def _sqrt(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.emitter.intrinsic("sqrt", operands[0])
+
+
+def _rsqrt(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    return e.div(e.constant(x.type, 1.0), e.intrinsic("sqrt", x))
+
+
+def _sigmoid(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    if e.vector and x.type == "float":
+        return elementary.sigmoid(e, x)
+    one = e.constant(x.type, 1.0)
+    return e.div(one, e.add(one, library_function(e, "exp", e.negate(x))))
+
+
+def _where(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return scope.emitter.select(*operands)
+
+
+def _same(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    return operands[0]
+
+
+def _cast_from_bool(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    target = scope.result_type
+    if target == "i1":
+        return x
+    return e.convert("uitofp" if target in FLOATS else "zext", x, target)
+
+
+def _cast_from_int(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    target = scope.result_type
+    signed = scope.nodes[node.arguments[0]].dtype is not torch.uint8
+    if target == "i1":
+        return e.compare("ne", x, e.constant(x.type, 0))
+    if target in FLOATS:
+        return e.convert("sitofp" if signed else "uitofp", x, target)
+    return e.resize(x, target, signed=signed)
+
+
+def _cast_from_float(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
+    e = scope.emitter
+    (x,) = operands
+    target = carrier(node.dtype)
+    if target == "i1":
+        return e.compare("une", x, e.constant(x.type, 0.0))
+    if target in FLOATS:
+        if x.type == target:
+            return x
+        return e.convert("fpext" if target == "double" else "fptrunc", x, target)
+    if node.dtype in (torch.int64, torch.uint8):
+        return e.resize(e.to_integer(x, "i64"), target)
+    return e.resize(e.to_integer(x, "i32"), target)
+
+
+LLVM: Lowering[Scope, Value] = Lowering(
+    "LLVM",
+    {
+        **INTEGERS,
+        "input": _leaf,
+        "number": _leaf,
+        "const": _leaf,
+        "load": _load,
+        "add:float": _float_op("fadd"),
+        "sub:float": _float_op("fsub"),
+        "mul:float": _float_op("fmul"),
+        "truediv": _divide,
+        "floordiv:float": _floordiv,
+        "mod:float": _mod,
+        "fmod:float": _fmod,
+        "pow:float": _power,
+        "minimum:float": _extremum("olt"),
+        "maximum:float": _extremum("ogt"),
+        "atan2": _atan2,
+        "neg:float": _neg,
+        "abs:float": _abs,
+        "sign:float": _sign,
+        **{f"{name}:bool": _bool_op(name) for name in ("and", "or", "xor")},
+        "not:bool": _not,
+        **{f"{name}:float": _comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+        **{
+            f"{name}:bool": _bool_comparison(name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+        },
+        "floor": _rounding("floor"),
+        "ceil": _rounding("ceil"),
+        "round": _rounding("rint"),
+        "trunc": _rounding("trunc"),
+        **{
+            name: _function(name)
+            for name in (
+                "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh "
+                "asinh acosh atanh erf erfc"
+            ).split()
+        },
+        "sqrt": _sqrt,
+        "rsqrt": _rsqrt,
+        "sigmoid": _sigmoid,
+        "where": _where,
+        "detach": _same,
+        "cast:bool": _cast_from_bool,
+        "cast:int": _cast_from_int,
+        "cast:float": _cast_from_float,
+    },
+)
+"""Every operation on every type."""

@@ -1,0 +1,141 @@
+"""Adding live pairs' gradients to the captured tensors' double accumulators.
+
+A read that is the same for a whole row is summed over the lanes first. Where neighbouring columns
+read neighbouring elements, 16 sums are one vector addition. Any other way the lanes are added one
+by one, in order: two of them may share an element.
+"""
+
+from __future__ import annotations
+
+from anyflex.plugin import Scatter
+from anyflex_cpu.captured_ir import bounded, field
+from anyflex_cpu.graph_stages import ROW, TILE
+from anyflex_cpu.llvm_text import LANES, Emitter, Function, Value
+from anyflex_cpu.tile_program import TileLoops
+
+__all__ = ["Scatters"]
+
+_ADD_LANES = "af.add_lanes"
+
+
+class Scatters:
+    """The scatters of a derivative, in the innermost block of its loops.
+
+    Args:
+        live: which lanes count.
+    """
+
+    def __init__(self, loops: TileLoops, live: Value) -> None:
+        self.loops = loops
+        self.lowering = loops.lowering
+        self.live = live
+        self._targets: dict[int, tuple[str, list[Value]]] = {}
+
+    def add(self, scatter: Scatter) -> None:
+        """Append one scatter."""
+        pair = self.loops.pair
+        self.lowering.emitter = pair
+        value = self.lowering.operand(scatter.value)
+        if value.type == "float":
+            value = pair.convert("fpext", value, "double")
+        value = pair.select(self.live, value, pair.constant("double", 0.0))
+        stages = self.loops.stages
+        if all(stages.of[index] in (TILE, ROW) for index in scatter.indices):
+            self._add_row(scatter, value)
+        else:
+            self._add_lanes(scatter, value)
+
+    def _target(self, position: int) -> tuple[str, list[Value]]:
+        """(address of an accumulator, its strides). What isn't wanted, or has no elements, is
+        replaced by one number of the stack, with strides 0."""
+        if position not in self._targets:
+            e = self.loops.tile
+            sums = self.loops.field("captured_grad", "ptr").text
+            given = field(e, sums, 8 * position, "ptr")
+            nowhere = e.function.fresh()
+            e.line(f"{nowhere} = alloca double, align 8")
+            e.line(f"store double 0.0, ptr {nowhere}, align 8")
+            missing = e.put(f"icmp eq {given}, null", "i1")
+            table = self.lowering.table(position)
+            zero = e.constant("i64", 0)
+            for size in table.sizes:
+                missing = e.op("or", missing, e.compare("eq", size, zero))
+            address = e.put(f"select {missing}, ptr {nowhere}, {given}", "ptr").text
+            strides: list[Value] = []
+            stride = e.constant("i64", 1)
+            for size in reversed(table.sizes):
+                strides.insert(0, e.select(missing, zero, stride))
+                stride = e.mul(stride, size)
+            self._targets[position] = (address, strides)
+        return self._targets[position]
+
+    def _add_row(self, scatter: Scatter, value: Value) -> None:
+        """The same element for all columns: sums of the lanes, added up at the row's end."""
+        loops = self.loops
+        table = self.lowering.table(scatter.captured)
+        address, strides = self._target(scatter.captured)
+        row = loops.row
+        offset = row.constant("i64", 0)
+        for dim, argument in enumerate(scatter.indices):
+            index = self.lowering.index(argument, self.lowering.scalars[argument])
+            wide = index._replace(value=row.resize(index.value, "i64", signed=index.signed))
+            place, _ = bounded(row, wide, table.sizes[dim], table.lasts[dim])
+            offset = row.add(offset, row.mul(place, strides[dim]))
+        target = row.address(address, "double", offset)
+        sums = loops.carried(value.full_type, "zeroinitializer")
+        loops.pair.line(f"{sums.text}.next = fadd {value.full_type} {sums.text}, {value.text}")
+        end = loops.row_end
+        reduce = f"llvm.vector.reduce.fadd.v{LANES}f64"
+        end.module.declare(reduce, "double", ["double", value.full_type])
+        total = end.put(
+            f"call reassoc double @{reduce}(double -0.0, {value.full_type} {sums.text}.next)",
+            "double",
+        )
+        end.store(end.add(end.load(target, "double", 8), total), target, 8)
+
+    def _add_lanes(self, scatter: Scatter, value: Value) -> None:
+        """Offsets and values by way of memory to a loop over the live lanes."""
+        loops, pair, lane = self.loops, self.loops.pair, self.loops.lane
+        table = self.lowering.table(scatter.captured)
+        address, strides = self._target(scatter.captured)
+        indices = [self.lowering.index(a, self.lowering.operand(a)) for a in scatter.indices]
+        dense = table._replace(strides=tuple(strides))
+        offset, _ = self.lowering.offsets(dense, indices)
+        offset = pair.resize(offset, "i64")
+        places, values = loops.strip("i64", LANES), loops.strip("double", LANES)
+        pair.store(offset, places.address, 64)
+        pair.store(value, values.address, 64)
+        _define_add_lanes(loops)
+        word = pair.word(self.live)
+        lane.line(
+            f"call void @{_ADD_LANES}(ptr {address}, ptr {places.address}, "
+            f"ptr {values.address}, {word})"
+        )
+
+
+def _define_add_lanes(loops: TileLoops) -> None:
+    module = loops.pair.module
+    if _ADD_LANES in module.functions:
+        return
+    arguments = "ptr %sums, ptr %places, ptr %values, i16 %live"
+    header = f"define internal void @{_ADD_LANES}({arguments}) noinline"
+    function = Function(module, _ADD_LANES, header)
+    entry, loop, leave = (function.block(name) for name in ("entry", "lane", "leave"))
+    start = Emitter(function, entry, vector=False)
+    bits = start.convert("zext", Value("%live", "i16", False), "i32")
+    none = start.compare("eq", bits, start.constant("i32", 0))
+    entry.end = f"br {none}, label %{leave.label}, label %{loop.label}"
+    e = Emitter(function, loop, vector=False)
+    loop.phis.append(f"%left = phi i32 [{bits.text}, %{entry.label}], [%rest, %{loop.label}]")
+    left = Value("%left", "i32", False)
+    at = e.resize(e.intrinsic("cttz", left, extra="i1 true"), "i64", signed=False)
+    place = e.load(e.address("%places", "i64", at), "i64", 8)
+    value = e.load(e.address("%values", "double", at), "double", 8)
+    target = e.address("%sums", "double", place)
+    e.store(e.add(e.load(target, "double", 8), value), target, 8)
+    lower = e.sub(left, e.constant("i32", 1))
+    e.line(f"%rest = and i32 %left, {lower.text}")
+    more = e.compare("ne", Value("%rest", "i32", False), e.constant("i32", 0))
+    loop.end = f"br {more}, label %{loop.label}, label %{leave.label}"
+    leave.end = "ret void"
+    function.finish()

@@ -1,0 +1,479 @@
+"""The loops of a mod on tiles, as an LLVM function: chunks of columns, rows, and columns.
+
+What depends on columns alone is computed once a chunk into strips in the tile's scratch memory;
+what depends on rows alone once a row, as scalars; the rest on vectors of 16 pairs. A read whose
+index moves by one a column is one contiguous load: where the row's indices leave the tensor, or
+its elements aren't neighbours, they are first gathered into a strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from anyflex.plugin import Node
+from anyflex_cpu import structs
+from anyflex_cpu.captured_ir import Index, Table, bounded, decode, field, gather, memory_type
+from anyflex_cpu.graph_stages import ROW, TILE, Stages
+from anyflex_cpu.index_ranges import Limits
+from anyflex_cpu.llvm_text import LANES, WIDTHS, Block, Emitter, Function, Module, Value
+from anyflex_cpu.node_ir import Fact, NodeLowering
+
+__all__ = ["CHUNK", "Strip", "TileLoops"]
+
+CHUNK = 512
+"""Columns whose strips are kept at once: 2 KiB each, so that some of them stay in L1."""
+
+_ONES = "@af.ones"
+_T = structs.Tile
+
+
+class Strip(NamedTuple):
+    """A place in scratch memory: its address, and the type of a column's element."""
+
+    address: str
+    type: str
+
+
+class TileLoops:
+    """The loops of one function, without what happens to a pair's result.
+
+    Args:
+        module: what the function is added to.
+        name: the function's.
+        nodes, roots: the graph and the results' positions.
+        facts: of all captured tensors.
+        limits: what calls keep to.
+        checks: note that an index was outside.
+
+    Attributes:
+        pair: emitter of the innermost block, `LANES` pairs of a row.
+        lowering: its `values` hold, after `lower_pairs`, what `pair` needs.
+        column: column of the tile that lane 0 of `pair` is, i64.
+        valid: which lanes of `pair` are columns of the tile.
+        scratch_bytes: of the strips that were asked for.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        nodes: Sequence[Node],
+        roots: Sequence[int],
+        facts: Sequence[Fact],
+        limits: Limits,
+        *,
+        checks: bool,
+    ) -> None:
+        self.function = Function(module, name, f"define void @{name}(ptr %program, ptr %tile)")
+        self.checks = checks
+        self.scratch_bytes = 0
+        block = self.function.block
+        self.entry, chunk, row = block("entry"), block("chunk"), block("row")
+        self.tile = Emitter(self.function, self.entry, vector=False)
+        self.chunk = Emitter(self.function, chunk, vector=False)
+        self.row = Emitter(self.function, row, vector=False)
+        self._chunk_head, self._row_head = chunk, row
+        self._open_tile()
+        self.stages = Stages(nodes, roots)
+        self.lowering = NodeLowering(
+            nodes, self.stages, facts, limits, self.tile, self.row, self.inputs, self.first
+        )
+        self.lowering.lower_scalars(TILE)
+        self._note_scalars(self.tile)
+        self._open_chunk()
+        self.strips: dict[int, Strip] = {}
+        if self.stages.strips:
+            self._fill_strips()
+        self._after_strips = self.chunk.block
+        self._open_row()
+        self.lowering.lower_scalars(ROW)
+        self._note_scalars(self.row)
+        self._streams: dict[int, tuple[Table, str, int]] = {}
+        for position, (which, step) in self.stages.streams.items():
+            self._open_stream(position, which, step)
+        self._open_pairs()
+
+    # The tile.
+
+    def _field(self, member: str, type_: str) -> Value:
+        return field(self.tile, "%tile", getattr(_T, member).offset, type_)
+
+    def _open_tile(self) -> None:
+        e = self.tile
+        self.rows = e.resize(self._field("rows", "i32"), "i64")
+        self.columns = e.resize(self._field("cols", "i32"), "i64")
+        self.inputs = self._field("inputs", "ptr").text
+        offset = structs.ModInputs.offset.offset
+        self.first = [
+            e.add(self._field(name, "i64"), field(e, self.inputs, offset + 8 * i, "i64"))
+            for i, name in enumerate(("b", "h", "q", "kv"))
+        ]
+        self.scratch = self._field("scratch", "ptr").text
+        self.flag = e.function.fresh()
+        if self.checks:
+            e.line(f"{self.flag} = alloca i32, align 4")
+            e.line(f"store i32 0, ptr {self.flag}, align 4")
+
+    def field(self, member: str, type_: str) -> Value:
+        """A field of the tile, loaded in the first block."""
+        return self._field(member, type_)
+
+    def strip(self, type_: str, elements: int = CHUNK) -> Strip:
+        """A new place in scratch memory for a chunk's columns."""
+        e = self.tile
+        address = e.address(self.scratch, "i8", e.constant("i64", self.scratch_bytes))
+        size = elements * max(1, WIDTHS[type_] // 8)
+        self.scratch_bytes += -(-size // 64) * 64
+        return Strip(address, type_)
+
+    # A chunk of columns, and its strips.
+
+    def _open_chunk(self) -> None:
+        e = self.chunk
+        self.start = Value(self.function.fresh(), "i64", False)
+        left = e.sub(self.columns, self.start)
+        here = e.intrinsic("smin", left, e.constant("i64", CHUNK))
+        mask = e.constant("i64", -LANES)
+        rounded = e.op("and", e.add(here, e.constant("i64", LANES - 1)), mask)
+        self.vectors = rounded
+        kind = self.lowering.index_type
+        first = e.resize(e.add(self.first[3], self.start), kind)
+        lanes = ", ".join(f"{kind} {lane}" for lane in range(LANES))
+        wide = Emitter(self.function, e.block, vector=True)
+        iota = Value(f"<{lanes}>", kind, True)
+        self._kv = wide.add(e.spread(first), iota)
+        end = self.tile.resize(self.tile.add(self.first[3], self.columns), kind)
+        self._kv_end = self.tile.spread(end)
+
+    def _columns_loop(self, name: str, before: Emitter) -> tuple[Block, Value, Value]:
+        """(block, column of lane 0 in the chunk, kv_idx of the lanes): a loop over vectors whose
+        end `_close_columns` writes."""
+        block = self.function.block(name)
+        kind = self.lowering.index_type
+        column = Value(self.function.fresh(), "i64", False)
+        kv = Value(self.function.fresh(), kind, True)
+        before.block.end = f"br label %{block.label}"
+        start = before.block.label
+        block.phis.append(f"{column.text} = phi i64 [0, %{start}], [{column.text}.next, %LATCH]")
+        block.phis.append(
+            f"{kv.text} = phi {kv.full_type} [{self._kv.text}, %{start}], [{kv.text}.next, %LATCH]"
+        )
+        return block, column, kv
+
+    def _close_columns(
+        self, head: Block, last: Emitter, column: Value, kv: Value, done: Block
+    ) -> None:
+        step = last.constant(kv.type, LANES)
+        last.line(f"{kv.text}.next = add {kv}, {step.text}")
+        last.line(f"{column.text}.next = add i64 {column.text}, {LANES}")
+        more = self.function.fresh()
+        last.line(f"{more} = icmp ult i64 {column.text}.next, {self.vectors.text}")
+        last.block.end = f"br i1 {more}, label %{head.label}, label %{done.label}"
+        head.phis = [phi.replace("%LATCH", f"%{last.block.label}") for phi in head.phis]
+
+    def _fill_strips(self) -> None:
+        head, column, kv = self._columns_loop("strip", self.chunk)
+        e = Emitter(self.function, head, vector=True)
+        self._at(e, kv)
+        kept = self.stages.strips
+        for position in self.stages.columns_for(kept):
+            self.lowering.lower(position)
+        for position in kept:
+            value = self.lowering.values[position]
+            if value.type == "i1":
+                strip = self.strip("i16", CHUNK // LANES)
+                word = e.word(value)
+                one = Emitter(self.function, head, vector=False)
+                one.store(word, self._word_address(one, strip.address, column), 2)
+            else:
+                strip = self.strip(value.type)
+                e.store(value, self._address(e, strip, column), 64)
+            self.strips[position] = strip
+        self._note_lanes(e, kv)
+        done = self.function.block("rows")
+        self._close_columns(head, e, column, kv, done)
+        self.chunk.block = done
+
+    def _address(self, e: Emitter, strip: Strip, column: Value) -> str:
+        return e.address(strip.address, strip.type, column)
+
+    def _word_address(self, e: Emitter, base: str, column: Value) -> str:
+        word = e.op("lshr", column, e.constant("i64", 4))
+        return e.address(base, "i16", word)
+
+    # A row.
+
+    def _open_row(self) -> None:
+        self.row_number = Value(self.function.fresh(), "i64", False)
+        self.lowering.row_index = self.row.add(self.first[2], self.row_number)
+
+    def row_address(self, base: str, stride: Value, type_: str, per_word: bool = False) -> str:
+        """Address of the row's element at the chunk's first column."""
+        e = self.row
+        offset = e.mul(self.row_number, stride)
+        start = e.op("lshr", self.start, e.constant("i64", 4)) if per_word else self.start
+        return e.address(base, type_, e.add(offset, start))
+
+    def live_row(self) -> str:
+        """Address of the row's live bits at the chunk's first column; all ones without any."""
+        e = self.tile
+        e.module.globals[_ONES] = (
+            f"{_ONES} = internal constant [{CHUNK // LANES} x i16] "
+            f"[{', '.join(['i16 -1'] * (CHUNK // LANES))}], align 64"
+        )
+        given = self.field("live", "ptr")
+        none = e.put(f"icmp eq {given}, null", "i1")
+        base = e.put(f"select {none}, ptr {_ONES}, {given}", "ptr")
+        zero, one = e.constant("i64", 0), e.constant("i64", 1)
+        stride = e.select(none, zero, self.field("live_ld", "i64"))
+        scale = e.select(none, zero, one)
+        row = self.row
+        words = row.mul(row.op("lshr", self.start, row.constant("i64", 4)), scale)
+        return row.address(base.text, "i16", row.add(row.mul(self.row_number, stride), words))
+
+    def _open_stream(self, position: int, which: int, step: int) -> None:
+        """Find where a row's elements lie one after the other, or copy them there."""
+        node = self.stages.nodes[position]
+        assert isinstance(node.attribute, int)
+        table = self.lowering.table(node.attribute)
+        type_ = memory_type(table.dtype)
+        e = self.row
+        zero, one = e.constant("i64", 0), e.constant("i64", 1)
+        column = e.add(self.first[3], self.start)
+        first = self.lowering.at_column(node.arguments[which], column)
+        reach = e.sub(self.vectors, one)
+        last = e.add(first, reach) if step > 0 else e.sub(first, reach)
+        size = table.sizes[which]
+        negative = e.op("and", e.compare("slt", first, zero), e.compare("slt", last, zero))
+        start = e.select(negative, e.add(first, size), first)
+        end = e.select(negative, e.add(last, size), last)
+        inside = e.op("and", e.compare("ult", start, size), e.compare("ult", end, size))
+        inside = e.op("and", inside, e.compare("eq", table.strides[which], one))
+        # The other indices, and whether they are outside.
+        offset = start
+        for dim, argument in enumerate(node.arguments):
+            if dim != which:
+                offset = e.add(offset, self._fixed_offset(table, node, dim, argument))
+        lowest = offset if step > 0 else e.sub(offset, e.constant("i64", LANES - 1))
+        direct = e.address(table.data, type_, lowest)
+        strip = self.strip(type_)
+        # Backwards, the strip is filled from its end.
+        begin = 0 if step > 0 else CHUNK - LANES
+        copied = self.tile.address(strip.address, type_, self.tile.constant("i64", begin))
+        slow, done = self.function.block("copy"), self.function.block("row")
+        before = e.block
+        before.end = f"br {inside}, label %{done.label}, label %{slow.label}"
+        self._copy_stream(slow, done, node, table, which, step, first, copied)
+        base = self.function.fresh()
+        source = self._copy_latch.label
+        done.phis.append(f"{base} = phi ptr [{direct}, %{before.label}], [{copied}, %{source}]")
+        e.block = done
+        self._streams[position] = (table, base, step)
+
+    def _fixed_offset(self, table: Table, node: Node, dim: int, argument: int) -> Value:
+        e = self.row
+        index = self.lowering.index(argument, self.lowering.scalars[argument])
+        wide = index._replace(value=e.resize(index.value, "i64", signed=index.signed))
+        place, outside = bounded(e, wide, table.sizes[dim], table.lasts[dim])
+        assert isinstance(node.attribute, int)
+        self.lowering.outside.append((node.attribute, dim, outside))
+        self._note_scalars(e)
+        return e.mul(place, table.strides[dim])
+
+    def _copy_stream(
+        self,
+        slow: Block,
+        done: Block,
+        node: Node,
+        table: Table,
+        which: int,
+        step: int,
+        first: Value,
+        copied: str,
+    ) -> None:
+        before = Emitter(self.function, slow, vector=False)
+        lanes = ", ".join(f"i64 {step * lane}" for lane in range(LANES))
+        wide = Emitter(self.function, slow, vector=True)
+        begin = wide.add(before.spread(first), Value(f"<{lanes}>", "i64", True))
+        others = {
+            dim: before.spread(self.lowering.scalars[argument])
+            for dim, argument in enumerate(node.arguments)
+            if dim != which
+        }
+        # The numbers of the tensor are spread in the first block, and offsets in `slow`.
+        head, column, kv = self._columns_loop("copied", before)
+        e = Emitter(self.function, head, vector=True)
+        one = Emitter(self.function, head, vector=False)
+        self.lowering.emitter = e
+        moved = e.op("add" if step > 0 else "sub", begin, one.spread(column))
+        indices = [
+            Index(moved, True, True) if dim == which else self.lowering.index(a, others[dim])
+            for dim, a in enumerate(node.arguments)
+        ]
+        offset, beyond = self.lowering.offsets(table, indices)
+        raw = gather(e, table, offset)
+        if step < 0:
+            raw = e.reversed(raw)
+            target = one.address(copied, raw.type, one.negate(column))
+        else:
+            target = one.address(copied, raw.type, column)
+        e.store(raw, target, WIDTHS[raw.type] // 8)
+        assert isinstance(node.attribute, int)
+        self.lowering.outside.append((node.attribute, which, beyond[which]))
+        self._note_lanes(e, kv)
+        self._close_columns(head, e, column, kv, done)
+        self._copy_latch = e.block
+
+    # Pairs.
+
+    def _open_pairs(self) -> None:
+        # Nothing may be appended to the row's last block but what loops don't change.
+        head, column, kv = self._columns_loop("pairs", self.row)
+        self.column, self._pair_kv, self._pair_head = column, kv, head
+        self.pair = Emitter(self.function, head, vector=True)
+        self.lane = Emitter(self.function, head, vector=False)
+        self.row_end = Emitter(self.function, self.function.block("row_end"), vector=False)
+        self._any: Value | None = None
+
+    @property
+    def valid(self) -> Value:
+        return self.pair.compare("slt", self._pair_kv, self._kv_end)
+
+    def carried(self, value: str, start: str) -> Value:
+        """A value that a pair's block hands to the next: `value` names it there; the last one's
+        name ends in ``.next`` and may be read in `row_end`. `value` is its full type."""
+        name = self.function.fresh()
+        before = self.row.block.label
+        self._pair_head.phis.append(
+            f"{name} = phi {value} [{start}, %{before}], [{name}.next, %LATCH]"
+        )
+        return Value(name, value, False)
+
+    def lower_pairs(self) -> None:
+        """Lower everything that the innermost block computes; read streams and strips."""
+        self._at(self.pair, self._pair_kv)
+        wanted = self.stages.pairs()
+        for position in sorted({*wanted, *self._strips_read()}):
+            if position in self.strips:
+                self.lowering.values[position] = self._read_strip(position)
+            elif position in self._streams:
+                self.lowering.values[position] = self._read_stream(position)
+            else:
+                self.lowering.lower(position)
+        self._note_pairs()
+
+    def _strips_read(self) -> set[int]:
+        return self.stages.column_roots() & set(self.strips)
+
+    def _read_strip(self, position: int) -> Value:
+        strip = self.strips[position]
+        if self.lowering.carrier(position) == "i1":
+            word = self.lane.load(
+                self._word_address(self.lane, strip.address, self.column), "i16", 2
+            )
+            return self.pair.from_word(word)
+        return self.pair.load(self._address(self.lane, strip, self.column), strip.type, 64)
+
+    def _read_stream(self, position: int) -> Value:
+        table, base, step = self._streams[position]
+        type_ = memory_type(table.dtype)
+        column = self.column if step > 0 else self.lane.negate(self.column)
+        raw = self.pair.load(self.lane.address(base, type_, column), type_, WIDTHS[type_] // 8)
+        return decode(self.pair, raw if step > 0 else self.pair.reversed(raw), table.dtype)
+
+    def _at(self, e: Emitter, kv: Value) -> None:
+        self.lowering.emitter = e
+        self.lowering.columns = kv
+        self.lowering.values = {}
+
+    # Indices outside.
+
+    def _note_scalars(self, e: Emitter) -> None:
+        found, self.lowering.outside = self.lowering.outside, []
+        if self.checks and found:
+            any_ = found[0][2]
+            for _, _, outside in found[1:]:
+                any_ = e.op("or", any_, outside)
+            self._raise_flag(e, e.convert("zext", any_, "i32"))
+
+    def _raise_flag(self, e: Emitter, bits: Value) -> None:
+        flag = e.load(self.flag, "i32", 4)
+        e.store(e.op("or", flag, bits), self.flag, 4)
+
+    def _union(self, e: Emitter, kv: Value) -> Value | None:
+        """The bits of the lanes with an index outside."""
+        found, self.lowering.outside = self.lowering.outside, []
+        if not self.checks or not found:
+            return None
+        lanes = e.compare("slt", kv, self._kv_end)
+        any_ = found[0][2]
+        for _, _, outside in found[1:]:
+            any_ = e.op("or", any_, outside)
+        return e.word(e.op("and", any_, lanes))
+
+    def _note_lanes(self, e: Emitter, kv: Value) -> None:
+        bits = self._union(e, kv)
+        if bits is not None:
+            one = Emitter(self.function, e.block, vector=False)
+            self._raise_flag(one, one.convert("zext", bits, "i32"))
+
+    def _note_pairs(self) -> None:
+        bits = self._union(self.pair, self._pair_kv)
+        if bits is not None:
+            carried = self.carried("i16", "0")
+            self.lane.line(f"{carried.text}.next = or i16 {carried.text}, {bits.text}")
+            end = self.row_end
+            found = Value(f"{carried.text}.next", "i16", False)
+            self._raise_flag(end, end.convert("zext", found, "i32"))
+
+    def close(self, check: str | None = None) -> None:
+        """Write the ends of all loops, and finish the function.
+
+        Args:
+            check: name of a function of the program and the tile, called where an index was
+                outside.
+        """
+        end = self.row_end
+        self._close_columns(self._pair_head, self.pair, self.column, self._pair_kv, end.block)
+        block = self.function.block
+        chunk_end, leave = block("chunk_end"), block("leave")
+        row, start = self.row_number.text, self.start.text
+        more = self.function.fresh()
+        end.line(f"{row}.next = add i64 {row}, 1")
+        end.line(f"{more} = icmp slt i64 {row}.next, {self.rows.text}")
+        end.block.end = f"br i1 {more}, label %{self._row_head.label}, label %{chunk_end.label}"
+        self._row_head.phis.append(
+            f"{row} = phi i64 [0, %{self._after_strips.label}], [{row}.next, %{end.block.label}]"
+        )
+        self._after_strips.end = f"br label %{self._row_head.label}"
+        more = self.function.fresh()
+        chunk_end.lines.append(f"{start}.next = add i64 {start}, {CHUNK}")
+        chunk_end.lines.append(f"{more} = icmp slt i64 {start}.next, {self.columns.text}")
+        chunk_end.end = f"br i1 {more}, label %{self._chunk_head.label}, label %{leave.label}"
+        self._chunk_head.phis.append(
+            f"{start} = phi i64 [0, %{self.entry.label}], [{start}.next, %{chunk_end.label}]"
+        )
+        e = self.tile
+        empty = e.op(
+            "or",
+            e.compare("sle", self.rows, e.constant("i64", 0)),
+            e.compare("sle", self.columns, e.constant("i64", 0)),
+        )
+        nothing = block("nothing")
+        nothing.end = "ret void"
+        self.entry.end = f"br {empty}, label %{nothing.label}, label %{self._chunk_head.label}"
+        self._leave(leave, nothing, check)
+        self.function.finish()
+
+    def _leave(self, leave: Block, nothing: Block, check: str | None) -> None:
+        if not self.checks or check is None:
+            leave.end = "ret void"
+            return
+        e = Emitter(self.function, leave, vector=False)
+        flag = e.load(self.flag, "i32", 4)
+        found = e.compare("ne", flag, e.constant("i32", 0))
+        look = self.function.block("look")
+        look.lines.append(f"call void @{check}(ptr %program, ptr %tile)")
+        look.end = "ret void"
+        leave.end = f"br {found}, label %{look.label}, label %{nothing.label}"
