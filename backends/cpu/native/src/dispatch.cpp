@@ -154,6 +154,13 @@ bool fits(const void* workspace, int64_t bytes, int64_t needed) {
 
 }  // namespace
 
+bool af_is_decode(const af_problem& p) {
+    // Its rows lie in one row of blocks. Up to so many rows, packing keys costs more than it
+    // brings; with one to four a head the packed products would compute mostly padding.
+    const int64_t rows = p.q_heads / p.kv_heads * p.q_length;
+    return (p.q_length <= 4 || rows <= 16) && (!p.has_mask || p.q_length <= p.q_block);
+}
+
 extern "C" {
 
 int32_t af_abi(void) { return AF_ABI; }

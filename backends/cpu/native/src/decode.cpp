@@ -1,0 +1,328 @@
+// Decoding: few query rows against many keys, as fast as memory gives them.
+//
+// Split-KV (Flash-Decoding, Dao et al., 2023): a job is a split of the keys of one unit; its
+// sums stay in a record, and the records of a unit are combined in their order.
+#include "decode_products.h"
+#include "decode_plan.h"
+#include "finish_row.h"
+#include "level.h"
+#include "live_parts.h"
+#include "pool.h"
+#include "score_scale.h"
+
+namespace AF_LEVEL {
+namespace {
+
+struct decode_run {
+    const af_forward_args* args;
+    const af_problem* p;
+    decode_plan plan;
+    score_scale scale;
+    float* records;
+    char* threads;
+};
+
+struct decode_buffers {
+    float *score, *again;
+    live_tile live;
+    decode_query query;
+    float *query_rows, *out, *before;
+    uint16_t* pairs;
+    softmax_state state;
+    void* scratch;
+    af_error* error;
+};
+
+decode_buffers decode_buffers_of(const decode_run& run, int thread) {
+    const decode_plan& d = run.plan;
+    char* at = run.threads + thread * d.thread_bytes;
+    const auto take = [&](int64_t bytes) {
+        char* p = at;
+        at += bytes;
+        return p;
+    };
+    decode_buffers b;
+    b.score = reinterpret_cast<float*>(take(d.score_bytes));
+    b.again = reinterpret_cast<float*>(take(d.score_bytes));
+    b.live.live = reinterpret_cast<uint16_t*>(take(d.live_bytes));
+    b.live.spare = reinterpret_cast<uint16_t*>(take(d.spare_bytes));
+    b.live.ld = decode_live_ld;
+    b.query_rows = reinterpret_cast<float*>(take(d.query_bytes));
+    b.pairs = reinterpret_cast<uint16_t*>(take(d.pair_bytes));
+    b.out = reinterpret_cast<float*>(take(d.out_bytes));
+    b.before = reinterpret_cast<float*>(take(d.out_bytes));
+    char* rows = take(d.row_bytes);
+    b.state.sum = reinterpret_cast<float*>(rows);
+    b.state.top = b.state.sum + d.rows_padded * VL;
+    b.state.alpha = b.state.top + d.rows_padded;
+    b.state.nan = reinterpret_cast<uint8_t*>(b.state.alpha + d.rows_padded);
+    b.scratch = take(d.scratch_bytes);
+    b.error = reinterpret_cast<af_error*>(at);
+    return b;
+}
+
+// One split of one unit.
+struct decode_job {
+    int64_t b, h, kv_head;  // h: the first head
+    int64_t begin, end;     // keys
+};
+
+decode_job decode_job_at(const decode_run& run, int64_t index) {
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    const int64_t unit = index / d.splits, split = index % d.splits;
+    decode_job j;
+    j.b = unit / d.units_a_batch;
+    j.h = unit % d.units_a_batch * d.heads;
+    j.kv_head = j.h / (p.q_heads / p.kv_heads);
+    j.begin = split * d.split_keys;
+    j.end = smaller(j.begin + d.split_keys, p.kv_length);
+    return j;
+}
+
+struct decode_tile {
+    decode_job job;
+    tile_span span;
+    int64_t columns;
+    bool whole;  // every pair is live
+    stretch part[decode_columns / 64];
+    int parts;
+};
+
+// The tile of one head: rows of a head lie beside one another.
+af_tile tile_of_head(const decode_run& run, const decode_buffers& b, const decode_tile& t,
+                     int64_t head) {
+    af_tile tile = {};
+    tile.rows = static_cast<int32_t>(run.p->q_length);
+    tile.cols = static_cast<int32_t>(t.columns);
+    tile.b = t.job.b;
+    tile.h = t.job.h + head;
+    tile.kv = t.span.begin;
+    tile.inputs = &run.p->inputs;
+    tile.scratch = b.scratch;
+    tile.error = b.error;
+    return tile;
+}
+
+void decode_live(const decode_run& run, const decode_buffers& b, const run_row& row,
+                 decode_tile& t) {
+    const af_problem& p = *run.p;
+    t.whole = t.span.whole;
+    t.parts = 1;
+    t.part[0] = {0, static_cast<int32_t>(round_up(t.columns, tile_step))};
+    if (t.whole) return;
+    const int64_t words = p.q_length * b.live.ld;
+    for (int64_t head = 0; head < run.plan.heads; ++head) {
+        live_tile to = b.live;
+        to.live += head * words;
+        if (head > 0 && (!p.mask || p.mask_is_per_call))
+            memcpy(to.live, b.live.live, words * 2);
+        else
+            live_of_tile(p.mask, tile_of_head(run, b, t, head), row, t.span, p.q_length, to);
+    }
+    t.parts = live_parts(b.live, 0, static_cast<int>(run.plan.rows), t.columns, t.part, &t.whole);
+}
+
+template <int DTYPE>
+void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t,
+                    float* score) {
+    const af_problem& p = *run.p;
+    const matrix key = matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
+    const int rows = static_cast<int>(run.plan.rows);
+    for (int i = 0; i < t.parts; ++i)
+        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, t.part[i].begin,
+                             smaller(t.part[i].end, t.columns), run.scale.stored, score,
+                             decode_ld);
+    if (!p.score) return;
+    for (int64_t head = 0; head < run.plan.heads; ++head) {
+        af_tile tile = tile_of_head(run, b, t, head);
+        tile.score = score + head * p.q_length * decode_ld;
+        tile.ld = decode_ld;
+        tile.live = t.whole ? nullptr : b.live.live + head * p.q_length * b.live.ld;
+        tile.live_ld = b.live.ld;
+        p.score->function(p.score, &tile);
+    }
+}
+
+bool finite(const float* x, int64_t n) {
+    vf odd = vf{};
+    for (int64_t i = 0; i < n; i += VL) odd += load(x + i) - load(x + i);
+    return sum_of(odd) == 0.0f;
+}
+
+// The value product of a tile that has met NaN or infinity: live pairs only, one by one. Weights
+// have replaced scores, so they are computed again: a score of -inf is a dead pair too.
+template <int DTYPE>
+void careful_values(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    memcpy(b.out, b.before, d.rows * d.value_width * 4);
+    scores_of_tile<DTYPE>(run, b, t, b.again);
+    const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
+    for (int i = 0; i < t.parts; ++i)
+        for (int64_t c = t.part[i].begin; c < smaller(t.part[i].end, t.columns); ++c)
+            for (int64_t r = 0; r < d.rows; ++r) {
+                const uint16_t bits = t.whole ? 0xffff : b.live.live[r * b.live.ld + c / 16];
+                if (!(bits >> (c % 16) & 1) || b.again[r * decode_ld + c] == -infinity) continue;
+                const float weight = b.score[r * decode_ld + c];
+                float* out = b.out + r * d.value_width;
+                for (int64_t e = 0; e < p.value_head_dim; e += VL)
+                    store(out + e,
+                          load(out + e) + fetch(value, c, e, p.value_head_dim - e) * weight);
+            }
+}
+
+template <bool MASKED>
+void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
+    const int rows = static_cast<int>(run.plan.rows);
+    for (int r = 0; r < rows; r += VL) {
+        const softmax_tile tile = {b.score + r * decode_ld, decode_ld, nullptr, 0,
+                                   b.live.live + r * b.live.ld, b.live.ld, t.part, t.parts};
+        const softmax_state& s = b.state;
+        const softmax_state state = {s.top + r, s.sum + r * VL, s.alpha + r, s.nan + r};
+        softmax_rows<MASKED, false>(rows - r < VL ? rows - r : VL, run.scale.factor, tile, state);
+    }
+}
+
+template <int DTYPE>
+void values_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    for (int64_t r = 0; r < d.rows; ++r) {
+        const float alpha = b.state.alpha[r];
+        for (int64_t e = 0; alpha != 1.0f && e < d.value_width; e += VL)
+            store(b.out + r * d.value_width + e, load(b.out + r * d.value_width + e) * alpha);
+    }
+    memcpy(b.before, b.out, d.rows * d.value_width * 4);
+    const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
+    for (int i = 0; i < t.parts; ++i)
+        decode_values<DTYPE>(b.score, decode_ld, static_cast<int>(d.rows), value,
+                             p.value_head_dim, t.part[i].begin,
+                             smaller(t.part[i].end, t.columns), b.out, d.value_width);
+    if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
+}
+
+template <int DTYPE>
+void decode_split(const decode_run& run, int64_t index, int thread) {
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    decode_buffers b = decode_buffers_of(run, thread);
+    decode_tile t;
+    t.job = decode_job_at(run, index);
+    const bool pairs =
+        has_pairs && DTYPE == AF_BF16 && (p.key.stride[3] == 1 || p.head_dim == 1);
+    b.query = {b.query_rows, pairs ? b.pairs : nullptr, d.query_width};
+    for (int64_t head = 0; head < d.heads; ++head) {
+        const matrix query = matrix_of(p.query, DTYPE, t.job.b, t.job.h + head, 0);
+        const int64_t row = head * p.q_length * d.query_width;
+        if (pairs)
+            copy_rows_pairs(query, p.q_length, p.q_length, p.head_dim, d.query_width,
+                            b.pairs + row);
+        else
+            copy_rows(query, p.q_length, p.q_length, p.head_dim, d.query_width,
+                      b.query_rows + row);
+    }
+    memset(b.out, 0, d.rows * d.value_width * 4);
+    memset(b.state.sum, 0, d.rows_padded * VL * 4);
+    memset(b.state.nan, 0, d.rows_padded);
+    for (int64_t r = 0; r < d.rows_padded; ++r) b.state.top[r] = -infinity;
+
+    run_row row = key_runs(p, t.job.b, t.job.h, 0);
+    row.length = smaller(row.length, t.job.end);
+    while (row.count > 0 && row.begin(row.count - 1) >= row.length) --row.count;
+    tile_walk walk = {row, decode_columns};
+    walk.at = t.job.begin;
+    while (walk.next(&t.span)) {
+        t.columns = t.span.end - t.span.begin;
+        decode_live(run, b, row, t);
+        if (t.parts == 0) continue;
+        scores_of_tile<DTYPE>(run, b, t, b.score);
+        if (t.whole)
+            softmax_of_tile<false>(run, b, t);
+        else
+            softmax_of_tile<true>(run, b, t);
+        values_of_tile<DTYPE>(run, b, t);
+    }
+    float* record = run.records + index * d.rows * d.record;
+    for (int64_t r = 0; r < d.rows; ++r, record += d.record) {
+        record[0] = b.state.top[r];
+        record[1] = sum_of(load(b.state.sum + r * VL));
+        record[2] = b.state.nan[r];
+        memcpy(record + 4, b.out + r * d.value_width, d.value_width * 4);
+    }
+}
+
+void decode_split_of(void* context, int64_t index, int thread) {
+    const decode_run& run = *static_cast<decode_run*>(context);
+    switch (run.p->dtype) {
+        case AF_F32: return decode_split<AF_F32>(run, index, thread);
+        case AF_BF16: return decode_split<AF_BF16>(run, index, thread);
+        default: return decode_split<AF_F16>(run, index, thread);
+    }
+}
+
+// The records of a row, in their order, become its result. The first one is overwritten.
+void combine(void* context, int64_t unit, int) {
+    const decode_run& run = *static_cast<decode_run*>(context);
+    const af_problem& p = *run.p;
+    const decode_plan& d = run.plan;
+    const decode_job job = decode_job_at(run, unit * d.splits);
+    for (int64_t r = 0; r < d.rows; ++r) {
+        float* first = run.records + (unit * d.splits * d.rows + r) * d.record;
+        const int64_t step = d.rows * d.record;
+        float top = -infinity;
+        for (int64_t s = 0; s < d.splits; ++s)
+            top = first[s * step] > top ? first[s * step] : top;
+        // Weights are relative to the rounded product.
+        const vf base = rounded(splat(top) * run.scale.factor);
+        row_sums row = {top * run.scale.natural, 0.0f, false, first + 4};
+        for (int64_t s = 0; s < d.splits; ++s) {
+            float* record = first + s * step;
+            const vf own = rounded(splat(record[0]) * run.scale.factor);
+            const vf share = record[0] == top ? splat(1.0f) : exp2(own - base);
+            row.nan |= record[2] != 0.0f || (record[0] != infinity && record[1] != record[1]);
+            row.sum += share[0] * record[1];
+            for (int64_t e = 4; e < d.record; e += VL) {
+                const vf sum = s > 0 ? load(first + e) : vf{};
+                store(first + e, madd(share, load(record + e), sum));
+            }
+        }
+        finish_row(*run.args, job.b, job.h + r / p.q_length, r % p.q_length, row);
+    }
+}
+
+// Waking a thread costs some 20 us, in which one thread reads some 256 KiB.
+int decode_threads(const af_problem& p) {
+    const int64_t size = p.dtype == AF_F32 ? 4 : 2;
+    const double bytes = double(p.batch) * p.kv_heads * p.kv_length *
+                         (p.head_dim + p.value_head_dim) * size;
+    return bytes < (1 << 20) ? 1 : p.threads;
+}
+
+}  // namespace
+
+int64_t decode_workspace(const af_problem& problem) { return decode_plan_of(problem).total; }
+
+int32_t decode(const af_forward_args& args, af_error* error) {
+    decode_run run;
+    run.args = &args;
+    run.p = &args.problem;
+    run.plan = decode_plan_of(args.problem);
+    run.scale = scale_of(args.problem);
+    run.records = static_cast<float*>(args.workspace);
+    run.threads = static_cast<char*>(args.workspace) + run.plan.record_bytes;
+    for (int i = 0; i < args.problem.threads; ++i)
+        memset(decode_buffers_of(run, i).error, 0, sizeof(af_error));
+    const int threads = decode_threads(args.problem);
+    af_parallel(run.plan.units * run.plan.splits, threads, decode_split_of, &run);
+    af_parallel(run.plan.units, run.plan.splits > 1 ? threads : 1, combine, &run);
+    for (int i = 0; i < args.problem.threads; ++i) {
+        const af_error& e = *decode_buffers_of(run, i).error;
+        if (e.code == AF_OK) continue;
+        *error = e;
+        return e.code;
+    }
+    return AF_OK;
+}
+
+}  // namespace AF_LEVEL

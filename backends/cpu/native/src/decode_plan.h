@@ -1,0 +1,69 @@
+// How a decoding problem is cut, and where everything lies in its workspace.
+//
+// A unit is the query heads of one (batch, kv head), or one query head where each has a row of
+// runs of its own. Its keys are cut into splits, so that even one sequence occupies many threads;
+// how many depends on the problem alone.
+//
+// Memory: (4 + Ev rounded up to vectors) floats a row and split, and a tile's buffers a thread.
+#pragma once
+#include "pack.h"
+#include "tiles.h"
+
+namespace AF_LEVEL {
+namespace {
+
+constexpr int64_t decode_columns = 256;  // keys of a tile
+constexpr int64_t decode_ld = decode_columns + 32;  // products write past the last key
+constexpr int64_t decode_live_ld = 32;  // words: rows of live bits are 64 bytes apart
+constexpr int64_t wanted_jobs = 128;
+constexpr int64_t least_split = 1024;  // keys
+
+struct decode_plan {
+    int64_t heads;  // of a unit
+    int64_t units, units_a_batch;
+    int64_t rows, rows_padded;
+    int64_t splits, split_keys;
+    int64_t query_width, value_width;
+    int64_t record;  // floats of a row of a split: top, sum, nan, nothing, values
+    int64_t score_bytes, live_bytes, spare_bytes, query_bytes, pair_bytes, out_bytes, row_bytes,
+        scratch_bytes, thread_bytes;
+    int64_t record_bytes, total;
+};
+
+AF_INLINE decode_plan decode_plan_of(const af_problem& p) {
+    decode_plan d;
+    const int64_t group = p.q_heads / p.kv_heads;
+    d.heads = p.has_mask && p.runs.heads > 1 ? 1 : group;
+    d.units_a_batch = p.q_heads / d.heads;
+    d.units = p.batch * d.units_a_batch;
+    d.rows = d.heads * p.q_length;
+    d.rows_padded = round_up(d.rows, VL);
+    const int64_t keys = p.kv_length > 0 ? p.kv_length : 1;
+    d.split_keys = round_up(ceil_div(keys, ceil_div(wanted_jobs, d.units)), decode_columns);
+    if (d.split_keys < least_split) d.split_keys = least_split;
+    d.splits = ceil_div(keys, d.split_keys);
+    d.query_width = round_up(p.head_dim, 2 * VL);
+    d.value_width = round_up(p.value_head_dim, VL);
+    d.record = 4 + d.value_width;
+    d.score_bytes = d.rows_padded * decode_ld * 4;
+    d.live_bytes = d.rows_padded * decode_live_ld * 2;
+    d.spare_bytes = round_up(d.rows_padded * (decode_live_ld + 1) * 2, 64);
+    d.query_bytes = round_up(d.rows * d.query_width * 4, 64);
+    d.pair_bytes = round_up(d.rows * d.query_width * 2, 64);
+    d.out_bytes = round_up(d.rows * d.value_width * 4, 64);
+    d.row_bytes = round_up(d.rows_padded * (4 + 4 * VL + 4 + 1), 64);
+    d.scratch_bytes = 0;
+    const af_program* programs[] = {p.mask, p.score};
+    for (const af_program* program : programs)
+        if (program && program->scratch_bytes > d.scratch_bytes)
+            d.scratch_bytes = program->scratch_bytes;
+    d.scratch_bytes = round_up(d.scratch_bytes, 64);
+    d.thread_bytes = 2 * d.score_bytes + d.live_bytes + d.spare_bytes + d.query_bytes +
+                     d.pair_bytes + 2 * d.out_bytes + d.row_bytes + d.scratch_bytes + 64;
+    d.record_bytes = round_up(d.units * d.splits * d.rows * d.record * 4, 64);
+    d.total = d.record_bytes + p.threads * d.thread_bytes;
+    return d;
+}
+
+}  // namespace
+}  // namespace AF_LEVEL

@@ -1,0 +1,202 @@
+// The two products of decoding: a few rows against keys and values as they lie in memory.
+//
+// Each element of K and V is read once and used for up to four rows while it is in a register;
+// nothing is packed, because packing would write as much as decoding reads.
+#pragma once
+#include "pack.h"
+#include "softmax.h"
+
+namespace AF_LEVEL {
+
+template <int DTYPE>
+AF_INLINE vf as_floats_of(const char* p) {
+    if constexpr (DTYPE == AF_F32)
+        return load(reinterpret_cast<const float*>(p));
+    else if constexpr (DTYPE == AF_BF16)
+        return float_of_bf16(load(reinterpret_cast<const uint16_t*>(p)));
+    else
+        return float_of_half(load(reinterpret_cast<const uint16_t*>(p)));
+}
+
+// The query rows of a unit, copied: floats, or bf16 pairs where the level multiplies them and
+// every key row has its elements beside one another.
+struct decode_query {
+    const float* row;
+    const uint16_t* pairs;  // NULL: floats
+    int64_t width;          // elements a row, a multiple of 2 * VL
+};
+
+// R rows times VL / R keys: VL vectors of partial sums, which one reduction across lanes ends.
+template <int R, int DTYPE>
+AF_INLINE void dot_floats(const decode_query& q, int row, const matrix& key, const int64_t* at,
+                          int64_t dim, float* sums) {
+    constexpr int K = VL / R;
+    vf acc[VL] = {};
+    const float* a = q.row + row * q.width;
+    const char* k[K];
+    for (int i = 0; i < K; ++i) k[i] = address(key, at[i], 0);
+    constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    int64_t d = 0;
+    if (key.col == 1)
+        for (; d + VL <= dim; d += VL) {
+            AF_UNROLL
+            for (int i = 0; i < K; ++i) {
+                const vf x = as_floats_of<DTYPE>(k[i] + d * size);
+                AF_UNROLL
+                for (int r = 0; r < R; ++r)
+                    acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
+            }
+        }
+    for (; d < dim; d += VL)
+        for (int i = 0; i < K; ++i) {
+            const vf x = fetch(key, at[i], d, dim - d);
+            for (int r = 0; r < R; ++r)
+                acc[r * K + i] = madd(x, load(a + r * q.width + d), acc[r * K + i]);
+        }
+    store(sums, across<true>(acc));
+}
+
+#if defined(__AVX512BF16__)
+template <int R>
+AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, const int64_t* at,
+                         int64_t dim, float* sums) {
+    constexpr int K = VL / R;
+    vf acc[VL] = {};
+    const uint16_t* a = q.pairs + row * q.width;
+    const auto step = [&](int64_t d, const vu (&x)[K]) {
+        AF_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const __m512bh y = reinterpret_cast<__m512bh>(_mm512_loadu_si512(a + r * q.width + d));
+            AF_UNROLL
+            for (int i = 0; i < K; ++i)
+                acc[r * K + i] = _mm512_dpbf16_ps(acc[r * K + i],
+                                                  reinterpret_cast<__m512bh>(x[i]), y);
+        }
+    };
+    const char* k[K];
+    for (int i = 0; i < K; ++i) k[i] = address(key, at[i], 0);
+    int64_t d = 0;
+    vu x[K];
+    for (; d + 2 * VL <= dim; d += 2 * VL) {
+        AF_UNROLL
+        for (int i = 0; i < K; ++i) memcpy(&x[i], k[i] + d * 2, sizeof x[i]);
+        step(d, x);
+    }
+    if (d < dim) {
+        for (int i = 0; i < K; ++i) x[i] = fetch_pairs(key, at[i], d, dim - d);
+        step(d, x);
+    }
+    store(sums, across<true>(acc));
+}
+#endif
+
+// score[r][c] = scale * (q row r . key c) for R rows from `row` on and columns [begin, end).
+template <int R, int DTYPE>
+static void score_rows(const decode_query& q, int row, const matrix& key, int64_t dim,
+                       int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
+    constexpr int K = VL / R;
+    for (int64_t c = begin; c < end; c += K) {
+        // Past the end the last key is read again; what it gives lies in padding.
+        int64_t at[K];
+        for (int i = 0; i < K; ++i) at[i] = c + i < end ? c + i : end - 1;
+        alignas(64) float sums[VL];
+#if defined(__AVX512BF16__)
+        if (DTYPE == AF_BF16 && q.pairs)
+            dot_pairs<R>(q, row, key, at, dim, sums);
+        else
+#endif
+            dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < K; ++i) score[(row + r) * ld + c + i] = sums[r * K + i] * scale;
+    }
+}
+
+// All rows. score has at least VL columns more than `end`.
+template <int DTYPE>
+static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
+                          int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
+    // A few keys for all rows, then the next few: they are in the first cache from then on.
+    constexpr int64_t keys = 32;
+    for (int64_t c = begin; c < end; c += keys) {
+        const int64_t stop = c + keys < end ? c + keys : end;
+        int r = 0;
+        for (; r + 4 <= rows; r += 4)
+            score_rows<4, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
+        if (r + 2 <= rows) {
+            score_rows<2, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
+            r += 2;
+        }
+        if (r < rows) score_rows<1, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
+    }
+}
+
+// out[R][N * VL] += weight[R][keys] * value[keys][N * VL] from column `d` on.
+template <int R, int N, int DTYPE>
+AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value, int64_t first,
+                           int64_t keys, int64_t d, float* out, int64_t width) {
+    constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    vf acc[R][N];
+    AF_UNROLL
+    for (int r = 0; r < R; ++r)
+        AF_UNROLL
+        for (int j = 0; j < N; ++j) acc[r][j] = load(out + r * width + j * VL);
+    const char* v = address(value, first, 0) + d * size;
+    const int64_t step = value.row * size;
+    for (int64_t c = 0; c < keys; ++c, v += step) {
+        vf x[N];
+        AF_UNROLL
+        for (int j = 0; j < N; ++j) x[j] = as_floats_of<DTYPE>(v + j * VL * size);
+        AF_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const vf w = splat(weight[r * ld + c]);
+            AF_UNROLL
+            for (int j = 0; j < N; ++j) acc[r][j] = madd(w, x[j], acc[r][j]);
+        }
+    }
+    AF_UNROLL
+    for (int r = 0; r < R; ++r)
+        AF_UNROLL
+        for (int j = 0; j < N; ++j) store(out + r * width + j * VL, acc[r][j]);
+}
+
+template <int R, int DTYPE>
+static void value_rows(const float* weight, int64_t ld, const matrix& value, int64_t first,
+                       int64_t keys, int64_t dim, float* out, int64_t width) {
+    constexpr int N = VL == 16 ? 4 : 2;
+    int64_t d = 0;
+    if (value.col == 1) {
+        for (; d + N * VL <= dim; d += N * VL)
+            value_block<R, N, DTYPE>(weight, ld, value, first, keys, d, out + d, width);
+        for (; d + VL <= dim; d += VL)
+            value_block<R, 1, DTYPE>(weight, ld, value, first, keys, d, out + d, width);
+    }
+    for (; d < dim; d += VL)
+        for (int64_t c = 0; c < keys; ++c) {
+            const vf x = fetch(value, first + c, d, dim - d);
+            for (int r = 0; r < R; ++r) {
+                float* to = out + r * width + d;
+                store(to, madd(splat(weight[r * ld + c]), x, load(to)));
+            }
+        }
+}
+
+// out[row][width] += weight[row][c] * value[c] for columns [begin, end).
+template <int DTYPE>
+static void decode_values(const float* weight, int64_t ld, int rows, const matrix& value,
+                          int64_t dim, int64_t begin, int64_t end, float* out, int64_t width) {
+    constexpr int64_t keys = 16;
+    for (int64_t c = begin; c < end; c += keys) {
+        const int64_t n = c + keys < end ? keys : end - c;
+        int r = 0;
+        for (; r + 4 <= rows; r += 4)
+            value_rows<4, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
+        if (r + 2 <= rows) {
+            value_rows<2, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
+            r += 2;
+        }
+        if (r < rows)
+            value_rows<1, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
+    }
+}
+
+}  // namespace AF_LEVEL

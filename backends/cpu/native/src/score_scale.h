@@ -1,0 +1,22 @@
+// Where the scale of scores is applied.
+#pragma once
+#include "anyflex_cpu.h"
+
+namespace AF_LEVEL {
+
+// With a score program scores are stored scaled. Without one the scale waits for exp2, if it is
+// positive and finite: it must keep the order of scores.
+struct score_scale {
+    float stored;   // scores are stored with it
+    float factor;   // of a stored score on its way into exp2
+    float natural;  // a stored score times this is the score
+};
+
+static inline score_scale scale_of(const af_problem& p) {
+    const float scale = static_cast<float>(p.scale);
+    if (!p.score && scale > 0.0f && scale < __builtin_inff())
+        return {1.0f, static_cast<float>(p.scale * 1.4426950408889634), scale};
+    return {scale, 1.4426950408889634f, 1.0f};
+}
+
+}  // namespace AF_LEVEL
