@@ -288,16 +288,16 @@ def test_equal_tiles_give_equal_bits(level: str) -> None:
     assert all(torch.equal(x, y) for x, y in zip(*sums, strict=True))
 
 
-def programs() -> list[tuple[bytes, RandomGraph, str]]:
+def programs() -> list[tuple[bytes, RandomGraph]]:
     found = []
     for seed in range(6):
         mod = RandomGraph(seed, torch.float32, 12, learns=True)
         learned = [i for i, table in enumerate(mod.captured) if table.is_floating_point()]
         derivative = differentiate(mod.graph, wanted_captured=frozenset(learned))
-        found.append((score_program(mod.graph, operations()), mod, "score"))
-        found.append((score_backward_program(derivative, operations()), mod, "backward"))
+        found.append((score_program(mod.graph, operations()), mod))
+        found.append((score_backward_program(derivative, operations()), mod))
         mask = RandomGraph(seed, torch.bool, 12)
-        found.append((mask_program(mask.graph, operations()), mask, "mask"))
+        found.append((mask_program(mask.graph, operations()), mask))
     return found
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_program_is_refused_or_harmless() -> None:
     whole = programs()
     refused = 0
     for _ in range(10_000):
-        code, mod, kind = draw.choice(whole)
+        code, mod = draw.choice(whole)
         damaged = bytearray(code)
         for _ in range(draw.choice([1, 1, 2, 5])):
             at = draw.randrange(len(damaged))

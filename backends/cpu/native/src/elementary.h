@@ -29,7 +29,7 @@ AF_INLINE vf scaled(vf p, vf n) {
 #else
     const vi whole = __builtin_convertvector(n, vi);
     const vi half = whole >> 1;
-    const vf first = as_float((half + 127) << 23), second = as_float((whole - half + 127) << 23);
+    const vf first = as_float(reinterpret_cast<vu>(half + 127) << 23), second = as_float(reinterpret_cast<vu>(whole - half + 127) << 23);
     return p * first * second;
 #endif
 }
@@ -111,9 +111,9 @@ struct log_parts {
 AF_INLINE log_parts log_reduced(vf x) {
     const vi subnormal = x < 1.17549435e-38f;
     x = subnormal ? x * 33554432.0f : x;
-    const vi bits = as_int(x) - 0x3f3504f3;
-    const vi n = (bits >> 23) - (subnormal & 25);
-    const vf f = as_float((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
+    const vu bits = as_uint(x) - 0x3f3504f3u;
+    const vi n = (reinterpret_cast<vi>(bits) >> 23) - (subnormal & 25);
+    const vf f = as_float((bits & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
     vf p = polynomial(f, splat(6.74660131e-2f), -1.16756409e-1f, 1.18881747e-1f, -1.24055915e-1f,
                       1.42195508e-1f, -1.66679963e-1f, 2.00021192e-1f, -2.50000089e-1f,
                       3.33333135e-1f);
@@ -195,12 +195,12 @@ AF_INLINE circle on_circle(vf x) {
 AF_INLINE vf sin(vf x) {
     const circle c = on_circle(x);
     const vf y = (c.n & 1) != 0 ? c.cosine : c.sine;
-    return x == 0.0f ? x : as_float(as_int(y) ^ ((c.n & 2) << 30));
+    return x == 0.0f ? x : as_float(as_uint(y) ^ ((reinterpret_cast<vu>(c.n) & 2u) << 30));
 }
 AF_INLINE vf cos(vf x) {
     const circle c = on_circle(x);
     const vf y = (c.n & 1) != 0 ? c.sine : c.cosine;
-    return as_float(as_int(y) ^ (((c.n + 1) & 2) << 30));
+    return as_float(as_uint(y) ^ (((reinterpret_cast<vu>(c.n) + 1u) & 2u) << 30));
 }
 
 AF_INLINE vf erf(vf x) {
