@@ -6,7 +6,6 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from anyflex.plugin import (
     Spec,
     TensorSpec,
 )
+from anyflex_torch_flex.autograd import autograd_records, in_another_thread
 from anyflex_torch_flex.block_masks import torch_block_mask
 from anyflex_torch_flex.mods import MakeMods
 
@@ -82,7 +82,7 @@ class TorchFlexKernel(Kernel):
             return
         self._refuse_large(call)
         # Inside of one of torch's operators nothing is kept of what autograd would record.
-        learns = self.spec.needs_backward and _autograd_records()
+        learns = self.spec.needs_backward and autograd_records()
         leaves, result, lse, max_scores = self._results(call, learns=learns)
         out.out.copy_(result.detach())
         if out.lse is not None:
@@ -103,10 +103,10 @@ class TorchFlexKernel(Kernel):
             return
         if grad.delta is not None:
             raise BackendRefused("torch's flex attention can't take lse and delta from outside")
-        if _autograd_records():
+        if autograd_records():
             self._differentiate(call, saved, grad, targets)
         else:
-            _in_another_thread(
+            in_another_thread(
                 call.query.device, lambda: self._differentiate(call, saved, grad, targets)
             )
 
@@ -197,24 +197,6 @@ class TorchFlexKernel(Kernel):
             raise BackendRefused(
                 f"torch's kernels take at most {_GRID} batches and heads; split the call"
             )
-
-
-def _autograd_records() -> bool:
-    """False inside of one of torch's operators, where autograd's dispatch is turned off."""
-    with torch.enable_grad():
-        return (torch.ones((), requires_grad=True, device="cpu") * 1).requires_grad
-
-
-def _in_another_thread(device: torch.device, work: Callable[[], None]) -> None:
-    """Work where autograd records, on this thread's stream; raises what `work` raises."""
-    stream = torch.accelerator.current_stream(device)
-
-    def run() -> None:
-        with stream:
-            work()
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(run).result()
 
 
 def _numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
