@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -177,13 +178,17 @@ class TorchFlexKernel(Kernel):
         options: dict[str, Any] = dict(self.kernel_options)
         if call.query.device.type != "cuda":
             return options
-        # Its kernels for decoding stack the heads of a group: they find no tile where the rows
-        # are more than a block of the mask has.
-        rows = call.query.shape[2] * self.spec.gqa_ratio
+        # Its kernels for decoding stack the heads of a group, in tiles that must divide the mask's
+        # blocks; where they don't nothing is left to compile.
+        no_tile = False
+        if call.mask is not None:
+            rows = max(16, call.query.shape[2] * self.spec.gqa_ratio)
+            q_block = math.lcm(call.mask.block_size[0], self._block_multiple)
+            no_tile = q_block % (1 << (rows - 1).bit_length()) != 0
         wide = self.spec.dtype is torch.float32 and (
             max(self.spec.head_dim, self.spec.value_head_dim) > _WIDE
         )
-        if (rows > self._block_multiple or wide) and options.get("BACKEND", "AUTO") == "AUTO":
+        if (no_tile or wide) and options.get("BACKEND", "AUTO") == "AUTO":
             options["BACKEND"] = "TRITON"
         if wide and options.get("BACKEND") == "TRITON":
             # Its usual tiles are larger than the shared memory.
