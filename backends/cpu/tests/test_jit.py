@@ -576,7 +576,7 @@ def test_the_table_covers_every_operation() -> None:
 
 def test_code_that_is_not_valid_is_refused_and_does_not_end_the_process() -> None:
     bad = "define i32 @f(i32 %x) {\nentry:\n  br label %entry\n}\n"
-    with pytest.raises(RuntimeError, match="(?i)entry block"):
+    with pytest.raises(RuntimeError, match="block"):
         assemble(bad, host_target())
 
 

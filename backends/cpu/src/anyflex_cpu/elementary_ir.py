@@ -71,8 +71,8 @@ _LOG_ERFC = (
 # number up to 4096 is exact even where multiply-add rounds twice.
 _LN2_HIGH = 0.693115234375
 _LN2_LOW = math.log(2) - _LN2_HIGH
-# Adding it leaves a number below 2^22 as a whole number in the low bits.
-_MAGIC = 1.5 * 2**23
+# Adding it leaves a whole number below 2^22, and 127 more, in the low bits.
+_MAGIC = 1.5 * 2**23 + 127
 
 
 def copy_sign(e: Emitter, magnitude: Value, sign: Value) -> Value:
@@ -86,24 +86,27 @@ def _clamped(e: Emitter, x: Value, low: float, high: float) -> Value:
     return e.select(e.compare("ogt", x, top), top, x)
 
 
-def _to_whole(e: Emitter, x: Value) -> tuple[Value, Value]:
-    """(nearest whole number of |x| < 2^22 as a float, its bits below those of `_MAGIC`)."""
+def _to_whole(e: Emitter, x: Value, unit: float) -> tuple[Value, Value]:
+    """(n, a pattern for `_power_of_2`): n is the whole number nearest to x unit, as a float."""
     magic = e.constant("float", _MAGIC)
-    shifted = e.add(x, magic)
+    if e.fused:
+        shifted = e.fma(x, e.constant("float", unit), magic)
+    else:
+        shifted = e.add(e.mul(x, e.constant("float", unit)), magic)
     return e.sub(shifted, magic), e.convert("bitcast", shifted, "i32")
 
 
-def _power_of_2(e: Emitter, bits: Value) -> Value:
-    """2^n for -127 < n < 128; `bits` holds n in its low bits."""
-    exponent = e.op("shl", bits, e.constant("i32", 23))
-    return e.convert("bitcast", e.add(exponent, e.constant("i32", 127 << 23)), "float")
+def _power_of_2(e: Emitter, pattern: Value) -> Value:
+    """2^n for -127 < n < 128."""
+    exponent = e.op("shl", pattern, e.constant("i32", 23))
+    return e.convert("bitcast", exponent, "float")
 
 
 def _reduced(e: Emitter, x: Value) -> tuple[Value, Value, Value]:
-    """(n, its bits, r) with x = n ln(2) + r."""
-    n, bits = _to_whole(e, e.mul(x, e.constant("float", 1 / math.log(2))))
+    """(n, its pattern, r) with x = n ln(2) + r."""
+    n, pattern = _to_whole(e, x, 1 / math.log(2))
     r = e.fma(n, e.constant("float", -_LN2_HIGH), x)
-    return n, bits, e.fma(n, e.constant("float", -_LN2_LOW), r)
+    return n, pattern, e.fma(n, e.constant("float", -_LN2_LOW), r)
 
 
 def _core(e: Emitter, r: Value) -> Value:
@@ -111,38 +114,39 @@ def _core(e: Emitter, r: Value) -> Value:
     return e.fma(e.mul(r, r), e.polynomial(r, _EXP), r)
 
 
-def _scaled(e: Emitter, p: Value, n: Value, bits: Value) -> Value:
-    """p 2^n, in two steps: 2^n alone may overflow, or be denormal."""
-    if {"avx512f", "avx512vl"} <= e.module.features and e.vector:
-        # One instruction, and it takes any n.
+def _scaled(e: Emitter, p: Value, n: Value, pattern: Value) -> Value:
+    """p 2^n, in two steps where the processor needs them: 2^n may overflow, or be denormal."""
+    if "avx512f" in e.module.features:
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         vector = e.full("float")
         e.module.declare(name, vector, [vector, vector, vector, "i16", "i32"])
         return e.put(f"call {vector} @{name}({p}, {n}, {p}, i16 -1, i32 4)", "float")
-    whole = e.sub(bits, e.constant("i32", 0x4B400000))
+    bias = e.constant("i32", 127)
+    whole = e.sub(pattern, e.constant("i32", 0x4B400000 + 127))
     half = e.op("ashr", whole, e.constant("i32", 1))
     rest = e.sub(whole, half)
-    return e.mul(e.mul(p, _power_of_2(e, half)), _power_of_2(e, rest))
+    p = e.mul(p, _power_of_2(e, e.add(half, bias)))
+    return e.mul(p, _power_of_2(e, e.add(rest, bias)))
 
 
 def exponential(e: Emitter, x: Value) -> Value:
-    n, bits, r = _reduced(e, _clamped(e, x, -104.5, 89.0))
-    return _scaled(e, e.add(_core(e, r), e.constant("float", 1.0)), n, bits)
+    n, pattern, r = _reduced(e, _clamped(e, x, -104.5, 89.0))
+    return _scaled(e, e.add(_core(e, r), e.constant("float", 1.0)), n, pattern)
 
 
 def exponential_base_2(e: Emitter, x: Value) -> Value:
     x = _clamped(e, x, -151.0, 129.0)
-    n, bits = _to_whole(e, x)
+    n, pattern = _to_whole(e, x, 1.0)
     r = e.mul(e.sub(x, n), e.constant("float", math.log(2)))
-    return _scaled(e, e.add(_core(e, r), e.constant("float", 1.0)), n, bits)
+    return _scaled(e, e.add(_core(e, r), e.constant("float", 1.0)), n, pattern)
 
 
 def exponential_less_1(e: Emitter, x: Value) -> Value:
     one = e.constant("float", 1.0)
     clamped = _clamped(e, x, -20.0, 89.0)
-    _, bits, r = _reduced(e, clamped)
+    _, pattern, r = _reduced(e, clamped)
     # 2^(n - 1), for n may be 128: e^x - 1 = 2 (2^(n-1) (e^r - 1) + (2^(n-1) - 1/2)).
-    half = _power_of_2(e, e.sub(bits, e.constant("i32", 1)))
+    half = _power_of_2(e, e.sub(pattern, e.constant("i32", 1)))
     total = e.fma(_core(e, r), half, e.sub(half, e.constant("float", 0.5)))
     result = e.add(total, total)
     # -0.0 stays what it is, and so do the denormals.
@@ -153,15 +157,21 @@ def exponential_less_1(e: Emitter, x: Value) -> Value:
 
 
 def hyperbolic_tangent(e: Emitter, x: Value) -> Value:
-    """t / (t + 2) with t = e^(2 |x|) - 1: 2 ulp."""
+    """t / (t + 1) with t = (e^(2 |x|) - 1) / 2: 2 ulp."""
     size = e.intrinsic("fabs", x)
     # From here on it rounds to 1. NaN stays.
     top = e.constant("float", 9.02)
     size = e.select(e.compare("ogt", size, top), top, size)
-    _, bits, r = _reduced(e, e.add(size, size))
-    power = _power_of_2(e, bits)
-    t = e.fma(_core(e, r), power, e.sub(power, e.constant("float", 1.0)))
-    return copy_sign(e, e.div(t, e.add(t, e.constant("float", 2.0))), x)
+    n, pattern = _to_whole(e, size, 2 / math.log(2))
+    # One step, for n is small, and where it isn't the error doesn't reach the result.
+    r = e.fma(n, e.constant("float", -math.log(2) / 2), size)
+    # (e^(2 r) - 1) / 2
+    core = [2.0 * 2.0**k * coefficient for k, coefficient in enumerate(_EXP)]
+    near = e.fma(e.mul(r, r), e.polynomial(r, core), r)
+    power = _power_of_2(e, pattern)
+    half = e.constant("float", 0.5)
+    t = e.fma(near, power, e.fma(power, half, e.constant("float", -0.5)))
+    return copy_sign(e, e.div(t, e.add(t, e.constant("float", 1.0))), x)
 
 
 def sigmoid(e: Emitter, x: Value) -> Value:
@@ -275,8 +285,8 @@ def error_function(e: Emitter, x: Value) -> Value:
     capped = e.select(e.compare("ogt", size, top), top, size)
     # Not above 0, so that 1 - e^y needs no clamp but the lower one.
     y = e.polynomial(capped, _LOG_ERFC)
-    _, bits, r = _reduced(e, y)
-    power = _power_of_2(e, bits)
+    _, pattern, r = _reduced(e, y)
+    power = _power_of_2(e, pattern)
     less = e.fma(_core(e, r), power, e.sub(power, e.constant("float", 1.0)))
     far = copy_sign(e, e.negate(less), x)
     return e.select(e.compare("olt", size, e.constant("float", 0.92)), near, far)

@@ -7,7 +7,7 @@ Nothing is contracted or reassociated: results differ from torch's by elementary
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -99,17 +99,24 @@ def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     divisor = _constant(scope, node.arguments[1])
     if not (e.vector and e.fused and x.type == "float" and divisor is not None):
         return e.div(x, y)
+    divisor = torch.full((), divisor, dtype=node.dtype, device="cpu").item()
     if not 2.0**-60 < abs(divisor) < 2.0**60:
         return e.div(x, y)
-    # A product and one step of correction give the same bits as a division, in a third of its
-    # time (Brisebarre, Muller and Raina, IEEE Transactions on Computers 53(8), 2004).
-    reciprocal = e.constant("float", 1 / divisor)
-    q = e.mul(x, reciprocal)
-    rest = e.fma(e.negate(q), y, x)
-    corrected = e.fma(rest, reciprocal, q)
-    # Infinities and NaN leave no rest.
-    usual = e.compare("olt", e.intrinsic("fabs", q), e.constant("float", math.inf))
-    return e.select(usual, corrected, q)
+    # Multiplying by the reciprocal in two pieces rounds as a division does, but for quotients
+    # within 2^-48 of the middle of two floats (Brisebarre and Muller, Correctly rounded
+    # multiplication by arbitrary precision constants, 2008). It takes a tenth of the time.
+    # Both pieces have one sign, or an infinity would become NaN.
+    high, low = _pieces(1 / divisor)
+    if low == 0.0:
+        return e.mul(x, e.constant("float", high))
+    return e.fma(x, e.constant("float", high), e.mul(x, e.constant("float", low)))
+
+
+def _pieces(value: float) -> tuple[float, float]:
+    """(the float next to `value` towards 0, what is left)."""
+    bits = struct.unpack("<q", struct.pack("<d", value))[0]
+    high = float(struct.unpack("<d", struct.pack("<q", bits & ~0x1FFFFFFF))[0])
+    return high, value - high
 
 
 def _extremum(wins: str) -> _Rule:
