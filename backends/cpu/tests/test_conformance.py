@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from anyflex.plugin import Artifacts, Kernel, Spec
 from anyflex.testing import Conformance
+from anyflex_cpu.backend import CpuBackend
 
 
 class TestConformance(Conformance):
     backend = "cpu"
     require = ("forward", "backward", "decode")
+    quick = True
+
+
+class Interpreted(CpuBackend):
+    """The same with all mods interpreted."""
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        options = (("mods", "interpreter"),)
+        return super().compile(dataclasses.replace(spec, options=options), artifacts)
+
+
+class TestInterpreted(Conformance):
+    backend = "cpu.interpreted"
+    backend_class = Interpreted
+    require = ("forward", "backward")
+    cases = ("mods/*", "masks/*", "operations/*", "forward/*", "backward/*")
     quick = True
