@@ -74,7 +74,7 @@ AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64
 #endif
 
 template <int M, into HOW, class T>
-static void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, float* c,
+static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, float* c,
                   int64_t ldc, float scale, const float* alpha) {
     vf acc[M][2];
     AF_UNROLL

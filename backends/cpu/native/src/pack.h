@@ -40,6 +40,25 @@ AF_INLINE vf as_floats(const char* p, int32_t dtype) {
     return dtype == AF_BF16 ? float_of_bf16(x) : float_of_half(x);
 }
 
+// Runs f with m, its dtype and a column stride of 1 known to the compiler.
+template <class F>
+AF_INLINE auto specialised(matrix m, const F& f) {
+    if (m.col == 1) {
+        m.col = 1;
+        if (m.dtype == AF_F32) {
+            m.dtype = AF_F32;
+            return f(m);
+        }
+        if (m.dtype == AF_BF16) {
+            m.dtype = AF_BF16;
+            return f(m);
+        }
+        m.dtype = AF_F16;
+        return f(m);
+    }
+    return f(m);
+}
+
 // Up to VL elements of a row from column c on, of which `n` are inside: the others are 0.
 AF_INLINE vf fetch(const matrix& m, int64_t r, int64_t c, int64_t n) {
     const char* p = address(m, r, c);
@@ -104,18 +123,28 @@ AF_INLINE void transpose(vu (&r)[VL]) {
 #endif
 }
 
-// n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
-static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
+AF_INLINE void pack_transposed_of(matrix m, int64_t n, int64_t k, int64_t columns, float* out) {
     for (int64_t j = 0; j < columns; j += VL)
         for (int64_t p = 0; p < k; p += VL) {
             vu r[VL];
+            AF_UNROLL
             for (int i = 0; i < VL; ++i)
                 r[i] = j + i < n ? as_uint(fetch(m, j + i, p, k - p)) : vu{};
             transpose(r);
             float* to = out + (j / NR) * k * NR + p * NR + j % NR;
             const int64_t rows = k - p < VL ? k - p : VL;
-            for (int64_t i = 0; i < rows; ++i) store(to + i * NR, as_float(r[i]));
+            if (rows == VL) {
+                AF_UNROLL
+                for (int i = 0; i < VL; ++i) store(to + i * NR, as_float(r[i]));
+            } else {
+                for (int64_t i = 0; i < rows; ++i) store(to + i * NR, as_float(r[i]));
+            }
         }
+}
+
+// n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
+static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
+    specialised(m, [&](const matrix& x) { pack_transposed_of(x, n, k, columns, out); });
 }
 
 // bf16 only. out [panels][k_padded / 2][NR]; k_padded is a multiple of pair_k_step.
@@ -125,26 +154,30 @@ static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t
     for (int64_t j = 0; j < columns; j += VL)
         for (int64_t p = 0; p < words; p += VL) {
             vu r[VL];
+            AF_UNROLL
             for (int i = 0; i < VL; ++i)
                 r[i] = j + i < n ? fetch_pairs(m, j + i, 2 * p, k - 2 * p) : vu{};
             transpose(r);
             uint32_t* to = out + (j / NR) * words * NR + p * NR + j % NR;
             const int64_t rows = words - p < VL ? words - p : VL;
-            for (int64_t i = 0; i < rows; ++i) store(to + i * NR, r[i]);
+            if (rows == VL) {
+                AF_UNROLL
+                for (int i = 0; i < VL; ++i) store(to + i * NR, r[i]);
+            } else {
+                for (int64_t i = 0; i < rows; ++i) store(to + i * NR, r[i]);
+            }
         }
 }
 
-// n source rows of d elements -> out [panels of d][..][NR], `panel` words from one to the next;
-// rows n to n_padded are 0. If `bad` is given, bad[r] says whether row r holds NaN or infinity,
-// such rows are packed as 0, and the result is their number.
-static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
-                             int64_t panel, uint8_t* bad) {
+AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_t d, float* out,
+                                   int64_t panel, uint8_t* bad) {
     const int64_t panels = (d + NR - 1) / NR;
     int64_t found = 0;
     for (int64_t r = 0; r < n_padded; ++r) {
         vu odd = vu{};
         for (int64_t j = 0; j < panels; ++j) {
             float* to = out + j * panel + r * NR;
+            AF_UNROLL
             for (int c = 0; c < NR; c += VL) {
                 const vf x = r < n ? fetch(m, r, j * NR + c, d - j * NR - c) : vf{};
                 odd |= as_uint(x - x);
@@ -152,9 +185,8 @@ static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64
             }
         }
         if (!bad) continue;
-        uint32_t any = 0;
-        for (int i = 0; i < VL; ++i) any |= odd[i];
-        bad[r] = any != 0;
+        const bool any = any_bit(odd);
+        bad[r] = any;
         if (any) {
             ++found;
             for (int64_t j = 0; j < panels; ++j) memset(out + j * panel + r * NR, 0, NR * 4);
@@ -163,30 +195,56 @@ static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64
     return found;
 }
 
+// n source rows of d elements -> out [panels of d][..][NR], `panel` words from one to the next;
+// rows n to n_padded are 0. If `bad` is given, bad[r] says whether row r holds NaN or infinity,
+// such rows are packed as 0, and the result is their number.
+static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
+                             int64_t panel, uint8_t* bad) {
+    return specialised(
+        m, [&](const matrix& x) { return pack_straight_of(x, n, n_padded, d, out, panel, bad); });
+}
+
+// Two rows of NR bf16 elements, of which n are inside, as pairs; `odd` gathers what isn't finite.
+AF_INLINE void join_rows(const matrix& m, int64_t r, int64_t rows, int64_t c, int64_t n,
+                         uint32_t* to, bool (&odd)[2]) {
+#if defined(__AVX512BW__)
+    if (n >= NR && m.col == 1 && r + 1 < rows) {
+        __m512i x[2];
+        for (int i = 0; i < 2; ++i) {
+            x[i] = _mm512_loadu_si512(address(m, r + i, c));
+            const __m512i exponent = _mm512_and_si512(x[i], _mm512_set1_epi16(0x7f80));
+            odd[i] |= _mm512_cmpeq_epi16_mask(exponent, _mm512_set1_epi16(0x7f80)) != 0;
+            // So that interleaving within 128 bits leaves columns in order.
+            x[i] = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x[i]);
+        }
+        _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x[0], x[1]));
+        _mm512_storeu_si512(to + VL, _mm512_unpackhi_epi16(x[0], x[1]));
+        return;
+    }
+#endif
+    for (int k = 0; k < NR; k += VL) {
+        vf x[2];
+        for (int i = 0; i < 2; ++i) {
+            x[i] = r + i < rows ? fetch(m, r + i, c + k, n - k) : vf{};
+            odd[i] |= any_bit(as_uint(x[i] - x[i]));
+        }
+        store(to + k, (as_uint(x[0]) >> 16) | as_uint(x[1]));
+    }
+}
+
 // bf16 only. out [panels of d][n_padded / 2][NR]; n_padded is even.
 static int64_t pack_straight_pairs(const matrix& m, int64_t n, int64_t n_padded, int64_t d,
                                    uint32_t* out, int64_t panel, uint8_t* bad) {
     const int64_t panels = (d + NR - 1) / NR;
     int64_t found = 0;
     for (int64_t r = 0; r < n_padded; r += 2) {
-        vu odd[2] = {};
-        for (int64_t j = 0; j < panels; ++j) {
-            uint32_t* to = out + j * panel + r / 2 * NR;
-            for (int c = 0; c < NR; c += VL) {
-                vf x[2];
-                for (int i = 0; i < 2; ++i) {
-                    x[i] = r + i < n ? fetch(m, r + i, j * NR + c, d - j * NR - c) : vf{};
-                    odd[i] |= as_uint(x[i] - x[i]);
-                }
-                store(to + c, (as_uint(x[0]) >> 16) | as_uint(x[1]));
-            }
-        }
+        bool odd[2] = {};
+        for (int64_t j = 0; j < panels; ++j)
+            join_rows(m, r, n, j * NR, d - j * NR, out + j * panel + r / 2 * NR, odd);
         if (!bad) continue;
         for (int i = 0; i < 2; ++i) {
-            uint32_t any = 0;
-            for (int l = 0; l < VL; ++l) any |= odd[i][l];
-            bad[r + i] = any != 0;
-            if (!any) continue;
+            bad[r + i] = odd[i];
+            if (!odd[i]) continue;
             ++found;
             for (int64_t j = 0; j < panels; ++j)
                 for (int c = 0; c < NR; ++c)

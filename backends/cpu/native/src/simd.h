@@ -13,6 +13,7 @@
 #endif
 
 #define AF_INLINE static inline __attribute__((always_inline))
+#define AF_NOINLINE __attribute__((noinline))
 #define AF_UNROLL _Pragma("GCC unroll 16")
 
 namespace AF_LEVEL {
@@ -140,6 +141,17 @@ AF_INLINE vf exp2(vf x) {
 #else
     const vf r = p * as_float((n + 127) << 23);
     return x <= low ? vf{} : r;
+#endif
+}
+
+AF_INLINE bool any_bit(vu v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(v), reinterpret_cast<__m512i>(v));
+#else
+    uint64_t words[VL / 2], all = 0;
+    __builtin_memcpy(words, &v, sizeof words);
+    for (int i = 0; i < VL / 2; ++i) all |= words[i];
+    return all != 0;
 #endif
 }
 

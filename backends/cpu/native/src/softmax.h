@@ -71,7 +71,7 @@ struct softmax_tile {
 
 // Rows whose maximum is +inf are NaN; max_scores tells them from rows with a NaN score.
 template <bool MASKED>
-static __attribute__((noinline)) void note_nan(int rows, const softmax_tile& t,
+static AF_NOINLINE void note_nan(int rows, const softmax_tile& t,
                                                const softmax_state& state) {
     for (int r = 0; r < rows; ++r) {
         if (state.top[r] != infinity) continue;
@@ -100,7 +100,7 @@ AF_INLINE vf live_score(const float* score, const uint16_t* live, int64_t c) {
 }
 
 template <bool MASKED, bool PAIRS>
-static void softmax_rows(int rows, float factor, const softmax_tile& t,
+static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile& t,
                          const softmax_state& state) {
     vf top[VL];
     for (int r = 0; r < VL; ++r) {
