@@ -15,6 +15,7 @@ from anyflex.cli.exit_codes import ExitCode, WrongUsage
 
 if TYPE_CHECKING:
     from anyflex.bench.case import BenchCase, Direction
+    from anyflex.bench.measure import Measurement
 
 __all__ = ["add_parser", "run"]
 
@@ -122,28 +123,31 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress()
     clock = clock_of(device, wall=args.clock == "wall")
     begin = time.perf_counter()
-    measurements = [
-        measured
-        for case in cases
-        for measured in measure_case(case, contenders, device, clock, args.rounds, progress.say)
-    ]
+    measurements: list[Measurement] = []
+
+    def report_of(measured: Sequence[BenchCase]) -> dict[str, Any]:
+        return make_report(
+            measured,
+            measurements,
+            device,
+            clock=clock.name,
+            command=shlex.join(["anyflex", *args.given]),
+            preset=args.preset if args.shape is None else None,
+            rounds=args.rounds,
+            seconds=time.perf_counter() - begin,
+        )
+
+    for count, case in enumerate(cases, start=1):
+        measurements += measure_case(case, contenders, device, clock, args.rounds, progress.say)
+        if args.json not in (None, "-"):
+            # A run that is stopped leaves what it has measured.
+            _write(Path(args.json), json.dumps(report_of(cases[:count]), indent=1) + "\n")
     progress.clear()
-    report = make_report(
-        cases,
-        measurements,
-        device,
-        clock=clock.name,
-        command=shlex.join(["anyflex", *args.given]),
-        preset=args.preset if args.shape is None else None,
-        rounds=args.rounds,
-        seconds=time.perf_counter() - begin,
-    )
+    report = report_of(cases)
     if args.json == "-":
         print(json.dumps(report, indent=1))
     else:
         print("\n".join(table_lines(report)))
-        if args.json is not None:
-            _write(Path(args.json), json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
         _write(args.plot, svg_plot(report))
     return _verdict(report)

@@ -103,10 +103,10 @@ def _lane(tensor: Tensor) -> Lanes:
     return Lanes([Number.of[tensor.dtype](tensor)])
 
 
-def _dense(
+def _scores(
     query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out [B, L, H, E] and lse [B, H, L] in float64, differentiable."""
+    """Masked scores [B, H, L, S] and value [B, H, S, E] in float64, differentiable."""
     batch, rows, heads, _ = query.shape
     columns, kv_heads = key.shape[1:3]
     query, key, value = (each.transpose(1, 2).double() for each in (query, key, value))
@@ -131,10 +131,7 @@ def _dense(
     lists = given.get("block_sparse_tensors")
     if lists is not None:
         live &= _within(lists, given, index, tables)
-    scores = scores.masked_fill(~live, -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-    return (weights @ value).transpose(1, 2), lse
+    return scores.masked_fill(~live, -torch.inf), value
 
 
 class Modified(torch.autograd.Function):
@@ -211,8 +208,10 @@ def install(patch: pytest.MonkeyPatch) -> Recorded:
 
     def forward(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:
         recorded.forward = given
-        out, lse = _dense(query, key, value, {**given, "backward": False})
-        given["out"].copy_(out)
+        scores, value = _scores(query, key, value, {**given, "backward": False})
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+        given["out"].copy_((weights @ value).transpose(1, 2))
         if given["lse"] is not None:
             given["lse"].copy_(lse)
 
@@ -228,12 +227,17 @@ def install(patch: pytest.MonkeyPatch) -> Recorded:
         recorded.backward = given
         leaves = [each.double().requires_grad_() for each in (query, key, value)]
         with torch.enable_grad():
-            found, found_lse = _dense(*leaves, {**given, "backward": True})
-        roots, arriving = [found], [dout.double()]
+            scores, value_ = _scores(*leaves, {**given, "backward": True})
+        dead = lse == -torch.inf
+        weights = (scores.detach() - lse.masked_fill(dead, 0).unsqueeze(-1)).exp()
+        dout = dout.transpose(1, 2).double()
+        delta = (dout * out.transpose(1, 2)).sum(-1)
         if given["dlse"] is not None:
-            roots.append(found_lse)
-            arriving.append(given["dlse"].double())
-        gradients = torch.autograd.grad(roots, leaves, arriving)
+            delta = delta - given["dlse"]
+        dscores = weights * (dout @ value_.detach().mT - delta.unsqueeze(-1))
+        gradients = torch.autograd.grad(
+            (scores, value_), leaves, (dscores, weights.mT @ dout), allow_unused=True
+        )
         for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
             if given[name] is not None:
                 given[name].copy_(gradient)

@@ -104,6 +104,6 @@ def test_other_lengths(lengths: tuple[int, int]) -> None:
     check(lengths, 64, None, causal, kv_heads=2, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("width", [8, 40, 72, 96, 120])
+@pytest.mark.parametrize("width", [64, 96, 128])
 def test_head_dims(width: int) -> None:
     check((300, 300), width, None, causal)

@@ -44,7 +44,7 @@ def dense(
 
 def tensors(lengths: tuple[int, int], kv_heads: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((2, 4, lengths[0], 16), *[(2, kv_heads, lengths[1], 16)] * 2)
+    shapes = ((2, 4, lengths[0], 64), *[(2, kv_heads, lengths[1], 64)] * 2)
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
@@ -106,6 +106,65 @@ def test_results_and_gradients_are_the_formula_s(
     ):
         gap = (got.double() - right).abs().max()
         assert gap <= 1e-2 * right.abs().max(), name
+
+
+@pytest.mark.parametrize("size", [16, (32, 128), (64, 48), 256], ids=str)
+@pytest.mark.parametrize("score_mod", [None, alibi])
+def test_blocks_of_any_size_become_tiles_and_structure_wins(
+    score_mod: Callable[..., Tensor] | None, size: int | tuple[int, int], recorded: Recorded
+) -> None:
+    lengths = (300, 290)
+    inputs = [each.requires_grad_() for each in tensors(lengths)]
+    built = anyflex.create_block_mask(documents, None, 4, *lengths, BLOCK_SIZE=size)
+    # Some blocks say more than the function.
+    runs = built.runs.clone()
+    runs[::3, 2] = FULL
+    mask = anyflex.BlockMask.from_runs(
+        built.offsets, runs, mask_mod=documents, seq_lengths=lengths, block_size=size
+    )
+    with posing("cuda", arch="sm_90"):
+        out = anyflex.flex_attention(*inputs, score_mod, mask, enable_gqa=True, backend=BACKEND)
+        out.sum().backward()
+    for given in (recorded.forward, recorded.backward):
+        assert given["block_sparse_tensors"].block_size in ((128, 128), (256, 128))
+    found = [each.grad for each in inputs]
+    again = [each.detach().double().requires_grad_() for each in inputs]
+    wanted = anyflex.flex_attention(*again, score_mod, mask, enable_gqa=True, backend="reference")
+    wanted.sum().backward()
+    for got, want in zip((out, *found), (wanted, *(each.grad for each in again)), strict=True):
+        assert (got.double() - want).abs().max() <= 2e-2 * want.abs().max()
+
+
+def test_delta_and_lse_may_come_from_a_longer_row(recorded: Recorded) -> None:
+    query, key, value = tensors((130, 300))
+    leaves = [each.double().requires_grad_() for each in (query, key, value)]
+    out, lse = dense(*leaves, None, None)
+    dout = torch.ones_like(query)
+    delta = (dout.double() * out.detach()).sum(-1).float()
+    out.backward(dout.double())
+    # Nobody reads it then.
+    nothing = torch.full_like(query, torch.nan)
+    with posing("cuda", arch="sm_90"):
+        first, second = (
+            anyflex.flex_attention_backward(
+                dout,
+                query,
+                key[:, :, part],
+                value[:, :, part],
+                nothing,
+                lse.detach().float(),
+                delta=delta,
+                enable_gqa=True,
+                backend=BACKEND,
+            )
+            for part in (slice(0, 150), slice(150, 300))
+        )
+    found = [first.query.float() + second.query.float()]
+    found += [
+        torch.cat(pair, 2) for pair in ((first.key, second.key), (first.value, second.value))
+    ]
+    for got, leaf in zip(found, leaves, strict=True):
+        assert (got.double() - leaf.grad).abs().max() <= 2e-2 * leaf.grad.abs().max()
 
 
 @pytest.mark.parametrize(

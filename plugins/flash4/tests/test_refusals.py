@@ -33,7 +33,7 @@ def mask_of(size: int | tuple[int, int]) -> anyflex.BlockMask:
 
 def test_training_with_mods_and_masks_is_taken() -> None:
     slopes = torch.zeros(4)
-    for size in (128, (256, 128)):
+    for size in (128, (256, 128), 48):
         query = torch.empty(1, 4, 256, 64, dtype=torch.float16, requires_grad=True)
         with posing("cuda", arch="sm_90"):
             found = anyflex.explain(
@@ -52,10 +52,8 @@ def test_training_with_mods_and_masks_is_taken() -> None:
     [
         ({"dtype": torch.float32}, "dtype float32 is not supported"),
         ({"width": 160}, "head dim E = 160 is not supported"),
-        ({"width": 20}, "head dim E = 20 is not supported"),
+        ({"width": 72}, "head dim E = 72 is not supported"),
         ({"arch": "sm_100"}, "architecture sm_100; cuda.flash4 was tried on sm_90"),
-        ({"block_mask": mask_of(64)}, "a multiple of 128 queries: build it with BLOCK_SIZE=128"),
-        ({"block_mask": mask_of((128, 256))}, "need 128 keys"),
         ({"return_aux": anyflex.AuxRequest(max_scores=True)}, "max_scores is not supported"),
     ],
 )
@@ -135,7 +133,7 @@ def test_it_is_a_peer_and_never_chosen() -> None:
 
 def test_a_kernel_is_made_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    query = torch.ones(1, 1, 4, 16, dtype=torch.bfloat16)
+    query = torch.ones(1, 1, 4, 64, dtype=torch.bfloat16)
     with posing("cuda", arch="sm_90"):
         out = anyflex.flex_attention(query, query, query, backend="cuda.flash4")
     assert torch.equal(out, query) and isinstance(Accepted(), Accepted)

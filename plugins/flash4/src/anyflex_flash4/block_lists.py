@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from anyflex.plugin import MaskViews
+from anyflex.plugin import FULL, MaskViews
 from anyflex_flash4.bands import Band, follows
 
-__all__ = ["Lists", "follows_once", "lists_of"]
+__all__ = ["TILE", "Lists", "fits_tiles", "follows_once", "kinds_of", "lists_of"]
 
-_KEPT = "anyflex_flash4_follows"
+TILE = 128
+"""Of keys, in both directions, up to head dim 128; blocks of queries are multiples of it."""
+_KEPT = "anyflex_flash4"
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,21 @@ class Lists:
     block_size: tuple[int, int]
 
 
+def fits_tiles(block_size: tuple[int, int]) -> bool:
+    """Whether a mask's blocks are some that FlashAttention-4's kernels walk over as they are."""
+    return block_size[1] == TILE and block_size[0] % TILE == 0
+
+
 def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
-    """Return a mask's lists: the kv blocks of each q block, for backward the other way round."""
+    """Return a mask's lists: the kv blocks of each q block, for backward the other way round.
+
+    Blocks that are no tiles become tiles: FULL where all of a tile is, else PARTIAL, and then
+    `kinds_of` tells what is visited within.
+    """
+    if not fits_tiles(views.block_size):
+        forward, transposed = _kept(views, "tiles", lambda: _tile_lists(views))
+        found: Lists = transposed if backward else forward
+        return found
     lists = (views.transposed() if backward else views).index_lists()
     return Lists(
         lists.kv_num_blocks,
@@ -44,12 +61,61 @@ def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
     )
 
 
+def kinds_of(views: MaskViews) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """Return the kinds of a mask's own blocks, int8 and flat, and where they stand: strides of
+    batch and head, 0 where one serves all, then the number of rows and of columns."""
+    kinds = views.dense()
+    batches, heads, rows, columns = kinds.shape
+    head = rows * columns if heads > 1 else 0
+    batch = heads * rows * columns if batches > 1 else 0
+    return kinds.reshape(-1), (batch, head, rows, columns)
+
+
 def follows_once(views: MaskViews, band: Band) -> bool:
-    """`follows`, looked at once a mask: the answer hangs on a tensor that the views keep."""
-    answers: dict[Band, bool] | None = getattr(views.offsets, _KEPT, None)
-    if answers is None:
-        answers = {}
-        setattr(views.offsets, _KEPT, answers)
-    if band not in answers:
-        answers[band] = follows(views, band)
-    return answers[band]
+    """`follows`, looked at once a mask."""
+    return bool(_kept(views, band, lambda: follows(views, band)))
+
+
+def _kept(views: MaskViews, name: object, make: Any) -> Any:
+    """What is made once a mask hangs on a tensor that the views keep."""
+    made: dict[object, Any] | None = getattr(views.offsets, _KEPT, None)
+    if made is None:
+        made = {}
+        setattr(views.offsets, _KEPT, made)
+    if name not in made:
+        made[name] = make()
+    return made[name]
+
+
+def _tiles(views: MaskViews) -> tuple[Tensor, Tensor]:
+    """(PARTIAL, FULL) of each tile, bool [B', H', q tiles, kv tiles]."""
+    kinds = views.dense()
+    some, spoilt = kinds != 0, kinds != FULL
+    for axis, (block, length) in enumerate(
+        zip(views.block_size, (views.q_length, views.kv_length), strict=True), start=2
+    ):
+        some, spoilt = (_any_in_tiles(each, axis, block, length) for each in (some, spoilt))
+    return some & spoilt, ~spoilt
+
+
+def _any_in_tiles(blocks: Tensor, axis: int, block: int, length: int) -> Tensor:
+    """Whether any block that a tile touches is True, along one axis."""
+    first = torch.arange(-(-length // TILE), device=blocks.device) * TILE
+    end = (first + TILE).clamp(max=length)
+    sums = blocks.to(torch.int32).cumsum(axis)
+    sums = torch.cat([torch.zeros_like(sums.narrow(axis, 0, 1)), sums], axis)
+    after = sums.index_select(axis, (end + block - 1) // block)
+    return after > sums.index_select(axis, first // block)
+
+
+def _tile_lists(views: MaskViews) -> tuple[Lists, Lists]:
+    """Lists of tiles for forward, and for backward."""
+    partial, full = _tiles(views)
+    forward = Lists(*_listed(partial), *_listed(full), (TILE, TILE))
+    return forward, Lists(*_listed(partial.mT), *_listed(full.mT), (TILE, TILE))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool [B', H', rows, columns] as counts and indices, those that are True first."""
+    indices = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), indices.to(torch.int32)

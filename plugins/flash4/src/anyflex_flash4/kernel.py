@@ -20,12 +20,14 @@ from anyflex.plugin import (
     Spec,
 )
 from anyflex_flash4.bands import Band, find_band
-from anyflex_flash4.block_lists import follows_once, lists_of
+from anyflex_flash4.block_lists import follows_once, kinds_of, lists_of
 from anyflex_flash4.cute_mods import CuteMods
-from anyflex_flash4.mods import call_numbers
+from anyflex_flash4.mods import call_numbers, table_count
 
 __all__ = ["Flash4Kernel"]
 
+_MOST = 65535
+"""A side of a grid of thread blocks."""
 _NUMBERS_KEPT = 64
 """Sets of run-time numbers that stay on the device."""
 
@@ -54,6 +56,7 @@ class Flash4Kernel(Kernel):
         self._reads = reads
         self._always_lists = dict(spec.options).get("masks") == "lists"
         self._bands: dict[tuple[int, ...], Band | None] = {}
+        self._asks_structure = table_count(spec) > len(spec.captured)
         self._numbers: dict[object, Tensor] = {}
         # FlashAttention-4 looks into its compile caches without a lock.
         self._lock = threading.Lock()
@@ -68,7 +71,7 @@ class Flash4Kernel(Kernel):
                 out.lse.fill_(-torch.inf)
             return
         masks = self._mask_arguments(call, backward=False)
-        tensors = self._tensors(call)
+        tensors = self._tensors(call, masks)
         with torch.no_grad(), self._lock:
             self._forward(
                 _rows_first(call.query),
@@ -90,23 +93,25 @@ class Flash4Kernel(Kernel):
                     target.zero_()
             return
         masks = self._mask_arguments(call, backward=True)
-        tensors = self._tensors(call)
+        tensors = self._tensors(call, masks)
         dout = grad.dout
         dead = saved.lse == -torch.inf
         # Whatever arrives at a row without a live key is dropped.
         dout = dout.masked_fill(dead.unsqueeze(-1), 0)
         dlse = None if grad.dlse is None else grad.dlse.masked_fill(dead, 0).float()
+        out = saved.out
         if grad.delta is not None:
-            # It takes delta from out and dout, less dlse: the difference goes where dlse goes.
-            own = (saved.out.float() * dout.float()).sum(-1)
-            apart = (own - grad.delta).masked_fill(dead, 0)
-            dlse = apart if dlse is None else dlse + apart
+            # It makes delta of out and dout, and takes dlse from it: with an out of 0, delta
+            # comes that way.
+            delta = grad.delta.masked_fill(dead, 0).float()
+            dlse = -delta if dlse is None else dlse - delta
+            out = torch.zeros_like(dout, memory_format=torch.contiguous_format)
         with torch.no_grad(), self._lock:
             self._backward(
                 _rows_first(call.query),
                 _rows_first(call.key),
                 _rows_first(call.value),
-                _rows_first(saved.out),
+                _rows_first(out),
                 _rows_first(dout),
                 saved.lse.contiguous(),
                 softmax_scale=call.scale,
@@ -158,12 +163,23 @@ class Flash4Kernel(Kernel):
         )
         return {"mask_mod": self._mods.mask_mod, "block_sparse_tensors": sparse}
 
-    def _tensors(self, call: Call) -> list[Tensor] | None:
-        """What the mods read: captured tensors as flat ones, then ints, then floats."""
+    def _tensors(self, call: Call, masks: dict[str, object]) -> list[Tensor] | None:
+        """What the mods read: captured tensors as flat ones, the mask's own blocks where they are
+        asked, then ints, then floats."""
         if any(call.index_offsets):
             raise BackendRefused("cuda.flash4 takes no index offsets")
+        if max(call.query.shape[:2]) > _MOST:
+            raise BackendRefused(f"FlashAttention-4 takes up to {_MOST} batches, and heads")
+        if self._mods.score_mod is None and "mask_mod" not in masks:
+            return None
         tensors = [_flat(table) for table in call.captured]
-        ints, floats = call_numbers(call)
+        structure: tuple[int, ...] = ()
+        if self._asks_structure:
+            # A band asks nothing, but a score mod of the call counts on the same places.
+            assert call.mask is not None
+            kinds, structure = kinds_of(call.mask)
+            tensors.append(kinds)
+        ints, floats = call_numbers(call, structure)
         if self._reads[0]:
             tensors.append(self._number_tensor(ints, torch.int32, call.query.device))
         if self._reads[1]:

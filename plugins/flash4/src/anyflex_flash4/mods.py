@@ -9,10 +9,28 @@ from typing import Any
 
 import torch
 
-from anyflex.plugin import DTYPES, Call, Lowering, Node, Spec, differentiate, simplify
+from anyflex.plugin import (
+    DTYPES,
+    FULL,
+    PARTIAL,
+    Call,
+    Lowering,
+    Node,
+    Spec,
+    differentiate,
+    simplify,
+)
+from anyflex_flash4.block_lists import fits_tiles
 from anyflex_flash4.operations import FUNCTIONS
 
-__all__ = ["FLASH4", "call_numbers", "load_source", "reads_call", "write_source"]
+__all__ = [
+    "FLASH4",
+    "call_numbers",
+    "load_source",
+    "reads_call",
+    "table_count",
+    "write_source",
+]
 
 
 @dataclass
@@ -152,9 +170,14 @@ FLASH4: Lowering[_Program, str] = Lowering(
 _INDICES = "b, h, q_idx, kv_idx"
 
 
+def _asks_structure(spec: Spec) -> bool:
+    """Whether the mask function has to ask the mask's own blocks: kernels walk over others."""
+    return spec.mask_kind == "runs" and not fits_tiles(spec.block_size)
+
+
 def _layout(spec: Spec) -> tuple[tuple[int, ...], int]:
     """Where in ``ints`` each captured tensor's sizes begin, and where the numbers do."""
-    first, places = 0, []
+    first, places = 4 if _asks_structure(spec) else 0, []
     for facts in spec.captured:
         places.append(first)
         first += facts.rank
@@ -171,6 +194,31 @@ def _function_lines(
         value = FLASH4.lower(nodes, program, [result])[result]
     body = [f"    {line}" for line in (*program.lines, f"return {value}")]
     return ["", "", f"def {name}(ops, tables, ints, floats, {arguments}):", *body]
+
+
+def _structure_lines(spec: Spec) -> list[str]:
+    """A mask function that asks the mask's own blocks first: structure wins."""
+    places = []
+    for axis, (index, size) in enumerate(zip(("q_idx", "kv_idx"), spec.block_size, strict=True)):
+        # Indices aren't negative: neither the shift nor the division rounds another way.
+        power = size.bit_length() - 1
+        by = f">> ops.i32({power})" if size == 1 << power else f"// ops.i32({size})"
+        places.append(f"ops.place(ops.i32({index}) {by}, ints[{2 + axis}])")
+    lines = [
+        f"row = {places[0]}",
+        f"column = {places[1]}",
+        "place = ops.i64(b) * ops.i64(ints[0]) + ops.i64(h) * ops.i64(ints[1])",
+        f"kind = ops.i32(tables[{len(spec.captured)}][place + row * ops.i64(ints[3]) + column])",
+    ]
+    if spec.mask_graph is None:
+        lines.append("return kind != ops.i32(0)")
+    else:
+        lines += [
+            f"kept = within_mask(ops, tables, ints, floats, {_INDICES})",
+            f"return (kind == ops.i32({FULL})) | ((kind == ops.i32({PARTIAL})) & kept)",
+        ]
+    body = [f"    {line}" for line in lines]
+    return ["", "", f"def mask_mod(ops, tables, ints, floats, {_INDICES}):", *body]
 
 
 def write_source(spec: Spec) -> str:
@@ -191,7 +239,10 @@ def write_source(spec: Spec) -> str:
             lines += _function_lines(spec, "score_mod_bwd", arguments, slope.nodes, slope.score)
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
-        lines += _function_lines(spec, "mask_mod", _INDICES, graph.nodes, graph.output)
+        name = "within_mask" if _asks_structure(spec) else "mask_mod"
+        lines += _function_lines(spec, name, _INDICES, graph.nodes, graph.output)
+    if _asks_structure(spec):
+        lines += _structure_lines(spec)
     return "\n".join([*lines, ""])
 
 
@@ -214,10 +265,21 @@ def reads_call(spec: Spec) -> tuple[bool, bool]:
     return bool(_layout(spec)[1]) or "i" in slots, "f" in slots
 
 
-def call_numbers(call: Call) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def table_count(spec: Spec) -> int:
+    """How many ``tables`` the functions read: captured tensors, and the mask's own blocks."""
+    return len(spec.captured) + _asks_structure(spec)
+
+
+def call_numbers(
+    call: Call, structure: Sequence[int] = ()
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return ``ints``, the sizes of captured tensors and the low and high halves of the call's
-    ints, and ``floats``. All fit 32 bits."""
-    ints = [size for table in call.captured for size in table.shape]
+    ints, and ``floats``. All fit 32 bits.
+
+    Args:
+        structure: of `anyflex_flash4.block_lists.kinds_of`, where the mask function asks it.
+    """
+    ints = [*structure, *(size for table in call.captured for size in table.shape)]
     for number in call.ints:
         low = number & 0xFFFFFFFF
         ints += [low - (1 << 32) if low >> 31 else low, number >> 32]
