@@ -3,13 +3,18 @@ fast anything was."""
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from anyflex.bench import measure
+from anyflex.bench.case import BenchCase
+from anyflex.bench.measure import Measurement
 from anyflex.cli.main import main
 from anyflex.plugin import Artifacts, Kernel, Spec, register
 from tests.bench.conftest import Bench
@@ -135,6 +140,27 @@ def test_the_report_says_where_and_how(bench: Bench) -> None:
     assert report["versions"]["torch"] == torch.__version__
     assert report["clock"] == "wall, time.perf_counter" and report["rounds"] == 3
     assert report["cases"][0]["q_shape"] == [1, 2, 160, 8]
+
+
+def test_a_run_that_is_stopped_leaves_the_cases_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = measure.measure_case
+
+    def stopped(case: BenchCase, *arguments: Any) -> Iterator[Measurement]:
+        if case.q_shape[2] == 96:
+            raise KeyboardInterrupt
+        return whole(case, *arguments)
+
+    monkeypatch.setattr(measure, "measure_case", stopped)
+    file = tmp_path / "results.json"
+    arguments = [*("--shape", "1x1x64x8"), *("--shape", "1x1x96x8"), *("--rounds", "1")]
+    assert main(["bench", *arguments, "--backend", "reference", "--json", str(file)]) != 0
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert [case["q_shape"][2] for case in report["cases"]] == [64]
+    assert [row["status"] for row in report["measurements"]] == ["measured"]
+    # Where the file lies isn't published with it.
+    assert report["command"].endswith("--json results.json")
 
 
 def test_the_table_and_the_picture_show_each_row(

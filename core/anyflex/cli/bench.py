@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
             measurements,
             device,
             clock=clock.name,
-            command=shlex.join(["anyflex", *args.given]),
+            command=shlex.join(["anyflex", *map(_without_folder, args.given)]),
             preset=args.preset if args.shape is None else None,
             rounds=args.rounds,
             seconds=time.perf_counter() - begin,
@@ -214,6 +214,11 @@ def _directions(text: str) -> tuple[Direction, ...]:
     if unknown or not wanted:
         raise WrongUsage(f"--direction {text}: must be of {', '.join(DIRECTIONS)}")
     return tuple(name for name in DIRECTIONS if name in wanted)
+
+
+def _without_folder(argument: str) -> str:
+    """Results are published, and where they were written is nobody's business."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _write(path: Path, text: str) -> None:
