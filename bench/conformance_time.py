@@ -69,14 +69,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only the quick subset")
     arguments = parser.parse_args()
     cores = keep_to_two_cores()
+    # What others do on the machine is in every figure.
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     rows = [measure(which) for which in (("quick",) if arguments.quick else ("quick", "whole"))]
     if arguments.json:
-        print(json.dumps({"cores": cores, "rows": rows}, indent=2))
+        print(json.dumps({"cores": cores, "load_before": load, "rows": rows}, indent=2))
     else:
+        print(f"{cores} cores, load average before: {load}")
         for row in rows:
             slowest = ", ".join(f"{case} {s:.1f} s" for case, s in row["slowest"].items())
             print(
-                f"{row['which']}: {row['cases']} cases in {row['seconds']:.1f} s on {cores} cores "
+                f"{row['which']}: {row['cases']} cases in {row['seconds']:.1f} s "
                 f"(limit {row['limit_s']:.0f}), {'all well' if row['passed'] else 'FAILED'}; "
                 f"slowest: {slowest}"
             )
