@@ -21,7 +21,7 @@
 
 namespace AF_LEVEL {
 
-constexpr int64_t q_tile_rows = 128;
+constexpr int64_t q_tile_rows = 256;
 constexpr int64_t kv_tile_rows = 128;
 // Rows and columns of a tile that are skipped together where no pair is live.
 constexpr int64_t group = 32;

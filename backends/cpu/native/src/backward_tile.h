@@ -11,9 +11,10 @@ namespace AF_LEVEL {
 
 // What a thread works in.
 struct tile_buffers {
-    float* score;     // [group][kv_tile_rows]
-    float* plain;     // [group][kv_tile_rows]: scores before score_mod, for its derivative
-    float* grad;      // [group][kv_tile_rows]: dP, then dS
+    float* score;     // [group][strip]
+    float* plain;     // [group][strip]: scores before score_mod, for its derivative
+    float* grad;      // [group][strip]: dP, then dS
+    int64_t strip;    // columns that pass at a time
     uint16_t* grad_rows;  // pairs: [group][kv_tile_rows]: dS, left side of dQ
     uint32_t* prob;   // [kv_tile_rows / NR][q_tile_rows / word][NR]: right side of dV^T
     uint32_t* dscore;  // the same of dS: right side of dK^T
@@ -40,9 +41,12 @@ inline int64_t scratch_bytes(const af_problem& p) {
 inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const af_problem& p) {
     tile_buffers t;
     const int64_t rows = q_tile_rows / plan.word;
-    t.score = memory.take<float>(group * kv_tile_rows);
-    t.plain = memory.take<float>(p.score_backward ? group * kv_tile_rows : 0);
-    t.grad = memory.take<float>(group * kv_tile_rows);
+    // Narrow strips stay in the first cache; wide ones call a program less often, and are what
+    // dQ's product in float reads.
+    t.strip = plan.pairs && !p.score ? kv_tile_rows / 2 : kv_tile_rows;
+    t.score = memory.take<float>(group * t.strip);
+    t.plain = memory.take<float>(p.score_backward ? group * t.strip : 0);
+    t.grad = memory.take<float>(group * t.strip);
     t.grad_rows = memory.take<uint16_t>(plan.pairs ? group * kv_tile_rows : 0);
     t.prob = memory.take<uint32_t>(rows * kv_tile_rows);
     t.dscore = memory.take<uint32_t>(rows * kv_tile_rows);
@@ -84,38 +88,25 @@ static void multiply_rows(int64_t rows, int64_t panels, int64_t k, const uint32_
                   a_k, reinterpret_cast<const float*>(b), b_panel, c, ldc, 1.0f, nullptr);
 }
 
-// P and the gradient of the modified score of rows r and r + 1 (pairs) or r (floats).
-template <bool PAIRS> struct probability {
-    static constexpr int DEGREE = PAIRS ? 4 : 5;  // bf16 keeps 8 bits of P
-
-    vf p, ds;
-    AF_INLINE probability of(const float* score, const float* dp, vf factor, vf lse, vf delta) {
-        probability x;
-        x.p = exp2<DEGREE>(madd(load(score), factor, -lse));
-        x.ds = x.p * (load(dp) - delta);
-        return x;
-    }
-    AF_INLINE probability of_live(const float* score, const float* dp, vf factor, vf lse,
-                                  vf delta, const uint16_t* live, int64_t c) {
-        probability x = of(score, dp, factor, lse, delta);
-        const vm m = lanes(live, c);
-        x.p = where(m, x.p, vf{});
-        x.ds = where(m, x.ds, vf{});
-        return x;
-    }
-};
-
-// Word of two rows' bf16, row r in the low half.
-AF_INLINE vu pair_of_rows(vf low, vf high) {
+// bf16 of two rows: as words of both, row r in the low half, and as rows.
+AF_INLINE void store_pair(vf low, vf high, uint32_t* words, uint16_t* low_row,
+                          uint16_t* high_row) {
 #if defined(__AVX512BF16__)
     const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
     const __m512i order = _mm512_set_epi16(
         31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
         19, 3, 18, 2, 17, 1, 16, 0);
-    return reinterpret_cast<vu>(_mm512_permutexvar_epi16(order, both));
+    store(words, reinterpret_cast<vu>(_mm512_permutexvar_epi16(order, both)));
+    if (!low_row) return;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(low_row), _mm512_castsi512_si256(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(high_row),
+                        _mm512_extracti64x4_epi64(both, 1));
 #else
-    return __builtin_convertvector(bf16_of_float(low), vu) |
-           (__builtin_convertvector(bf16_of_float(high), vu) << 16);
+    const vh l = bf16_of_float(low), h = bf16_of_float(high);
+    store(words, __builtin_convertvector(l, vu) | (__builtin_convertvector(h, vu) << 16));
+    if (!low_row) return;
+    store(low_row, l);
+    store(high_row, h);
 #endif
 }
 
@@ -125,6 +116,25 @@ template <bool PAIRS> AF_INLINE uint32_t* panel_at(uint32_t* panels, int64_t r, 
     return panels + c / NR * rows * NR + (PAIRS ? r / 2 : r) * NR + c % NR;
 }
 
+// P and dP - delta times P, of VL pairs.
+template <bool PAIRS, bool MASKED> struct probability {
+    static constexpr int DEGREE = PAIRS ? 3 : 5;  // bf16 keeps 8 bits of P
+    vf p, ds;
+
+    AF_INLINE probability of(const float* score, const float* dp, vf factor, vf lse, vf delta,
+                             const uint16_t* live, int64_t c) {
+        probability x;
+        x.p = exp2<DEGREE>(madd(load(score), factor, -lse));
+        x.ds = x.p * (load(dp) - delta);
+        if constexpr (MASKED) {
+            const vm m = lanes(live, c);
+            x.p = where(m, x.p, vf{});
+            x.ds = where(m, x.ds, vf{});
+        }
+        return x;
+    }
+};
+
 // Operands of dV, dK and dQ from `score` and `grad` (dP) of a group of rows; columns [from, to).
 // score -> exp2(score * factor - lse) = P; grad -> P (dP - delta), which also goes to `grad` where
 // products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`, a program follows.
@@ -132,7 +142,10 @@ template <bool PAIRS, bool MASKED, bool KEEP_GRAD>
 static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int64_t first,
                                 int64_t from, int64_t to, float factor) {
     constexpr int step = PAIRS ? 2 : 1;
+    constexpr int64_t panel = q_tile_rows / step * NR;
+    typedef probability<PAIRS, MASKED> probability;
     const vf f = splat(factor);
+    const int64_t ld = t.strip;
     for (int64_t i = 0; i < group; i += step) {
         const int64_t r = first + i;
         vf lse[step], delta[step];
@@ -140,31 +153,37 @@ static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int
             lse[k] = splat(at.operands.lse[r + k]);
             delta[k] = splat(at.operands.delta[r + k]);
         }
-        for (int64_t c = from; c < to; c += VL) {
-            probability<PAIRS> x[step];
+        const float* score = t.score + i * ld;
+        float* grad = t.grad + i * ld;
+        uint32_t* prob = panel_at<PAIRS>(t.prob, r, from);
+        uint32_t* dscore = panel_at<PAIRS>(t.dscore, r, from);
+        uint16_t* rows = PAIRS ? t.grad_rows + i * kv_tile_rows + from : nullptr;
+        const uint16_t* live = t.living.live + r * live_words;
+        for (int64_t c = from; c < to; c += NR) {
             AF_UNROLL
-            for (int k = 0; k < step; ++k) {
-                const float* score = t.score + (i + k) * kv_tile_rows + c;
-                float* grad = t.grad + (i + k) * kv_tile_rows + c;
-                if constexpr (MASKED)
-                    x[k] = probability<PAIRS>::of_live(score, grad, f, lse[k], delta[k],
-                                                       t.living.live + (r + k) * live_words, c);
-                else
-                    x[k] = probability<PAIRS>::of(score, grad, f, lse[k], delta[k]);
-                if (!PAIRS || KEEP_GRAD) store(grad, x[k].ds);
-            }
-            if constexpr (PAIRS) {
-                store(panel_at<true>(t.prob, r, c), pair_of_rows(x[0].p, x[1].p));
-                if constexpr (!KEEP_GRAD) {
-                    store(panel_at<true>(t.dscore, r, c), pair_of_rows(x[0].ds, x[1].ds));
-                    store(t.grad_rows + i * kv_tile_rows + c, bf16_of_float(x[0].ds));
-                    store(t.grad_rows + (i + 1) * kv_tile_rows + c, bf16_of_float(x[1].ds));
+            for (int j = 0; j < NR; j += VL) {
+                probability x[step];
+                AF_UNROLL
+                for (int k = 0; k < step; ++k) {
+                    x[k] = probability::of(score + k * ld + j, grad + k * ld + j, f, lse[k],
+                                           delta[k], live + k * live_words, c + j);
+                    if (!PAIRS || KEEP_GRAD) store(grad + k * ld + j, x[k].ds);
                 }
-            } else {
-                store(panel_at<false>(t.prob, r, c), as_uint(x[0].p));
-                if constexpr (!KEEP_GRAD)
-                    store(panel_at<false>(t.dscore, r, c), as_uint(x[0].ds));
+                if constexpr (PAIRS) {
+                    store_pair(x[0].p, x[1].p, prob + j, nullptr, nullptr);
+                    if constexpr (!KEEP_GRAD)
+                        store_pair(x[0].ds, x[1].ds, dscore + j, rows + j,
+                                   rows + kv_tile_rows + j);
+                } else {
+                    store(prob + j, as_uint(x[0].p));
+                    if constexpr (!KEEP_GRAD) store(dscore + j, as_uint(x[0].ds));
+                }
             }
+            score += NR;
+            grad += NR;
+            prob += panel;
+            dscore += panel;
+            rows += PAIRS ? NR : 0;
         }
     }
 }
@@ -177,20 +196,19 @@ static void operands_of_gradients(const tile_buffers& t, int64_t first, int64_t 
         for (int64_t c = from; c < to; c += VL) {
             vf ds[step];
             for (int k = 0; k < step; ++k) {
-                float* grad = t.grad + (i + k) * kv_tile_rows + c;
+                float* grad = t.grad + (i + k) * t.strip + c - from;
                 ds[k] = load(grad);
                 if (!t.living.whole)
                     ds[k] = where(lanes(t.living.live + (first + i + k) * live_words, c), ds[k],
                                   vf{});
-                if constexpr (PAIRS)
-                    store(t.grad_rows + (i + k) * kv_tile_rows + c, bf16_of_float(ds[k]));
-                else
-                    store(grad, ds[k]);
+                if constexpr (!PAIRS) store(grad, ds[k]);
             }
+            uint32_t* dscore = panel_at<PAIRS>(t.dscore, first + i, c);
+            uint16_t* rows = t.grad_rows + i * kv_tile_rows + c;
             if constexpr (PAIRS)
-                store(panel_at<true>(t.dscore, first + i, c), pair_of_rows(ds[0], ds[1]));
+                store_pair(ds[0], ds[1], dscore, rows, rows + kv_tile_rows);
             else
-                store(panel_at<false>(t.dscore, first + i, c), as_uint(ds[0]));
+                store(dscore, as_uint(ds[0]));
         }
 }
 
@@ -218,12 +236,13 @@ struct bad_rows {
     }
 
     // Scores (unscaled) and dP of a group of rows.
-    void products(const tile_place& at, const tile_buffers& t, int64_t first) const {
+    void products(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
+                  int64_t end) const {
         const af_problem& p = at.args->problem;
         for (int64_t r = first; r < smaller(first + group, at.rows); ++r)
-            for (int64_t c = 0; c < at.keys; ++c) {
+            for (int64_t c = from; c < smaller(end, at.keys); ++c) {
                 if (!t.living.is_live(r, c)) continue;
-                const int64_t to = (r - first) * kv_tile_rows + c;
+                const int64_t to = (r - first) * t.strip + c - from;
                 if (at.operands.bad_query[r])
                     t.score[to] = row_product(query, r, key, c, p.head_dim);
                 if (at.operands.bad_dout[r])
@@ -241,9 +260,11 @@ struct bad_rows {
                 const uint32_t word = *panel_at<PAIRS>(t.prob, r, c);
                 const uint32_t bits = !PAIRS ? word : r % 2 ? word & 0xffff0000u : word << 16;
                 const float prob = as_float(splat(bits))[0];
-                const int64_t cell = (r - first) * kv_tile_rows + c;
-                const uint32_t rounded = PAIRS ? uint32_t(t.grad_rows[cell]) << 16 : 0;
-                const float ds = PAIRS ? as_float(splat(rounded))[0] : t.grad[cell];
+                const int64_t i = r - first;
+                const uint32_t rounded =
+                    PAIRS ? uint32_t(t.grad_rows[i * kv_tile_rows + c]) << 16 : 0;
+                const float ds = PAIRS ? as_float(splat(rounded))[0]
+                                       : t.grad[i * t.strip + c - t.living.begin[first / group]];
                 if (at.dq && t.kv.bad_key[c])
                     for (int64_t e = 0; e < p.head_dim; ++e)
                         at.dq[r * at.plan->head_dim + e] += ds * element(key, c, e);
@@ -263,7 +284,7 @@ inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t
     af_tile tile;
     memset(&tile, 0, sizeof tile);
     tile.live = t.living.whole ? nullptr : t.living.live + first * live_words + from / 16;
-    tile.ld = kv_tile_rows;
+    tile.ld = t.strip;
     tile.live_ld = live_words;
     tile.rows = static_cast<int32_t>(smaller(group, at.rows - first));
     tile.cols = static_cast<int32_t>(smaller(to, at.keys) - from);
@@ -295,14 +316,14 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
     }
     const bool derivative = p.score_backward && at.wants_dscore;
     for (int64_t i = 0; i < group; ++i)
-        for (int64_t c = from; c < to; c += VL) {
-            const int64_t n = i * kv_tile_rows + c;
+        for (int64_t c = 0; c < to - from; c += VL) {
+            const int64_t n = i * t.strip + c;
             const vf x = load(t.score + n) * splat(scale);
             store(t.score + n, x);
             if (derivative) store(t.plain + n, x);
         }
     af_tile tile = program_tile(at, t, first, from, to);
-    tile.score = t.score + from;
+    tile.score = t.score;
     p.score->function(p.score, &tile);
     if (!derivative) {
         if (whole)
@@ -315,8 +336,8 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
         gradients_of_scores<PAIRS, false, true>(at, t, first, from, to, log2_e);
     else
         gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, log2_e);
-    tile.score = t.plain + from;
-    tile.grad = t.grad + from;
+    tile.score = t.plain;
+    tile.grad = t.grad;
     p.score_backward->function(p.score_backward, &tile);
     operands_of_gradients<PAIRS>(t, first, from, to);
 }
@@ -382,25 +403,25 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
         clear_operands<PAIRS>(t, first, 0, from);
         clear_operands<PAIRS>(t, first, to, kv_tile_rows);
         if (from == to) continue;
-        const int64_t panels = (to - from) / NR;
-        multiply_rows<PAIRS, into::store>(
-            group, panels, key_k, at.operands.query + first * plan.head_dim / word,
-            plan.head_dim / word, 1, t.kv.key_t + from * (key_k / word), key_k / word * NR,
-            t.score + from, kv_tile_rows);
-        multiply_rows<PAIRS, into::store>(
-            group, panels, value_k, at.operands.dout + first * plan.value_dim / word,
-            plan.value_dim / word, 1, t.kv.value_t + from * (value_k / word), value_k / word * NR,
-            t.grad + from, kv_tile_rows);
-        if (bad_q) bad_rows(at).products(at, t, first);
-        apply_mods<PAIRS>(at, t, first, from, to);
+        for (int64_t c = from; c < to; c += t.strip) {
+            const int64_t end = smaller(c + t.strip, to), panels = (end - c) / NR;
+            multiply_rows<PAIRS, into::store>(
+                group, panels, key_k, at.operands.query + first * plan.head_dim / word,
+                plan.head_dim / word, 1, t.kv.key_t + c * (key_k / word), key_k / word * NR,
+                t.score, t.strip);
+            multiply_rows<PAIRS, into::store>(
+                group, panels, value_k, at.operands.dout + first * plan.value_dim / word,
+                plan.value_dim / word, 1, t.kv.value_t + c * (value_k / word),
+                value_k / word * NR, t.grad, t.strip);
+            if (bad_q) bad_rows(at).products(at, t, first, c, end);
+            apply_mods<PAIRS>(at, t, first, c, end);
+        }
         if (at.dq) {
-            const uint32_t* ds = PAIRS ? reinterpret_cast<const uint32_t*>(t.grad_rows)
-                                       : reinterpret_cast<const uint32_t*>(t.grad);
-            multiply_rows<PAIRS, into::add>(group, ceil_div(p.head_dim, NR), to - from,
-                                            ds + from / word, kv_tile_rows / word, 1,
-                                            t.kv.key + from / word * NR,
-                                            kv_tile_rows / word * NR,
-                                            at.dq + first * plan.head_dim, plan.head_dim);
+            const void* ds = PAIRS ? static_cast<void*>(t.grad_rows + from) : t.grad;
+            multiply_rows<PAIRS, into::add>(
+                group, ceil_div(p.head_dim, NR), to - from, static_cast<const uint32_t*>(ds),
+                PAIRS ? kv_tile_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
+                kv_tile_rows / word * NR, at.dq + first * plan.head_dim, plan.head_dim);
         }
         if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
     }

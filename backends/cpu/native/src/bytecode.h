@@ -10,9 +10,9 @@
 //
 // The steps stand in four sections. What depends on neither index runs once a tile, with all lanes
 // equal; what depends on q_idx alone once for AF_LANES rows, a lane a row; what depends on kv_idx
-// alone once a strip of AF_LANES columns, a lane a column; the rest for every row of a strip, a lane
-// a column. There an operand in capitals (see below) is one value: its register's lane of that
-// row. Registers of the first sections keep their values as long as their section isn't run again.
+// alone once a strip of AF_LANES columns, a lane a column; the rest for every row of a strip, a
+// lane a column. There an operand in capitals (see below) is one value: its register's lane of
+// that row. Registers of the first sections keep their values as long as their section isn't run again.
 #pragma once
 #include <stdint.h>
 
@@ -69,7 +69,8 @@ enum af_shape { AF_ANY = 0, AF_ONE = 1, AF_STEP = 2 };
 #define AF_TESTS(X, NAME)                                                                    \
     X(NAME##_i, "p:ii") X(NAME##_iS, "p:iI") X(NAME##_l, "p:ll") X(NAME##_lS, "p:lL")         \
     X(NAME##_f, "p:ff") X(NAME##_fS, "p:fF") X(NAME##_d, "p:dd") X(NAME##_dS, "p:dD")
-#define AF_ONE_NUMBER(X, NAME) X(NAME##_i, "i:i") X(NAME##_l, "l:l") X(NAME##_f, "f:f") X(NAME##_d, "d:d")
+#define AF_ONE_NUMBER(X, NAME)                                                               \
+    X(NAME##_i, "i:i") X(NAME##_l, "l:l") X(NAME##_f, "f:f") X(NAME##_d, "d:d")
 #define AF_ONE_FLOAT(X, NAME) X(NAME##_f, "f:f") X(NAME##_d, "d:d")
 #define AF_SELECTS(X, T, LOW, HIGH)                                                          \
     X(where_##T, LOW ":p" LOW LOW) X(where_##T##S, LOW ":p" LOW HIGH)                         \

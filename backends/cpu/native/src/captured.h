@@ -1,4 +1,4 @@
-// Loads of captured tensors and additions to their gradients, for any rank, type and stride.
+// Loads of captured tensors of any rank, type and stride; the places that indices mean.
 //
 // An index in -N..-1 counts from the end, then it is clamped: nothing outside is ever touched. An
 // index outside of [-N, N) of a live pair is noted in the tile's error. A tensor without elements
@@ -238,6 +238,9 @@ static void gather(D* d, const char* data, const places& at, const strip& t) {
     } else if (at.step == 1) {
         AF_LANES_APART
         for (int i = 0; i < n; ++i) d[i] = stored<S>::template lane<D>(from[i]);
+    } else if (at.step == -1) {
+        AF_LANES_APART
+        for (int i = 0; i < n; ++i) d[i] = stored<S>::template lane<D>(from[-i]);
     } else {
         for (int i = 0; i < n; ++i) d[i] = stored<S>::template lane<D>(from[i * at.step]);
     }
@@ -322,44 +325,6 @@ AF_INLINE bool is_loaded_as(int32_t type, char kind) {
         default:
             return type == AF_T_F64;
     }
-}
-
-// Adds the values of live pairs to a captured tensor's gradient, dense and row-major, in the order
-// of the lanes.
-template <class T, bool ONE>
-static void scatter_lanes(const step& s, const strip& t) {
-    constexpr int MOST_DIMS = 64;  // torch's
-    const af_captured& tensor = t.tile->inputs->captured[s.code->immediate];
-    double* const* grads = t.tile->captured_grad;
-    double* grad = grads == nullptr ? nullptr : grads[s.code->immediate];
-    if (grad == nullptr || tensor.rank > MOST_DIMS) return;
-    int64_t strides[MOST_DIMS];
-    int64_t elements = 1;
-    for (int dim = tensor.rank - 1; dim >= 0; --dim) {
-        strides[dim] = elements;
-        elements *= tensor.size[dim];
-    }
-    if (elements == 0) return;
-    const places at = find_places(s, t, tensor.rank, tensor.size, strides, false);
-    const T* values = lanes_of<T>(s.a);
-    const int32_t* narrow = static_cast<const int32_t*>(t.indices);
-    const int64_t* wide = static_cast<const int64_t*>(t.indices);
-    const uint16_t* live = t.tile->live;
-    if (live != nullptr)
-        live += (t.first_row + t.row) * t.tile->live_ld + t.first_column / 16;
-    grad += at.base;
-    double sum = 0;
-    for (int i = 0; i < t.columns; ++i) {
-        if (live != nullptr && !(live[i / 16] >> (i % 16) & 1)) continue;
-        const double value = double(values[ONE ? t.row : i]);
-        if (at.scattered)
-            grad[at.narrow ? narrow[i] : wide[i]] += value;
-        else if (at.step == 0)
-            sum += value;
-        else
-            grad[i * at.step] += value;
-    }
-    if (!at.scattered && at.step == 0) grad[0] += sum;
 }
 
 }  // namespace AF_LEVEL

@@ -301,22 +301,26 @@ int decode_threads(const af_problem& p) {
 
 }  // namespace
 
-int64_t decode_workspace(const af_problem& problem) { return decode_plan_of(problem).total; }
+int64_t decode_workspace(const af_problem& p) {
+    return decode_plan_of(p, p.q_heads / p.kv_heads).total;
+}
 
 int32_t decode(const af_forward_args& args, af_error* error) {
     decode_run run;
     run.args = &args;
     run.p = &args.problem;
-    run.plan = decode_plan_of(args.problem);
-    run.scale = scale_of(args.problem);
+    const af_problem& p = args.problem;
+    const bool alone = p.has_mask && p.runs.heads > 1;
+    run.plan = decode_plan_of(p, alone ? 1 : p.q_heads / p.kv_heads);
+    run.scale = scale_of(p);
     run.records = static_cast<float*>(args.workspace);
     run.threads = static_cast<char*>(args.workspace) + run.plan.record_bytes;
-    for (int i = 0; i < args.problem.threads; ++i)
+    for (int i = 0; i < p.threads; ++i)
         memset(decode_buffers_of(run, i).error, 0, sizeof(af_error));
-    const int threads = decode_threads(args.problem);
+    const int threads = decode_threads(p);
     af_parallel(run.plan.units * run.plan.splits, threads, decode_split_of, &run);
     af_parallel(run.plan.units, run.plan.splits > 1 ? threads : 1, combine, &run);
-    for (int i = 0; i < args.problem.threads; ++i) {
+    for (int i = 0; i < p.threads; ++i) {
         const af_error& e = *decode_buffers_of(run, i).error;
         if (e.code == AF_OK) continue;
         *error = e;

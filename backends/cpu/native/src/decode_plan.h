@@ -30,10 +30,10 @@ struct decode_plan {
     int64_t record_bytes, total;
 };
 
-AF_INLINE decode_plan decode_plan_of(const af_problem& p) {
+// `heads` of a unit: the group's, or 1. The group's takes at least as much memory.
+AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     decode_plan d;
-    const int64_t group = p.q_heads / p.kv_heads;
-    d.heads = p.has_mask && p.runs.heads > 1 ? 1 : group;
+    d.heads = heads;
     d.units_a_batch = p.q_heads / d.heads;
     d.units = p.batch * d.units_a_batch;
     d.rows = d.heads * p.q_length;

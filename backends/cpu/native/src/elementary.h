@@ -1,4 +1,4 @@
-// Elementary functions of vf, within about two units in the last place, subnormals, infinities and
+// Elementary functions of vf, within 2.4 units in the last place, subnormals, infinities and
 // NaN included. Polynomials are own minimax fits (in relative error) on the reduced ranges.
 //
 // Sums a * b + c are fused where the level can: the error bounds hold either way.
@@ -29,7 +29,8 @@ AF_INLINE vf scaled(vf p, vf n) {
 #else
     const vi whole = __builtin_convertvector(n, vi);
     const vi half = whole >> 1;
-    const vf first = as_float(reinterpret_cast<vu>(half + 127) << 23), second = as_float(reinterpret_cast<vu>(whole - half + 127) << 23);
+    const vf first = as_float(reinterpret_cast<vu>(half + 127) << 23);
+    const vf second = as_float(reinterpret_cast<vu>(whole - half + 127) << 23);
     return p * first * second;
 #endif
 }
@@ -48,15 +49,21 @@ struct exp_parts {
     vf n, r, tail;
 };
 AF_INLINE vf exp_tail(vf r) {
+    return polynomial(r, splat(1.38142193e-3f), 8.36889911e-3f, 4.16684076e-2f, 1.66665196e-1f,
+                      4.9999994e-1f);
+}
+// The same, exact enough where e^r - 1 counts.
+AF_INLINE vf expm1_tail(vf r) {
     return polynomial(r, splat(1.98458976e-4f), 1.39408931e-3f, 8.33338965e-3f, 4.16663587e-2f,
                       1.66666657e-1f, 0.5f);
 }
+template <bool LESS_ONE = false>
 AF_INLINE exp_parts exp_reduced(vf x) {
     const vf n = nearest(x * 1.44269504f);
     // The upper part of ln 2 has 9 zeros at its end: n times it is exact.
     vf r = madd(n, splat(-0.693359375f), x);
     r = madd(n, splat(2.12194440e-4f), r);
-    return {n, r, exp_tail(r)};
+    return {n, r, LESS_ONE ? expm1_tail(r) : exp_tail(r)};
 }
 
 AF_INLINE vf clamped(vf x, float low, float high) {
@@ -77,7 +84,7 @@ AF_INLINE vf exp2(vf x) {
 }
 
 AF_INLINE vf expm1(vf x) {
-    const exp_parts e = exp_reduced(clamped(x, -30.0f, 88.9f));
+    const exp_parts e = exp_reduced<true>(clamped(x, -30.0f, 88.9f));
     const vf p = madd(e.tail, e.r * e.r, e.r);
     // 2^n would overflow one step before the result does.
     const vf half = scaled(splat(0.5f), e.n);
@@ -90,17 +97,32 @@ AF_INLINE vf sigmoid(vf x) {
     return (x < 0.0f ? e : splat(1.0f)) / (1.0f + e);
 }
 
+// 1 / x for 1 <= x < 2^60, within one unit in the last place.
+AF_INLINE vf reciprocal(vf x) {
+#if defined(__AVX512F__)
+    const vf y = _mm512_rcp14_ps(x);
+    return madd(y, 1.0f - x * y, y);
+#else
+    return 1.0f / x;
+#endif
+}
+
 AF_INLINE vf tanh(vf x) {
     const vf a = magnitude(x);
     const vf z = x * x;
     const vf small = madd(polynomial(z, splat(-5.70497848e-3f), 2.06390787e-2f, -5.37397116e-2f,
                                      1.33314416e-1f, -3.33332807e-1f) *
                               z,
-                          x, x);
-    const exp_parts e = exp_reduced(clamped(a + a, 0.0f, 40.0f));
-    const vf whole = as_float((__builtin_convertvector(e.n, vi) + 127) << 23);
-    const vf below = madd(madd(e.tail, e.r * e.r, e.r), whole, whole + 1.0f);
-    const vf large = 1.0f - 2.0f / below;
+                          a, a);
+    // From 0.625 on 1 - 2 / (e^2a + 1), which hides a third of an error of e^2a and more.
+    vf power = a * 2.88539008f;
+    power = power > 40.0f ? splat(40.0f) : power;  // NaN stays
+    const vf n = nearest(power);
+    const vf f = power - n;
+    const vf e = scaled(polynomial(f, splat(1.3264697e-3f), 9.67153441e-3f, 5.55073395e-2f,
+                                   2.40222424e-1f, 6.93147004e-1f, 1.0f),
+                        n);
+    const vf large = madd(reciprocal(e + 1.0f), splat(-2.0f), splat(1.0f));
     return with_sign(a < 0.625f ? small : large, x);
 }
 

@@ -14,6 +14,7 @@ constexpr int64_t packed_bound = int64_t(64) << 20;
 constexpr int64_t strip_rows = 32;
 constexpr int64_t pack_chunk = 256;  // keys that one packing job takes
 constexpr int64_t tile_columns = 256;
+constexpr int score_buffers = has_tiles ? 2 : 1;  // strips in flight
 constexpr int64_t cost_classes = 64;
 
 struct forward_plan {
@@ -31,7 +32,7 @@ struct forward_plan {
     int threads;
     // Bytes, multiples of 64
     int64_t key_bytes, value_bytes, flag_bytes, unit_bytes;
-    int64_t score_bytes, weight_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
+    int64_t score_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
         scratch_bytes, thread_bytes;
     int64_t order_bytes, total;
 };
@@ -66,21 +67,21 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.units_a_wave = smaller(f.units_a_wave, f.units);
 
     f.score_bytes = strip_rows * tile_columns * 4;
-    f.weight_bytes = f.pairs ? strip_rows * tile_columns * 2 : 0;
     const int64_t live_words = tile_columns / 16;
     f.live_bytes = round_up(f.q_rows * live_words * 2, 64);
     f.spare_bytes = round_up(f.q_rows * (live_words + 1) * 2, 64);
     f.query_bytes = round_up(f.q_rows * f.query_width * word, 64);
     f.out_bytes = f.q_rows * f.value_width * 4;
-    f.row_bytes = f.q_rows * (4 + 4 * VL + 4) + round_up(f.q_rows, 64);
+    f.row_bytes = f.q_rows * (4 + 4 * VL) + round_up(f.q_rows, 64);
     f.scratch_bytes = 0;
     const af_program* programs[] = {p.mask, p.score};
     for (const af_program* program : programs)
         if (program && program->scratch_bytes > f.scratch_bytes)
             f.scratch_bytes = program->scratch_bytes;
     f.scratch_bytes = round_up(f.scratch_bytes, 64);
-    f.thread_bytes = f.score_bytes + f.weight_bytes + f.live_bytes + f.spare_bytes +
-                     f.query_bytes + f.out_bytes + f.row_bytes + f.scratch_bytes + 64;
+    f.thread_bytes = score_buffers * (f.score_bytes + strip_rows * 4 + f.live_bytes) +
+                     f.spare_bytes + f.query_bytes + f.out_bytes + f.row_bytes +
+                     f.scratch_bytes + 64;
 
     f.order_bytes = round_up(f.units_a_wave * f.jobs_a_unit * 4, 64);
     f.threads = p.threads;

@@ -34,54 +34,68 @@ AF_INLINE void tile_product(int64_t k, const uint16_t* a, int64_t a_row, const u
     }
 }
 
+// C = alpha[row] * C, only rows whose maximum moved: late in a row of kv tiles that is nearly none.
+AF_INLINE void rescale_rows(int rows, float* c, int64_t ldc, const float* alpha) {
+    for (int r = 0; r < rows; r += 16) {
+        uint32_t moved =
+            _mm512_cmp_ps_mask(_mm512_loadu_ps(alpha + r), _mm512_set1_ps(1.0f), _CMP_NEQ_UQ);
+        for (; moved; moved &= moved - 1) {
+            const int i = r + __builtin_ctz(moved);
+            float* row = c + i * ldc;
+            store(row, load(row) * splat(alpha[i]));
+            store(row + 16, load(row + 16) * splat(alpha[i]));
+        }
+    }
+}
+
+AF_INLINE void scale_rows(int rows, float* c, int64_t ldc, float scale) {
+    if (scale == 1.0f) return;
+    for (int i = 0; i < rows; ++i) {
+        float* row = c + i * ldc;
+        store(row, load(row) * splat(scale));
+        store(row + 16, load(row + 16) * splat(scale));
+    }
+}
+
+template <int ROW_TILES>
+AF_INLINE void tiles_zero() {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (ROW_TILES == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+}
+template <int ROW_TILES>
+AF_INLINE void tiles_load(const float* c, int64_t ldc) {
+    _tile_loadd(0, c, ldc * 4);
+    _tile_loadd(1, c + 16, ldc * 4);
+    if constexpr (ROW_TILES == 2) {
+        _tile_loadd(2, c + 16 * ldc, ldc * 4);
+        _tile_loadd(3, c + 16 * ldc + 16, ldc * 4);
+    }
+}
+template <int ROW_TILES>
+AF_INLINE void tiles_store(float* c, int64_t ldc) {
+    _tile_stored(0, c, ldc * 4);
+    _tile_stored(1, c + 16, ldc * 4);
+    if constexpr (ROW_TILES == 2) {
+        _tile_stored(2, c + 16 * ldc, ldc * 4);
+        _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
+    }
+}
+
 template <int ROW_TILES, into HOW>
 static void tile_block(int64_t k, const uint16_t* a, int64_t a_row, const uint32_t* b, float* c,
                        int64_t ldc, float scale, const float* alpha) {
-    const int64_t c_bytes = ldc * 4;
-    const int rows = 16 * ROW_TILES;
-    if constexpr (HOW == into::rescale) {
-        // Only rows whose maximum moved: late in a row of tiles that is nearly none.
-        const __m512 one = _mm512_set1_ps(1.0f);
-        for (int r = 0; r < rows; r += 16) {
-            uint32_t moved = _mm512_cmp_ps_mask(_mm512_loadu_ps(alpha + r), one, _CMP_NEQ_UQ);
-            for (; moved; moved &= moved - 1) {
-                const int i = r + __builtin_ctz(moved);
-                float* row = c + i * ldc;
-                store(row, load(row) * splat(alpha[i]));
-                store(row + 16, load(row + 16) * splat(alpha[i]));
-            }
-        }
-    }
-    if constexpr (HOW == into::store) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (ROW_TILES == 2) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    } else {
-        _tile_loadd(0, c, c_bytes);
-        _tile_loadd(1, c + 16, c_bytes);
-        if constexpr (ROW_TILES == 2) {
-            _tile_loadd(2, c + 16 * ldc, c_bytes);
-            _tile_loadd(3, c + 16 * ldc + 16, c_bytes);
-        }
-    }
+    if constexpr (HOW == into::rescale) rescale_rows(16 * ROW_TILES, c, ldc, alpha);
+    if constexpr (HOW == into::store)
+        tiles_zero<ROW_TILES>();
+    else
+        tiles_load<ROW_TILES>(c, ldc);
     tile_product<ROW_TILES>(k, a, a_row, b);
-    _tile_stored(0, c, c_bytes);
-    _tile_stored(1, c + 16, c_bytes);
-    if constexpr (ROW_TILES == 2) {
-        _tile_stored(2, c + 16 * ldc, c_bytes);
-        _tile_stored(3, c + 16 * ldc + 16, c_bytes);
-    }
-    if constexpr (HOW == into::store) {
-        if (scale != 1.0f)
-            for (int i = 0; i < rows; ++i) {
-                float* row = c + i * ldc;
-                store(row, load(row) * splat(scale));
-                store(row + 16, load(row + 16) * splat(scale));
-            }
-    }
+    tiles_store<ROW_TILES>(c, ldc);
+    if constexpr (HOW == into::store) scale_rows(16 * ROW_TILES, c, ldc, scale);
 }
 
 template <into HOW>

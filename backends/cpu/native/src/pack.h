@@ -144,7 +144,7 @@ AF_INLINE void pack_transposed_of(matrix m, int64_t n, int64_t k, int64_t column
 
 // n source rows of k elements -> out [panels of n, rounded up to `columns`][k][NR].
 static void pack_transposed(const matrix& m, int64_t n, int64_t k, int64_t columns, float* out) {
-    specialised(m, [&](const matrix& x) { pack_transposed_of(x, n, k, columns, out); });
+    specialised(m, [&](const matrix& x) AF_FLAT { pack_transposed_of(x, n, k, columns, out); });
 }
 
 // bf16 only. out [panels][k_padded / 2][NR]; k_padded is a multiple of pair_k_step.
@@ -200,8 +200,9 @@ AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_
 // such rows are packed as 0, and the result is their number.
 static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
                              int64_t panel, uint8_t* bad) {
-    return specialised(
-        m, [&](const matrix& x) { return pack_straight_of(x, n, n_padded, d, out, panel, bad); });
+    return specialised(m, [&](const matrix& x) AF_FLAT {
+        return pack_straight_of(x, n, n_padded, d, out, panel, bad);
+    });
 }
 
 // Two rows of NR bf16 elements, of which n are inside, as pairs; `odd` gathers what isn't finite.

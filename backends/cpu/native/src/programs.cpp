@@ -67,7 +67,9 @@ struct reader {
         for (; *s != 0 && strchr("pilfdPILFD", *s) != nullptr; ++s)
             if (!is_read(read[count++], *s)) return false;
         const char what = *s;
-        if (what == 't') return step.immediate < captured && is_list(step) && (writes || scatters());
+        if (what == 't') {
+            return step.immediate < captured && is_list(step) && (writes || is_scattering());
+        }
         for (; count < 3; ++count)
             if (read[count] != 0) return false;
         switch (what) {
@@ -82,7 +84,7 @@ struct reader {
         }
     }
 
-    bool scatters() const { return last && code->kind == AF_SCORE_BACKWARD; }
+    bool is_scattering() const { return last && code->kind == AF_SCORE_BACKWARD; }
 };
 
 // The number of bytes that a header announces, or -1.

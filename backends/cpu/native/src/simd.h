@@ -13,7 +13,9 @@
 #endif
 
 #define AF_INLINE static inline __attribute__((always_inline))
+#define AF_FLAT __attribute__((always_inline))  // of a lambda
 #define AF_NOINLINE __attribute__((noinline))
+#define AF_INLINE_MEMBER inline __attribute__((always_inline))
 #define AF_UNROLL _Pragma("GCC unroll 16")
 
 namespace AF_LEVEL {

@@ -57,11 +57,11 @@ AF_INLINE vf across(const vf (&r)[VL]) {
 #endif
 }
 
-// What softmax_rows works on: up to VL rows.
+// Up to VL rows of a tile.
 struct softmax_tile {
-    float* score;  // natural scores; weights replace them if weights is NULL
+    float* score;  // natural scores; float weights replace them
     int64_t ld;
-    uint16_t* weight;  // bf16 weights, or NULL
+    uint16_t* weight;  // bf16 weights: apart from score, or each row where its scores begin
     int64_t weight_ld;
     const uint16_t* live;  // read if masked
     int64_t live_ld;
@@ -71,8 +71,7 @@ struct softmax_tile {
 
 // Rows whose maximum is +inf are NaN; max_scores tells them from rows with a NaN score.
 template <bool MASKED>
-static AF_NOINLINE void note_nan(int rows, const softmax_tile& t,
-                                               const softmax_state& state) {
+static AF_NOINLINE void note_nan(int rows, const softmax_tile& t, const softmax_state& state) {
     for (int r = 0; r < rows; ++r) {
         if (state.top[r] != infinity) continue;
         bool found = false;
@@ -99,9 +98,11 @@ AF_INLINE vf live_score(const float* score, const uint16_t* live, int64_t c) {
         return s;
 }
 
-template <bool MASKED, bool PAIRS>
-static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile& t,
-                         const softmax_state& state) {
+// Maxima: updates top, sets alpha, and shift = -factor * maximum, of VL rows, of which `rows`
+// are computed.
+template <bool MASKED>
+static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& t,
+                                    const softmax_state& state, float* shift) {
     vf top[VL];
     for (int r = 0; r < VL; ++r) {
         vf a = splat(-infinity), b = a;
@@ -121,45 +122,54 @@ static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile&
     const vf now = larger(across<false>(top), old);
     // Weights are relative to the rounded product, so alpha must be too.
     const vf base = now == splat(-infinity) ? vf{} : rounded(now * factor);
-    const vf alpha = old == now ? splat(1.0f) : exp2(rounded(old * factor) - base);
-    alignas(64) float shift[VL];
+    store(state.alpha, old == now ? splat(1.0f) : exp2(rounded(old * factor) - base));
     store(shift, -base);
-    store(state.alpha, alpha);
     store(state.top, now);
-    bool infinite = false;
-    for (int r = 0; r < rows; ++r) infinite |= state.top[r] == infinity;
-    if (__builtin_expect(infinite, 0)) note_nan<MASKED>(rows, t, state);
+    if (__builtin_expect(any_bit(reinterpret_cast<vu>(now == splat(infinity))), 0))
+        note_nan<MASKED>(rows, t, state);
+}
 
-    const vf f = splat(factor);
-    for (int r = 0; r < rows; ++r) {
-        float* s = t.score + r * t.ld;
-        [[maybe_unused]] uint16_t* weight = t.weight + r * t.weight_ld;
-        const uint16_t* live = t.live + r * t.live_ld;
-        const vf b = splat(shift[r]);
-        vf sum0 = vf{}, sum1 = vf{};
-        for (int i = 0; i < t.parts; ++i)
-            for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
-                vf w0 = exp2<PAIRS ? 4 : 5>(madd(load(s + c), f, b));
-                vf w1 = exp2<PAIRS ? 4 : 5>(madd(load(s + c + VL), f, b));
-                if constexpr (MASKED) {
-                    w0 = where(lanes(live, c), w0, vf{});
-                    w1 = where(lanes(live, c + VL), w1, vf{});
-                }
-                sum0 += w0;
-                sum1 += w1;
-                if constexpr (PAIRS) {
-#if defined(__AVX512BF16__)
-                    _mm512_storeu_si512(weight + c, reinterpret_cast<__m512i>(
-                                                        _mm512_cvtne2ps_pbh(w1, w0)));
-#endif
-                } else {
-                    store(s + c, w0);
-                    store(s + c + VL, w1);
-                }
+// Weights of row r.
+template <bool MASKED, bool PAIRS>
+AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softmax_state& state,
+                           const float* shifts) {
+    constexpr int degree = PAIRS ? 4 : 5;
+    float* s = t.score + r * t.ld;
+    [[maybe_unused]] uint16_t* weight = t.weight + r * t.weight_ld;
+    const uint16_t* live = t.live + r * t.live_ld;
+    const vf shift = splat(shifts[r]);
+    vf sum0 = vf{}, sum1 = vf{};
+    for (int i = 0; i < t.parts; ++i)
+        for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
+            vf w0 = exp2<degree>(madd(load(s + c), factor, shift));
+            vf w1 = exp2<degree>(madd(load(s + c + VL), factor, shift));
+            if constexpr (MASKED) {
+                w0 = where(lanes(live, c), w0, vf{});
+                w1 = where(lanes(live, c + VL), w1, vf{});
             }
-        float* sum = state.sum + r * VL;
-        store(sum, load(sum) * splat(state.alpha[r]) + (sum0 + sum1));
-    }
+            sum0 += w0;
+            sum1 += w1;
+            if constexpr (PAIRS) {
+#if defined(__AVX512BF16__)
+                _mm512_storeu_si512(weight + c,
+                                    reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(w1, w0)));
+#endif
+            } else {
+                store(s + c, w0);
+                store(s + c + VL, w1);
+            }
+        }
+    float* sum = state.sum + r * VL;
+    store(sum, load(sum) * splat(state.alpha[r]) + (sum0 + sum1));
+}
+
+template <bool MASKED, bool PAIRS>
+static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile& t,
+                                     const softmax_state& state) {
+    alignas(64) float shift[VL];
+    softmax_top<MASKED>(rows, factor, t, state, shift);
+    for (int r = 0; r < rows; ++r)
+        softmax_row<MASKED, PAIRS>(r, splat(factor), t, state, shift);
 }
 
 }  // namespace AF_LEVEL
