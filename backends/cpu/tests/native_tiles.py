@@ -134,8 +134,14 @@ class NativeTile:
             shape = self.captured[position].shape
             self.sums[position] = torch.zeros(shape, dtype=torch.float64)
 
-    def run(self, function: NativeFunction | None, *, mask: bool = False) -> None:
-        """Run a program; scores, gradients or words change in place."""
+    def run(
+        self, function: NativeFunction | None, *, mask: bool = False, program: int | None = None
+    ) -> None:
+        """Run a program; scores, gradients or words change in place.
+
+        Args:
+            program: address of the af_program, for what reads it.
+        """
         assert function is not None
         captured = (structs.Captured * max(1, len(self.captured)))()
         held = []
@@ -178,7 +184,7 @@ class NativeTile:
         )
         NOTES.found.clear()
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(function.address)
-        call(None, ctypes.addressof(tile))
+        call(program, ctypes.addressof(tile))
         self.notes = list(NOTES.found)
         for memory in (*self._memory, scratch):
             memory.check()

@@ -14,6 +14,7 @@ import torch
 
 from anyflex_cpu import structs
 from anyflex_cpu.llvm_text import LANES, WIDTHS, Emitter, Value
+from anyflex_cpu.narrow_floats_ir import from_memory
 
 __all__ = [
     "Index",
@@ -145,9 +146,6 @@ def decode(e: Emitter, raw: Value, dtype: torch.dtype) -> Value:
     """An element of memory as it is in registers."""
     if dtype is torch.bool:
         return e.compare("ne", raw, e.constant("i8", 0))
-    if dtype is torch.float16:
-        return e.convert("fpext", e.convert("bitcast", raw, "half"), "float")
-    if dtype is torch.bfloat16:
-        high = e.op("shl", e.convert("zext", raw, "i32"), e.constant("i32", 16))
-        return e.convert("bitcast", high, "float")
+    if dtype in (torch.float16, torch.bfloat16):
+        return from_memory(e, raw, dtype)
     return raw

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,10 +67,8 @@ class Target:
 def _binding() -> Any:
     import llvmlite.binding as binding  # type: ignore[import-untyped]
 
-    # Newer versions have it done, and say so with an exception.
-    major, minor = (int(part) for part in _version().split(".")[:2])
-    if (major, minor) < (0, 45):
-        binding.initialize()
+    if tuple(int(part) for part in _version().split(".")[:2]) < (0, 45):
+        raise ImportError(f"llvmlite is {_version()}, and 0.45 or newer is needed")
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
@@ -105,10 +104,9 @@ def assemble(text: str, target: Target) -> bytes:
         module.triple = binding.get_process_triple()
         module.data_layout = str(target.machine.target_data)
         module.verify()
-        code = target.machine.emit_object(module)
+        code: bytes = target.machine.emit_object(module)
         module.close()
-        context.close() if hasattr(context, "close") else None
-        return bytes(code)
+        return code
 
 
 class LoadedCode:
@@ -128,6 +126,8 @@ class LoadedCode:
             self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
             self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
             self._engine.finalize_object()
+        # At the process's end its memory goes by itself.
+        weakref.finalize(self, _close, self._engine).atexit = False
 
     def address(self, name: str) -> int:
         """Return where a function is.
@@ -141,11 +141,10 @@ class LoadedCode:
             raise RuntimeError(f"compiled code without its function {name}")
         return found
 
-    def __del__(self) -> None:
-        engine = getattr(self, "_engine", None)
-        if engine is not None:
-            with _lock:
-                engine.close()
+
+def _close(engine: Any) -> None:
+    with _lock:
+        engine.close()
 
 
 def _loader_machine() -> Any:

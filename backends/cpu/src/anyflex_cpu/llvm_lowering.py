@@ -20,7 +20,7 @@ from anyflex_cpu.integer_ir import INTEGERS, whole_power
 from anyflex_cpu.libm_ir import angle_function, float_remainder, library_function
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
 
-__all__ = ["LLVM", "Scope", "carrier", "round_to"]
+__all__ = ["LLVM", "Scope", "carrier"]
 
 _CARRIERS = {
     torch.bool: "i1",
@@ -59,18 +59,6 @@ class Scope(Protocol):
 
 
 _Rule = Callable[[Scope, Node, Sequence[Value]], Value]
-
-
-def round_to(e: Emitter, x: Value, dtype: torch.dtype) -> Value:
-    """Round a float to a narrower type, to nearest, and widen it again."""
-    if dtype is torch.float16:
-        return e.convert("fpext", e.convert("fptrunc", x, "half"), "float")
-    # By hand: the processor's own conversion takes denormals for 0.
-    bits = e.convert("bitcast", x, "i32")
-    odd = e.op("and", e.op("lshr", bits, e.constant("i32", 16)), e.constant("i32", 1))
-    up = e.add(bits, e.add(odd, e.constant("i32", 0x7FFF)))
-    kept = e.convert("bitcast", e.op("and", up, e.constant("i32", 0xFFFF0000)), "float")
-    return e.select(e.compare("uno", x, x), x, kept)
 
 
 def _constant(scope: Scope, position: int) -> int | float | None:

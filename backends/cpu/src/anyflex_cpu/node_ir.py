@@ -23,8 +23,9 @@ from anyflex_cpu.captured_ir import (
 )
 from anyflex_cpu.graph_stages import PAIR, ROW, TILE, Stages
 from anyflex_cpu.index_ranges import Limits, Range, fits_int32, ranges
-from anyflex_cpu.llvm_lowering import LLVM, carrier, round_to
+from anyflex_cpu.llvm_lowering import LLVM, carrier
 from anyflex_cpu.llvm_text import FLOATS, Emitter, Value
+from anyflex_cpu.narrow_floats_ir import round_to
 
 __all__ = ["Fact", "NodeLowering"]
 

@@ -7,15 +7,18 @@ by one, in order: two of them may share an element.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from anyflex.plugin import Scatter
-from anyflex_cpu.captured_ir import bounded, field
+from anyflex_cpu.captured_ir import Index, bounded, field
 from anyflex_cpu.graph_stages import ROW, TILE
 from anyflex_cpu.llvm_text import LANES, Emitter, Function, Value
-from anyflex_cpu.tile_program import TileLoops
+from anyflex_cpu.tile_program import CHUNK, TileLoops
 
 __all__ = ["Scatters"]
 
 _ADD_LANES = "af.add_lanes"
+_ADD_STRIP = "af.add_strip"
 
 
 class Scatters:
@@ -40,8 +43,11 @@ class Scatters:
             value = pair.convert("fpext", value, "double")
         value = pair.select(self.live, value, pair.constant("double", 0.0))
         stages = self.loops.stages
+        moving = stages.moving_index(scatter.indices)
         if all(stages.of[index] in (TILE, ROW) for index in scatter.indices):
             self._add_row(scatter, value)
+        elif moving is not None:
+            self._add_stream(scatter, value, *moving)
         else:
             self._add_lanes(scatter, value)
 
@@ -72,16 +78,7 @@ class Scatters:
     def _add_row(self, scatter: Scatter, value: Value) -> None:
         """The same element for all columns: sums of the lanes, added up at the row's end."""
         loops = self.loops
-        table = self.lowering.table(scatter.captured)
-        address, strides = self._target(scatter.captured)
-        row = loops.row
-        offset = row.constant("i64", 0)
-        for dim, argument in enumerate(scatter.indices):
-            index = self.lowering.index(argument, self.lowering.scalars[argument])
-            wide = index._replace(value=row.resize(index.value, "i64", signed=index.signed))
-            place, _ = bounded(row, wide, table.sizes[dim], table.lasts[dim])
-            offset = row.add(offset, row.mul(place, strides[dim]))
-        target = row.address(address, "double", offset)
+        target = self._fixed_address(scatter, range(len(scatter.indices)))
         sums = loops.carried(value.full_type, "zeroinitializer")
         loops.pair.line(f"{sums.text}.next = fadd {value.full_type} {sums.text}, {value.text}")
         end = loops.row_end
@@ -92,6 +89,59 @@ class Scatters:
             "double",
         )
         end.store(end.add(end.load(target, "double", 8), total), target, 8)
+
+    def _fixed_address(self, scatter: Scatter, dims: Iterable[int]) -> str:
+        """The accumulator's address with the indices of `dims`, fixed in a row, applied."""
+        row = self.loops.row
+        table = self.lowering.table(scatter.captured)
+        address, strides = self._target(scatter.captured)
+        offset = row.constant("i64", 0)
+        for dim in dims:
+            argument = scatter.indices[dim]
+            index = self.lowering.index(argument, self.lowering.scalars[argument])
+            wide = index._replace(value=row.resize(index.value, "i64", signed=index.signed))
+            place, _ = bounded(row, wide, table.sizes[dim], table.lasts[dim])
+            offset = row.add(offset, row.mul(place, strides[dim]))
+        return row.address(address, "double", offset)
+
+    def _add_stream(self, scatter: Scatter, value: Value, which: int, step: int) -> None:
+        """Neighbours to neighbours: into the accumulator itself, or where the row's indices leave
+        it, into a strip of zeros that is scattered and cleared at the row's end."""
+        loops, row = self.loops, self.loops.row
+        table = self.lowering.table(scatter.captured)
+        _, strides = self._target(scatter.captured)
+        fixed = self._fixed_address(
+            scatter, [dim for dim in range(len(scatter.indices)) if dim != which]
+        )
+        size = table.sizes[which]
+        first, start, inside = loops.moving(scatter.indices[which], size, step)
+        one = row.constant("i64", 1)
+        inside = row.op("and", inside, row.compare("eq", strides[which], one))
+        strip = loops.strip("double")
+        tile = loops.tile
+        tile.module.declare("llvm.memset.p0.i64", "void", ["ptr", "i8", "i64", "i1"])
+        tile.line(
+            f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {8 * CHUNK}, i1 false)"
+        )
+        # Backwards, column 0 stands at the strip's end. Vectors begin at their lowest element.
+        origin = tile.constant("i64", 0 if step > 0 else CHUNK - 1)
+        of_column_0 = tile.address(strip.address, "double", origin)
+        lowest = row.constant("i64", 0 if step > 0 else 1 - LANES)
+        direct = row.address(fixed, "double", row.add(start, lowest))
+        kept = row.address(of_column_0, "double", lowest)
+        base = row.put(f"select {inside}, ptr {direct}, ptr {kept}", "ptr").text
+        lane, pair = loops.lane, loops.pair
+        moved = loops.column if step > 0 else lane.negate(loops.column)
+        place = lane.address(base, "double", moved)
+        added = value if step > 0 else pair.reversed(value)
+        pair.store(pair.add(pair.load(place, "double", 8), added), place, 8)
+        _define_add_strip(loops)
+        count = row.select(inside, row.constant("i64", 0), loops.vectors)
+        numbers = (first, row.constant("i64", step), size, table.lasts[which], strides[which])
+        loops.row_end.line(
+            f"call void @{_ADD_STRIP}(ptr {fixed}, ptr {of_column_0}, "
+            f"{', '.join(map(str, (*numbers, count)))})"
+        )
 
     def _add_lanes(self, scatter: Scatter, value: Value) -> None:
         """Offsets and values by way of memory to a loop over the live lanes."""
@@ -136,6 +186,35 @@ def _define_add_lanes(loops: TileLoops) -> None:
     lower = e.sub(left, e.constant("i32", 1))
     e.line(f"%rest = and i32 %left, {lower.text}")
     more = e.compare("ne", Value("%rest", "i32", False), e.constant("i32", 0))
+    loop.end = f"br {more}, label %{loop.label}, label %{leave.label}"
+    leave.end = "ret void"
+    function.finish()
+
+
+def _define_add_strip(loops: TileLoops) -> None:
+    """Columns 0 to count - 1 of a strip, one by one, each cleared."""
+    module = loops.pair.module
+    if _ADD_STRIP in module.functions:
+        return
+    names = ("first", "step", "size", "last", "stride", "count")
+    arguments = ", ".join(["ptr %sums", "ptr %strip", *(f"i64 %{name}" for name in names)])
+    header = f"define internal void @{_ADD_STRIP}({arguments}) noinline"
+    function = Function(module, _ADD_STRIP, header)
+    first, step, size, last, stride, count = (Value(f"%{n}", "i64", False) for n in names)
+    entry, loop, leave = (function.block(name) for name in ("entry", "column", "leave"))
+    start = Emitter(function, entry, vector=False)
+    none = start.compare("eq", count, start.constant("i64", 0))
+    entry.end = f"br {none}, label %{leave.label}, label %{loop.label}"
+    e = Emitter(function, loop, vector=False)
+    loop.phis.append(f"%column = phi i64 [0, %{entry.label}], [%next, %{loop.label}]")
+    moved = e.mul(Value("%column", "i64", False), step)
+    index, _ = bounded(e, Index(e.add(first, moved), True, True), size, last)
+    kept = e.address("%strip", "double", moved)
+    target = e.address("%sums", "double", e.mul(index, stride))
+    e.store(e.add(e.load(target, "double", 8), e.load(kept, "double", 8)), target, 8)
+    e.store(e.constant("double", 0.0), kept, 8)
+    e.line("%next = add i64 %column, 1")
+    more = e.compare("ult", Value("%next", "i64", False), count)
     loop.end = f"br {more}, label %{loop.label}, label %{leave.label}"
     leave.end = "ret void"
     function.finish()

@@ -239,16 +239,8 @@ class TileLoops:
         table = self.lowering.table(node.attribute)
         type_ = memory_type(table.dtype)
         e = self.row
-        zero, one = e.constant("i64", 0), e.constant("i64", 1)
-        column = e.add(self.first[3], self.start)
-        first = self.lowering.at_column(node.arguments[which], column)
-        reach = e.sub(self.vectors, one)
-        last = e.add(first, reach) if step > 0 else e.sub(first, reach)
-        size = table.sizes[which]
-        negative = e.op("and", e.compare("slt", first, zero), e.compare("slt", last, zero))
-        start = e.select(negative, e.add(first, size), first)
-        end = e.select(negative, e.add(last, size), last)
-        inside = e.op("and", e.compare("ult", start, size), e.compare("ult", end, size))
+        first, start, inside = self.moving(node.arguments[which], table.sizes[which], step)
+        one = e.constant("i64", 1)
         inside = e.op("and", inside, e.compare("eq", table.strides[which], one))
         # The other indices, and whether they are outside.
         offset = start
@@ -270,6 +262,20 @@ class TileLoops:
         done.phis.append(f"{base} = phi ptr [{direct}, %{before.label}], [{copied}, %{source}]")
         e.block = done
         self._streams[position] = (table, base, step)
+
+    def moving(self, index: int, size: Value, step: int) -> tuple[Value, Value, Value]:
+        """An index that moves by `step` a column: (its value at the chunk's first column, that
+        value wrapped if all are negative, whether all the chunk's lanes stay inside)."""
+        e = self.row
+        zero, one = e.constant("i64", 0), e.constant("i64", 1)
+        first = self.lowering.at_column(index, e.add(self.first[3], self.start))
+        reach = e.sub(self.vectors, one)
+        last = e.add(first, reach) if step > 0 else e.sub(first, reach)
+        negative = e.op("and", e.compare("slt", first, zero), e.compare("slt", last, zero))
+        start = e.select(negative, e.add(first, size), first)
+        end = e.select(negative, e.add(last, size), last)
+        inside = e.op("and", e.compare("ult", start, size), e.compare("ult", end, size))
+        return first, start, inside
 
     def _fixed_offset(self, table: Table, node: Node, dim: int, argument: int) -> Value:
         e = self.row
