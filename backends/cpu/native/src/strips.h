@@ -8,7 +8,11 @@
 #include "bytecode.h"
 #include "simd.h"
 
+#if defined(__clang__)
+#define AF_LANES_APART _Pragma("clang loop vectorize(assume_safety)")
+#else
 #define AF_LANES_APART _Pragma("GCC ivdep")
+#endif
 
 namespace AF_LEVEL {
 
