@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance sanitize test-arm demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench        what import, scan, front end, masks and the conformance kit cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make soak         2,000 random mods, 20,000 random masks; each seeded fault by every quick case"
+	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -47,6 +48,13 @@ soak:
 conformance:
 	$(READY) test
 	@$(RUN) -m anyflex conformance --backend reference --require all $(ARGS)
+
+# The native library alone: a compiler and CMake are all they need.
+sanitize:
+	@bash scripts/native_checks.sh sanitize
+
+test-arm:
+	@bash scripts/native_checks.sh arm
 
 demo:
 	$(READY) demo

@@ -4,6 +4,8 @@
 // index outside of [-N, N) of a live pair is noted in the tile's error. A tensor without elements
 // reads as 0, and every live pair has read outside.
 #pragma once
+#include <stddef.h>
+
 #include "strips.h"
 
 namespace AF_LEVEL {
