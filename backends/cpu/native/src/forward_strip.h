@@ -1,0 +1,361 @@
+// One strip of a q tile against one kv tile: scores, score program, softmax, value product.
+#pragma once
+#include "forward_plan.h"
+#include "live_parts.h"
+#include "score_scale.h"
+#include "softmax.h"
+#include "tile_queue.h"
+
+namespace AF_LEVEL {
+namespace {
+
+constexpr int most_parts = tile_columns / tile_step / 2 + 1;
+// bf16 weights of a row lie where its scores began: one buffer in L1 instead of two.
+constexpr int64_t weight_ld = 2 * tile_columns;
+
+struct forward_run {
+    const af_forward_args* args;
+    const af_problem* p;
+    forward_plan plan;
+    char *packed, *threads;
+    int32_t* order;
+    int64_t first_unit;
+    int64_t chunks;  // packing jobs of a unit
+    score_scale scale;
+};
+
+// One packed head.
+struct packed_head {
+    char *key, *value;
+    uint8_t* bad;  // [keys]: rows of value with NaN or infinity, packed as 0
+};
+
+// This thread's buffers.
+struct forward_buffers {
+    float* score[2];  // [32][tile_columns]; the second on AMX levels only
+    float* alpha[2];  // [32]
+    live_tile live[2];
+    void* query;
+    float* out;  // [q_rows][value_width]
+    softmax_state state;  // alpha is a strip's own
+    void* scratch;
+    af_error* error;
+};
+
+// A kv tile in flight.
+struct forward_tile {
+    forward_job job;
+    tile_span span;
+    packed_head head;
+    bool any_bad;  // a value row of the tile isn't finite
+    bool masked;   // live bits say which pairs are live
+};
+
+struct forward_strip {
+    forward_tile tile;
+    int first, rows, padded;  // padded: rows that products compute
+    live_tile live;           // of the tile
+    float *score, *alpha;
+    bool all;  // every pair is live
+    int parts;
+    stretch part[most_parts];
+};
+
+// False if no pair of the strip is live.
+template <bool PAIRS>
+bool begin_strip(const forward_tile& t, int first, const live_tile& live, forward_strip* s) {
+    s->tile = t;
+    s->first = first;
+    s->rows = static_cast<int>(smaller(t.job.rows - first, strip_rows));
+    // Rows past the end compute on zeros, so that products have few shapes.
+    s->padded = static_cast<int>(round_up(s->rows, PAIRS && has_tiles ? 16 : 4));
+    s->live = live;
+    const int64_t columns = t.span.end - t.span.begin;
+    if (t.masked) {
+        s->parts = live_parts(live, first, s->rows, columns, s->part, &s->all);
+        return s->parts > 0;
+    }
+    s->all = true;
+    s->parts = 1;
+    s->part[0] = {0, static_cast<int32_t>(round_up(columns, tile_step))};
+    return true;
+}
+
+// Operands of the two products.
+struct strip_operands {
+    const void *query, *key, *value;
+    float *score, *out;
+    const void* weight;
+};
+
+template <bool PAIRS>
+strip_operands operands_of(const forward_run& run, const forward_buffers& b,
+                           const forward_strip& s, const stretch& part) {
+    const forward_plan& f = run.plan;
+    const int64_t size = PAIRS ? 2 : 4, key = s.tile.span.begin + part.begin;
+    strip_operands o;
+    o.query = static_cast<char*>(b.query) + s.first * f.query_width * size;
+    o.key = s.tile.head.key + key * f.k * size;
+    o.value = s.tile.head.value + key * NR * size;
+    o.score = s.score + part.begin;
+    o.out = b.out + s.first * f.value_width;
+    o.weight = PAIRS ? static_cast<void*>(reinterpret_cast<uint16_t*>(s.score) + part.begin)
+                     : o.score;
+    return o;
+}
+
+template <bool PAIRS>
+void score_product(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
+    const forward_plan& f = run.plan;
+    for (int i = 0; i < s.parts; ++i) {
+        const strip_operands o = operands_of<PAIRS>(run, b, s, s.part[i]);
+        const int64_t panels = (s.part[i].end - s.part[i].begin) / NR;
+        if constexpr (PAIRS)
+            gemm_pairs<into::store>(s.padded, panels, f.k, static_cast<const uint16_t*>(o.query),
+                                    f.query_width / 2, static_cast<const uint32_t*>(o.key),
+                                    f.k / 2 * NR, o.score, tile_columns, run.scale.stored,
+                                    nullptr);
+        else
+            gemm<into::store>(s.padded, panels, f.k, static_cast<const float*>(o.query),
+                              f.query_width, 1, static_cast<const float*>(o.key), f.k * NR,
+                              o.score, tile_columns, run.scale.stored, nullptr);
+    }
+}
+
+template <bool PAIRS, into HOW>
+void value_product_of(const forward_run& run, const forward_buffers& b, const forward_strip& s,
+                      const stretch& part) {
+    const forward_plan& f = run.plan;
+    const strip_operands o = operands_of<PAIRS>(run, b, s, part);
+    const int64_t keys = part.end - part.begin;
+    if constexpr (PAIRS)
+        gemm_pairs<HOW>(s.padded, f.value_panels, keys, static_cast<const uint16_t*>(o.weight),
+                        weight_ld / 2, static_cast<const uint32_t*>(o.value), f.keys / 2 * NR,
+                        o.out, f.value_width, 1.0f, s.alpha);
+    else
+        gemm<HOW>(s.padded, f.value_panels, keys, static_cast<const float*>(o.weight),
+                  tile_columns, 1, static_cast<const float*>(o.value), f.keys * NR, o.out,
+                  f.value_width, 1.0f, s.alpha);
+}
+
+template <bool PAIRS>
+void value_product(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
+    value_product_of<PAIRS, into::rescale>(run, b, s, s.part[0]);
+    for (int i = 1; i < s.parts; ++i)
+        value_product_of<PAIRS, into::add>(run, b, s, s.part[i]);
+}
+
+// A score of -inf is a dead pair; only where a value row isn't finite does that need saying.
+inline void bury_bad(const forward_strip& s) {
+    const tile_span& span = s.tile.span;
+    for (int64_t c = 0; c < span.end - span.begin; ++c) {
+        if (!s.tile.head.bad[span.begin + c]) continue;
+        for (int r = 0; r < s.rows; ++r)
+            if (s.score[r * tile_columns + c] == -infinity)
+                s.live.live[(s.first + r) * s.live.ld + c / 16] &=
+                    static_cast<uint16_t>(~(1u << (c % 16)));
+    }
+}
+
+// Adds what live pairs take from value rows that were packed as 0, one by one.
+template <bool PAIRS>
+void add_bad(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
+    const af_problem& p = *run.p;
+    const tile_span& span = s.tile.span;
+    const forward_job& job = s.tile.job;
+    for (int64_t c = 0; c < span.end - span.begin; ++c) {
+        if (!s.tile.head.bad[span.begin + c]) continue;
+        const matrix value =
+            matrix_of(p.value, p.dtype, job.b, job.h / run.plan.group, span.begin + c);
+        for (int r = 0; r < s.rows; ++r) {
+            const uint16_t bits = s.live.live[(s.first + r) * s.live.ld + c / 16];
+            if (!(bits >> (c % 16) & 1)) continue;
+            float weight = s.score[r * tile_columns + c];
+            if constexpr (PAIRS) {
+                uint16_t half;
+                memcpy(&half, reinterpret_cast<char*>(s.score) + (r * weight_ld + c) * 2, 2);
+                const uint32_t word = uint32_t(half) << 16;
+                memcpy(&weight, &word, 4);
+            }
+            float* out = b.out + (s.first + r) * run.plan.value_width;
+            for (int64_t d = 0; d < p.value_head_dim; d += VL)
+                store(out + d, load(out + d) + fetch(value, 0, d, p.value_head_dim - d) * weight);
+        }
+    }
+}
+
+// The score program on a strip whose scores are there, and what must precede its softmax.
+inline void modify_scores(const forward_run& run, const forward_buffers& b,
+                          const forward_strip& s) {
+    if (const af_program* score = run.p->score) {
+        af_tile tile = {};
+        tile.score = s.score;
+        tile.live = s.all ? nullptr : s.live.live + s.first * s.live.ld;
+        tile.ld = tile_columns;
+        tile.live_ld = s.live.ld;
+        tile.rows = s.rows;
+        tile.cols = static_cast<int32_t>(s.tile.span.end - s.tile.span.begin);
+        tile.b = s.tile.job.b;
+        tile.h = s.tile.job.h;
+        tile.q = s.tile.job.q + s.first;
+        tile.kv = s.tile.span.begin;
+        tile.inputs = &run.p->inputs;
+        tile.scratch = b.scratch;
+        tile.error = b.error;
+        score->function(score, &tile);
+    }
+    if (s.tile.any_bad) bury_bad(s);
+}
+
+// Softmax of all rows; between(done, rows) is called after each row.
+template <bool PAIRS, bool MASKED, class F>
+AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
+                             const forward_strip& s, const F& between) {
+    const vf factor = splat(run.scale.factor);
+    for (int r = 0; r < s.rows; r += VL) {
+        const int at = s.first + r, rows = s.rows - r < VL ? s.rows - r : VL;
+        const softmax_tile tile = {s.score + r * tile_columns,
+                                   tile_columns,
+                                   reinterpret_cast<uint16_t*>(s.score) + r * weight_ld,
+                                   weight_ld,
+                                   s.live.live + at * s.live.ld,
+                                   s.live.ld,
+                                   s.part,
+                                   s.parts};
+        const softmax_state state = {b.state.top + at, b.state.sum + at * VL, s.alpha + r,
+                                     b.state.nan + at};
+        alignas(64) float shift[VL];
+        softmax_top<MASKED>(rows, run.scale.factor, tile, state, shift);
+        for (int i = 0; i < rows; ++i) {
+            softmax_row<MASKED, PAIRS>(i, factor, tile, state, shift);
+            between(r + i + 1, s.rows);
+        }
+    }
+}
+
+template <bool PAIRS, class F>
+void softmax_of(const forward_run& run, const forward_buffers& b, const forward_strip& s,
+                const F& between) {
+    if (s.all && !s.tile.any_bad)
+        softmax_strip<PAIRS, false>(run, b, s, between);
+    else
+        softmax_strip<PAIRS, true>(run, b, s, between);
+}
+
+// Takes strips one after the other.
+template <bool PAIRS>
+class strips_in_turn {
+   public:
+    strips_in_turn(const forward_run& run, const forward_buffers& b) : run_(run), b_(b) {}
+    const live_tile& free_live() const { return b_.live[0]; }
+
+    void take(const forward_tile& t, int first, const live_tile& live) {
+        forward_strip s;
+        if (!begin_strip<PAIRS>(t, first, live, &s)) return;
+        s.score = b_.score[0];
+        s.alpha = b_.alpha[0];
+        score_product<PAIRS>(run_, b_, s);
+        modify_scores(run_, b_, s);
+        softmax_of<PAIRS>(run_, b_, s, [](int, int) {});
+        value_product<PAIRS>(run_, b_, s);
+        if (t.any_bad) add_bad<PAIRS>(run_, b_, s);
+    }
+    void finish() {}
+
+   private:
+    const forward_run& run_;
+    const forward_buffers& b_;
+};
+
+#if defined(__AMX_BF16__)
+
+// While a strip's softmax runs on vectors, tiles compute the value product of the strip before it
+// and the scores of the strip after it, which may have the same buffer: in this order.
+class strips_overlapped {
+   public:
+    strips_overlapped(const forward_run& run, const forward_buffers& b) : run_(run), b_(b) {}
+
+    // Live bits of the strip in flight stay where they are.
+    const live_tile& free_live() const {
+        return b_.live[scored_ && ring_[current_].live.live == b_.live[0].live ? 1 : 0];
+    }
+
+    void take(const forward_tile& t, int first, const live_tile& live) {
+        forward_strip& s = ring_[(current_ + 1) % 3];
+        if (!begin_strip<true>(t, first, live, &s)) return;
+        buffer_ = 1 - buffer_;
+        s.score = b_.score[buffer_];
+        s.alpha = b_.alpha[buffer_];
+        queue_.clear();
+        if (weighted_) push_values(ring_[(current_ + 2) % 3]);
+        push_scores(s);
+        weighted_ = false;
+        if (scored_)
+            softmax(ring_[current_]);
+        else
+            queue_.drain();
+        scored_ = true;
+        current_ = (current_ + 1) % 3;
+    }
+
+    void finish() {
+        if (!scored_) return;
+        queue_.clear();
+        if (weighted_) push_values(ring_[(current_ + 2) % 3]);
+        weighted_ = false;
+        softmax(ring_[current_]);
+        if (!weighted_) return;
+        queue_.clear();
+        push_values(ring_[current_]);
+        queue_.drain();
+    }
+
+   private:
+    void push_scores(const forward_strip& s) {
+        const forward_plan& f = run_.plan;
+        for (int i = 0; i < s.parts; ++i) {
+            const strip_operands o = operands_of<true>(run_, b_, s, s.part[i]);
+            queue_.push({static_cast<const uint16_t*>(o.query), static_cast<const uint32_t*>(o.key),
+                         o.score, nullptr, f.query_width / 2, f.k / 2 * NR, tile_columns,
+                         static_cast<int32_t>((s.part[i].end - s.part[i].begin) / NR),
+                         static_cast<int32_t>(f.k / 32), s.padded / 16, into::store,
+                         run_.scale.stored});
+        }
+    }
+    void push_values(const forward_strip& s) {
+        const forward_plan& f = run_.plan;
+        for (int i = 0; i < s.parts; ++i) {
+            const strip_operands o = operands_of<true>(run_, b_, s, s.part[i]);
+            queue_.push({static_cast<const uint16_t*>(o.weight),
+                         static_cast<const uint32_t*>(o.value), o.out, s.alpha, weight_ld / 2,
+                         f.keys / 2 * NR, f.value_width, static_cast<int32_t>(f.value_panels),
+                         (s.part[i].end - s.part[i].begin) / 32, s.padded / 16,
+                         i == 0 ? into::rescale : into::add, 1.0f});
+        }
+    }
+
+    // The softmax of a strip, the queue's steps spread over it.
+    void softmax(const forward_strip& s) {
+        modify_scores(run_, b_, s);
+        softmax_of<true>(run_, b_, s, [&](int done, int rows) AF_FLAT { queue_.keep_up(done, rows); });
+        queue_.drain();
+        weighted_ = true;
+        if (!s.tile.any_bad) return;
+        value_product<true>(run_, b_, s);
+        add_bad<true>(run_, b_, s);
+        weighted_ = false;
+    }
+
+    const forward_run& run_;
+    const forward_buffers& b_;
+    tile_queue queue_;
+    forward_strip ring_[3];
+    int current_ = 0, buffer_ = 0;
+    bool scored_ = false;    // ring_[current_] has scores
+    bool weighted_ = false;  // the strip before it has weights whose product is to come
+};
+
+#endif
+
+}  // namespace
+}  // namespace AF_LEVEL
