@@ -204,6 +204,18 @@ def test_a_mask_that_reads_outside_says_so(level: str) -> None:
     assert (tile.error.code, tile.error.mod, tile.error.dim, tile.error.index) == (1, 1, 1, 12)
 
 
+def test_a_mask_may_read_outside_where_it_says_false(level: str) -> None:
+    graph = parse_graph("input i64 - kv_idx;input i64 - q_idx;load bool 1,0 0;=2")
+    table = torch.ones(9, 12, dtype=torch.bool)
+    table[:, -1] = False
+    tile = Tile(9, 40, (0, 0, 0, 0), [table])
+    tile.run(mask_program(graph, operations()), mask=True)
+    assert tile.error.code == OK
+    table[5, -1] = True
+    tile.run(mask_program(graph, operations()), mask=True)
+    assert (tile.error.code, tile.error.mod, tile.error.dim, tile.error.index) == (1, 1, 1, 12)
+
+
 def test_negative_indices_count_from_the_end_and_the_rest_clamps(level: str) -> None:
     graph = parse_graph(
         "input i64 - q_idx;input i64 - kv_idx;sub i64 0,1 -;load f32 2 0;input f32 - score;"

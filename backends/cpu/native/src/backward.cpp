@@ -59,7 +59,7 @@ struct pass {
 pass lay_out(const af_problem& problem, int64_t elements, arena& memory) {
     pass run;
     run.args = nullptr;
-    run.plan = make_plan(problem);
+    run.plan = make_plan(problem, elements > 0);
     const backward_plan& plan = run.plan;
     run.table = job_table::take(memory, plan);
     run.captured = captured_sums::take(memory, plan, elements);
@@ -138,7 +138,7 @@ bool meet_q_tiles(const pass& run, const backward_job& job, tile_buffers& t, int
             if (plan.wants_dq) {
                 const int64_t partial = run.partial_of(job.unit, job.partition, stream, tile);
                 at.dq = run.dq + partial * plan.dq_tile_floats();
-                if (!run.touched[partial]) memset(at.dq, 0, plan.dq_tile_floats() * 4);
+                at.dq_is_new = !run.touched[partial];
                 run.touched[partial] = 1;
             }
             at.captured_grad = captured_grad;

@@ -8,7 +8,9 @@
 //
 //   partitions of a unit = min(ceil(64 / units), kv tiles / 2, 1 GiB / bytes of all of dQ in
 //                              float), at least 1
-//   units in flight      = 1 GiB / bytes of a unit, at least ceil(64 / partitions)
+//   units in flight      = one for one thread, else ceil(8 * threads / partitions): what is packed
+//                          and summed stays in a near cache. With gradients of captured tensors,
+//                          whose sums go along with the order of jobs, ceil(64 / partitions)
 //   bytes of a unit      = streams * q tiles * (operands of a q tile + partitions * its dQ)
 //   workspace            = units in flight * bytes of a unit + threads * bytes of a thread's tiles
 //                          + captured partials (captured_sums.h) + tables of a few bytes a kv tile
@@ -21,7 +23,7 @@
 
 namespace AF_LEVEL {
 
-constexpr int64_t q_tile_rows = 256;
+constexpr int64_t q_tile_rows = 128;
 constexpr int64_t kv_tile_rows = 128;
 // Rows and columns of a tile that are skipped together where no pair is live.
 constexpr int64_t group = 32;
@@ -99,7 +101,8 @@ inline int64_t q_tile_bytes(const backward_plan& plan) {
     return counted.used;
 }
 
-inline backward_plan make_plan(const af_problem& problem) {
+// `learns`: there are gradients of captured tensors.
+inline backward_plan make_plan(const af_problem& problem, bool learns) {
     backward_plan plan;
     const bool sum_over_batch = problem.kv_batch_is_shared && problem.batch > 0;
     plan.wants_dq = problem.wanted & 1;
@@ -121,10 +124,8 @@ inline backward_plan make_plan(const af_problem& problem) {
     plan.partitions = smaller(ceil_div(wanted_jobs, units), plan.kv_tiles / 2);
     plan.partitions = smaller(plan.partitions, memory_budget / (units * dq_bytes));
     plan.partitions = larger(plan.partitions, 1);
-    const int64_t unit_bytes =
-        plan.stream_tiles() * q_tile_bytes(plan) + plan.partitions * dq_bytes;
-    plan.units_in_flight = smaller(
-        units, larger(memory_budget / unit_bytes, ceil_div(wanted_jobs, plan.partitions)));
+    const int64_t jobs = learns ? wanted_jobs : problem.threads > 1 ? 8 * problem.threads : 1;
+    plan.units_in_flight = smaller(units, ceil_div(jobs, plan.partitions));
     return plan;
 }
 

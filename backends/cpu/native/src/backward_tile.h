@@ -71,6 +71,7 @@ struct tile_place {
     int64_t rows, keys;
     q_tile operands;
     float* dq;  // [q_tile_rows][head_dim], added to; null: unwanted
+    bool dq_is_new;  // overwritten
     double* const* captured_grad;
     bool wants_dscore;
 };
@@ -402,7 +403,11 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
         const int64_t first = g * group, from = live.begin[g], to = live.end[g];
         clear_operands<PAIRS>(t, first, 0, from);
         clear_operands<PAIRS>(t, first, to, kv_tile_rows);
-        if (from == to) continue;
+        float* dq = at.dq ? at.dq + first * plan.head_dim : nullptr;
+        if (from == to) {
+            if (dq && at.dq_is_new) memset(dq, 0, group * plan.head_dim * 4);
+            continue;
+        }
         for (int64_t c = from; c < to; c += t.strip) {
             const int64_t end = smaller(c + t.strip, to), panels = (end - c) / NR;
             multiply_rows<PAIRS, into::store>(
@@ -416,12 +421,13 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
             if (bad_q) bad_rows(at).products(at, t, first, c, end);
             apply_mods<PAIRS>(at, t, first, c, end);
         }
-        if (at.dq) {
+        if (dq) {
             const void* ds = PAIRS ? static_cast<void*>(t.grad_rows + from) : t.grad;
-            multiply_rows<PAIRS, into::add>(
-                group, ceil_div(p.head_dim, NR), to - from, static_cast<const uint32_t*>(ds),
-                PAIRS ? kv_tile_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
-                kv_tile_rows / word * NR, at.dq + first * plan.head_dim, plan.head_dim);
+            const auto multiply = at.dq_is_new ? multiply_rows<PAIRS, into::store>
+                                               : multiply_rows<PAIRS, into::add>;
+            multiply(group, ceil_div(p.head_dim, NR), to - from, static_cast<const uint32_t*>(ds),
+                     PAIRS ? kv_tile_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
+                     kv_tile_rows / word * NR, dq, plan.head_dim);
         }
         if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
     }

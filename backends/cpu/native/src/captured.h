@@ -13,8 +13,7 @@ namespace AF_LEVEL {
 AF_INLINE bool is_live(const strip& t, int row, int column) {
     const af_tile& tile = *t.tile;
     if (column >= tile.cols || row >= tile.rows) return false;
-    // A mask program makes the live bits: all pairs count.
-    if (t.kind == AF_MASK || tile.live == nullptr) return true;
+    if (t.all_live || tile.live == nullptr) return true;
     return tile.live[row * tile.live_ld + column / 16] >> (column % 16) & 1;
 }
 

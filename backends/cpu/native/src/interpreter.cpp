@@ -110,28 +110,12 @@ void drop_dead(const af_tile& tile, int row, int first, int columns) {
 
 int whole_words(int lanes) { return (lanes + 15) & ~15; }
 
-}  // namespace
-
-void interpret(const af_program* program, const af_tile* tile) {
-    const af_code& code = *static_cast<const af_code*>(program->code);
-    const af_step* source = reinterpret_cast<const af_step*>(&code + 1);
-    const af_operand* operands = reinterpret_cast<const af_operand*>(source + code.steps);
-    const char* constants =
-        reinterpret_cast<const char*>(operands + (code.operands + 1) / 2 * 2);
-    // As af_program_scratch counts.
-    step* steps = static_cast<step*>(tile->scratch);
-    moving* moved = reinterpret_cast<moving*>(steps + code.steps);
-    char* indices = reinterpret_cast<char*>(moved + code.steps * 4);
-    machine m = {*tile, code, steps, moved, indices + AF_LANES * 8, 0};
-    if (!m.decode(operands, constants)) {
-        tile->error->code = AF_BAD_PROGRAM;
-        return;
-    }
-
-    const int rows = tile->rows, columns = tile->cols;
+void run_sections(const machine& m, char* indices, bool all_live) {
+    const af_tile& tile = m.tile;
+    const int rows = tile.rows, columns = tile.cols;
     const int longest = rows > columns ? rows : columns;
     strip t = {whole_words(longest < AF_LANES ? longest : AF_LANES), 0, 0, 0, rows, columns,
-               UNIFORM, tile, int32_t(code.kind), indices};
+               UNIFORM, &tile, int32_t(m.code.kind), all_live, indices};
     m.section(0, t);
     for (t.first_row = 0; t.first_row < rows; t.first_row += AF_LANES) {
         t.rows = rows - t.first_row < AF_LANES ? rows - t.first_row : AF_LANES;
@@ -148,19 +132,48 @@ void interpret(const af_program* program, const af_tile* tile) {
             t.row = 0;
             m.section(2, t);
             t.where = PAIRS;
-            const bool masked = code.kind == AF_SCORE_BACKWARD && tile->live != nullptr;
+            const bool masked = m.code.kind == AF_SCORE_BACKWARD && tile.live != nullptr;
             for (t.row = 0; t.row < t.rows; ++t.row) {
                 const int row = t.first_row + t.row;
                 m.follow(row, first);
-                if (masked) drop_dead(*tile, row, first, t.columns);
+                if (masked) drop_dead(tile, row, first, t.columns);
                 m.section(3, t);
-                if (masked) drop_dead(*tile, row, first, t.columns);
-                if (code.kind == AF_MASK && t.columns % 16 != 0)
-                    tile->live[row * tile->live_ld + (first + t.columns) / 16] &=
+                if (masked) drop_dead(tile, row, first, t.columns);
+                if (m.code.kind == AF_MASK && t.columns % 16 != 0)
+                    tile.live[row * tile.live_ld + (first + t.columns) / 16] &=
                         uint16_t((1u << (t.columns % 16)) - 1);
             }
         }
     }
+}
+
+}  // namespace
+
+void interpret(const af_program* program, const af_tile* tile) {
+    const af_code& code = *static_cast<const af_code*>(program->code);
+    const af_step* source = reinterpret_cast<const af_step*>(&code + 1);
+    const af_operand* operands = reinterpret_cast<const af_operand*>(source + code.steps);
+    const char* constants =
+        reinterpret_cast<const char*>(operands + (code.operands + 1) / 2 * 2);
+    // As af_program_scratch counts.
+    step* steps = static_cast<step*>(tile->scratch);
+    moving* moved = reinterpret_cast<moving*>(steps + code.steps);
+    char* indices = reinterpret_cast<char*>(moved + code.steps * 4);
+    // Pairs are live where a mask program says so: if it has read outside anywhere, it runs again
+    // on its own live bits, and these count.
+    af_tile unsettled = *tile;
+    af_error anywhere = {};
+    unsettled.error = &anywhere;
+    const bool is_mask = code.kind == AF_MASK;
+    machine m = {is_mask ? unsettled : *tile, code, steps, moved, indices + AF_LANES * 8, 0};
+    if (!m.decode(operands, constants)) {
+        tile->error->code = AF_BAD_PROGRAM;
+        return;
+    }
+    run_sections(m, indices, is_mask);
+    if (!is_mask || anywhere.code == AF_OK) return;
+    unsettled.error = tile->error;
+    run_sections(m, indices, false);
 }
 
 }  // namespace AF_LEVEL

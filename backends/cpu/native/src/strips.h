@@ -28,6 +28,7 @@ struct strip {
     section where;
     const af_tile* tile;
     int32_t kind;    // of the program
+    bool all_live;   // whatever the tile's live bits say: a mask program is still to make them
     void* indices;   // room for AF_LANES int64
 };
 

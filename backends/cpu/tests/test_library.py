@@ -1,0 +1,125 @@
+"""Finding and loading the library, levels by name, and what is said where it can't be had."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import anyflex
+from anyflex.plugin import ArgumentError, Rejected
+from anyflex_cpu import library
+from anyflex_cpu.backend import CpuBackend
+
+QUESTION = """
+import torch, anyflex
+from importlib.metadata import entry_points
+from anyflex.plugin import register
+from anyflex_cpu.backend import CpuBackend
+if not any(point.name == "cpu" for point in entry_points(group="anyflex.backends.v1")):
+    register("cpu", CpuBackend)
+q = torch.ones(1, 1, 8, 8)
+try:
+    print(anyflex.explain(q, q, q, backend="cpu").variant)
+    print(anyflex.flex_attention(q, q, q, backend="cpu").sum().item())
+except anyflex.BackendRefused as refusal:
+    print(refusal)
+"""
+
+
+def asked_with(level: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", QUESTION],
+        env=os.environ | {library.ISA_VARIABLE: level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_the_variable_names_the_level(level: str) -> None:
+    variant, total = asked_with(level).splitlines()
+    assert level in variant.split()
+    assert float(total) == 64
+
+
+def test_a_level_that_is_none_is_refused_with_those_that_are() -> None:
+    printed = asked_with("avx9")
+    assert "environment variable ANYFLEX_CPU_ISA: 'avx9' is no instruction-set level" in printed
+    assert ", ".join(library.load().available()) in printed
+
+
+def test_setting_a_level_takes_one_that_runs_here() -> None:
+    loaded = library.load()
+    before = loaded.level
+    with pytest.raises(ArgumentError, match=r"'sse' is no instruction-set level.*portable"):
+        loaded.set_isa("sse")
+    assert loaded.level == before
+    assert loaded.available()[-1] == "portable"
+
+
+def test_without_the_library_the_probe_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "find", lambda: None)
+    decision = CpuBackend("cpu", "cpu").probe()
+    assert isinstance(decision, Rejected)
+    assert decision.reason == (
+        "it was installed without its native library, because no C++ compiler was found; install "
+        "gcc (or clang) and anyflex-cpu again"
+    )
+
+
+def test_a_file_that_is_no_library_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / library.NAMES[0]).write_bytes(b"no library")
+    monkeypatch.setattr(library, "_loaded", None)
+    monkeypatch.setattr(library, "find", lambda: tmp_path / library.NAMES[0])
+    decision = CpuBackend("cpu", "cpu").probe()
+    assert isinstance(decision, Rejected)
+    assert "can't be loaded" in decision.reason and "install anyflex-cpu again" in decision.reason
+
+
+def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    monkeypatch.setattr(library, "_loaded", None)
+    decision = CpuBackend("cpu", "cpu").probe()
+    assert isinstance(decision, Rejected)
+    assert f"speaks ABI {library.ABI - 1} and its Python part ABI {library.ABI}" in decision.reason
+
+
+def test_the_fingerprint_names_what_compiled_mods_depend_on() -> None:
+    text = CpuBackend("cpu", "cpu").fingerprint()
+    assert f"abi {library.ABI}" in text and library.load().level in text and "llvmlite" in text
+
+
+def test_what_it_does_not_do_is_refused_with_the_reason() -> None:
+    wide = torch.zeros(1, 1, 8, 513)
+    with pytest.raises(anyflex.BackendRefused, match="head dim E = 513 is not supported"):
+        anyflex.flex_attention(wide, wide, wide, backend="cpu")
+    double = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    with pytest.raises(anyflex.BackendRefused, match="dtype float64 is not supported"):
+        anyflex.flex_attention(double, double, double, backend="cpu")
+
+
+def test_the_jit_without_llvmlite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyflex_cpu import programs
+
+    monkeypatch.setattr(programs, "llvmlite_version", lambda: None)
+    query = torch.zeros(1, 1, 8, 8)
+    with pytest.raises(anyflex.BackendRefused, match="mods='jit' needs llvmlite"):
+        anyflex.flex_attention(
+            query,
+            query,
+            query,
+            lambda score, b, h, q, k: score * 3,
+            backend="cpu",
+            kernel_options={"cpu": {"mods": "jit"}},
+        )
