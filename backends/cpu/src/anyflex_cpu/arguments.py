@@ -123,7 +123,7 @@ class Arguments:
             or heads > LIMITS.heads
             or length > LIMITS.length
             or kv_length > LIMITS.length
-            or any([_extent(tensor) > LIMITS.captured for tensor in call.captured])
+            or any(_extent(tensor) > LIMITS.captured for tensor in call.captured)
         ):
             programs = self.programs.wide_addresses()
         return (
