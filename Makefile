@@ -23,7 +23,7 @@ help:
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, front end, masks and the conformance kit cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
-	@echo "make soak         2,000 random mods, 20,000 random masks; each seeded fault by every quick case"
+	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
@@ -43,6 +43,7 @@ soak:
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
+	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
 	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 
 conformance:

@@ -1,0 +1,154 @@
+"""Calls that the fuzzer draws: shapes, layouts, mods, masks, options."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuzz_mods import MASKS, SCORES, Drawn, index
+from fuzz_tensors import laid_out, spoil
+from torch import Tensor
+
+import anyflex
+
+__all__ = ["Call", "arguments_of", "arriving", "draw_call"]
+
+DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (0, 1, 1, 2, 3, 5, 7, 16, 17, 17, 33, 40, 64, 65, 130)
+OF_BATCHES = ("lengths",)
+OF_HEADS = ("stripes", "any pairs")
+
+
+@dataclass
+class Call:
+    """A right call.
+
+    Args:
+        inputs: query, key, value.
+        kinds: names of the mods.
+        score, mask: the mods, or None.
+        mask_size: batch and heads of the block mask, None for one for all.
+        learned: names of inputs, and positions of the score mod's tensors, that require a
+            gradient.
+        aux: whether the gradient arrives at lse too.
+        spoilt: some input holds NaN or infinity.
+    """
+
+    inputs: dict[str, Tensor]
+    kinds: dict[str, str]
+    score: Drawn | None
+    mask: Drawn | None
+    mask_size: tuple[int | None, int | None]
+    block_size: tuple[int, int]
+    scale: float | None
+    options: dict[str, Any] | None
+    learned: frozenset[str]
+    aux: bool
+    spoilt: bool
+
+    def __str__(self) -> str:
+        inputs = [
+            f"{name} {list(each.shape)} strides {each.stride()} {each.dtype}"
+            for name, each in self.inputs.items()
+        ]
+        mods = [
+            f"{name} {self.kinds[name]} of {[(list(t.shape), t.dtype) for t in mod.tensors]}"
+            for name, mod in (("score", self.score), ("mask", self.mask))
+            if mod is not None
+        ]
+        facts = [
+            f"{name}={getattr(self, name)}"
+            for name in ("mask_size", "block_size", "scale", "options", "learned", "aux", "spoilt")
+        ]
+        return ", ".join(inputs + mods + facts)
+
+
+def draw_call(draw: random.Random) -> Call:
+    dtype = draw.choice(DTYPES)
+    kv_heads, group = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
+    batch = draw.choice([1, 1, 2, 3])
+    kv_batch = draw.choice([batch, batch, 1])
+    length, keys = draw.choice(LENGTHS), draw.choice(LENGTHS)
+    dim = draw.choice([1, 8, 17, 32, 64])
+    value_dim = draw.choice([dim, dim, 3, 40])
+    heads = kv_heads * group
+    inputs = {
+        "query": laid_out(draw, (batch, heads, length, dim), dtype),
+        "key": laid_out(draw, (kv_batch, kv_heads, keys, dim), dtype),
+        "value": laid_out(draw, (kv_batch, kv_heads, keys, value_dim), dtype),
+    }
+    spoilt = draw.random() < 0.15
+    if spoilt:
+        name = draw.choice(list(inputs))
+        inputs[name] = spoil(draw, inputs[name])
+    sizes = (batch, heads, length, keys)
+    score_kind = draw.choice(list(SCORES)) if draw.random() < 0.7 else ""
+    score = SCORES[score_kind](draw, sizes) if score_kind else None
+    kind = draw.choice(list(MASKS)) if draw.random() < 0.6 else ""
+    learned = {name for name in inputs if draw.random() < 0.4}
+    if score is not None and draw.random() < 0.4:
+        learned |= {str(position) for position in score.learned}
+    mods = draw.choice(["auto", "interpreter", "interpreter", "interpreter", "jit", None])
+    return Call(
+        inputs=inputs,
+        kinds={"score": score_kind, "mask": kind},
+        score=score,
+        mask=MASKS[kind](draw, sizes) if kind else None,
+        mask_size=(
+            batch if kind in OF_BATCHES or draw.random() < 0.2 else None,
+            heads if kind in OF_HEADS or draw.random() < 0.2 else None,
+        ),
+        block_size=draw.choice([(16, 16), (32, 64), (128, 128), (1, 1), (16, 48)]),
+        scale=draw.choice([None, None, None, 0.0, -0.25]),
+        options=None if mods is None else {"cpu": {"mods": mods}},
+        learned=frozenset(learned),
+        aux=draw.random() < 0.4,
+        spoilt=spoilt,
+    )
+
+
+def arguments_of(call: Call) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the arguments, and the leaves that gradients are asked of.
+
+    Raises AnyflexError where the block mask can't be made.
+    """
+    leaves = []
+    arguments: dict[str, Any] = {"scale": call.scale, "enable_gqa": True}
+    arguments["kernel_options"] = call.options
+    for name, tensor in call.inputs.items():
+        # A view keeps strides, which a leaf of its own might not.
+        if name in call.learned:
+            leaf = tensor.detach().requires_grad_()
+            leaves.append(leaf)
+            arguments[name] = leaf
+        else:
+            arguments[name] = tensor
+    if call.score is not None:
+        tensors = list(call.score.tensors)
+        for position in call.score.learned:
+            if str(position) in call.learned:
+                tensors[position] = tensors[position].detach().requires_grad_()
+                leaves.append(tensors[position])
+        arguments["score_mod"] = call.score.function(index, tensors)
+    if call.mask is not None:
+        arguments["block_mask"] = anyflex.create_block_mask(
+            call.mask.function(index),
+            *call.mask_size,
+            call.inputs["query"].shape[2],
+            call.inputs["key"].shape[2],
+            BLOCK_SIZE=call.block_size,
+        )
+    if call.aux:
+        arguments["return_aux"] = anyflex.AuxRequest(lse=True, max_scores=True)
+    return arguments, leaves
+
+
+def arriving(call: Call, out: Tensor, lse: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The gradients that arrive at out and lse, in their types."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = call.inputs["query"].dtype
+    dout = torch.randn(out.shape, generator=generator).to(dtype)
+    dlse = torch.randn(lse.shape, generator=generator) if call.aux else torch.zeros(lse.shape)
+    return dout, dlse
