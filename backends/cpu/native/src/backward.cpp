@@ -5,7 +5,7 @@
 //   dK += scale dS^T q,  dQ += scale dS k,  with delta = sum(dout * out) - dlse.
 // (T. Dao, FlashAttention-2, 2023, algorithm 2, with a mod's derivative and lse's gradient.)
 #include "backward_jobs.h"
-#include "backward_tile.h"
+#include "backward_row_sums.h"
 #include "captured_sums.h"
 #include "level.h"
 #include "pool.h"
@@ -75,15 +75,26 @@ pass lay_out(const af_problem& problem, int64_t elements, arena& memory) {
     return run;
 }
 
-void pack_job(void* context, int64_t index, int) {
+void pack_job(void* context, int64_t index, int thread) {
     const pass& run = *static_cast<pass*>(context);
     const int64_t tiles = run.plan.q_tiles, streams = run.plan.streams;
     const int64_t tile = index % tiles, stream = index / tiles % streams;
     const int64_t unit = index / tiles / streams;
     int64_t b, h;
     run.head_of(unit, stream, &b, &h);
-    pack_q_tile(*run.args, run.plan, b, h, tile * q_tile_rows,
-                run.q_tile_of(unit, stream, tile));
+    tile_place at;
+    memset(&at, 0, sizeof at);
+    at.args = run.args;
+    at.plan = &run.plan;
+    at.b = b;
+    at.h = h;
+    at.q = tile * q_tile_rows;
+    at.operands = run.q_tile_of(unit, stream, tile);
+    pack_q_tile(*run.args, run.plan, b, h, at.q, at.operands);
+    if (has_large_rows(*run.args, run.plan, at.operands)) {
+        tile_buffers t = run.buffers_of(thread);
+        normalise_large_rows(at, t);
+    }
     for (int64_t i = 0; i < run.plan.partitions; ++i)
         run.touched[run.partial_of(unit, i, stream, tile)] = 0;
 }
@@ -113,14 +124,7 @@ bool meet_q_tiles(const pass& run, const backward_job& job, tile_buffers& t, int
                 packed = true;
             }
             if (stream == first || (p.mask && !p.mask_is_per_call)) {
-                af_tile asked;
-                memset(&asked, 0, sizeof asked);
-                asked.b = b;
-                asked.h = h;
-                asked.inputs = &p.inputs;
-                asked.scratch = t.scratch;
-                asked.error = t.error;
-                t.found.find(walk, tile, asked);
+                t.found.find(walk, tile, mask_tile(p, t, b, h));
             }
             tile_place at;
             at.operands = run.q_tile_of(job.unit, stream, tile);

@@ -300,6 +300,29 @@ inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t
     return tile;
 }
 
+// What a mask program is asked about; the walk sets rows and columns.
+inline af_tile mask_tile(const af_problem& p, const tile_buffers& t, int64_t b, int64_t h) {
+    af_tile tile;
+    memset(&tile, 0, sizeof tile);
+    tile.b = b;
+    tile.h = h;
+    tile.inputs = &p.inputs;
+    tile.scratch = t.scratch;
+    tile.error = t.error;
+    return tile;
+}
+
+// A group's products of queries and keys as the score program wants them; a copy in `plain`.
+static void scale_scores(const tile_buffers& t, int64_t columns, float scale, bool copy) {
+    for (int64_t i = 0; i < group; ++i)
+        for (int64_t c = 0; c < columns; c += VL) {
+            const int64_t n = i * t.strip + c;
+            const vf x = load(t.score + n) * splat(scale);
+            store(t.score + n, x);
+            if (copy) store(t.plain + n, x);
+        }
+}
+
 // Scores to P, dP to dS by the mods; leaves `prob`, `dscore` and the left side of dQ.
 template <bool PAIRS>
 static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
@@ -316,13 +339,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
         return;
     }
     const bool derivative = p.score_backward && at.wants_dscore;
-    for (int64_t i = 0; i < group; ++i)
-        for (int64_t c = 0; c < to - from; c += VL) {
-            const int64_t n = i * t.strip + c;
-            const vf x = load(t.score + n) * splat(scale);
-            store(t.score + n, x);
-            if (derivative) store(t.plain + n, x);
-        }
+    scale_scores(t, to - from, scale, derivative);
     af_tile tile = program_tile(at, t, first, from, to);
     tile.score = t.score;
     p.score->function(p.score, &tile);
@@ -388,6 +405,19 @@ template <bool PAIRS> static void add_kv_gradients(const tile_place& at, const t
     }
 }
 
+// Products of a group's queries with keys [from, to), to `score`.
+template <bool PAIRS>
+static void score_product(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
+                          int64_t to) {
+    const backward_plan& plan = *at.plan;
+    constexpr int64_t word = PAIRS ? 2 : 1;
+    const int64_t k = PAIRS ? plan.head_dim : at.args->problem.head_dim;
+    multiply_rows<PAIRS, into::store>(group, (to - from) / NR, k,
+                                      at.operands.query + first * plan.head_dim / word,
+                                      plan.head_dim / word, 1, t.kv.key_t + from * (k / word),
+                                      k / word * NR, t.score, t.strip);
+}
+
 template <bool PAIRS> static void backward_tile(const tile_place& at, const tile_buffers& t) {
     const backward_plan& plan = *at.plan;
     const af_problem& p = at.args->problem;
@@ -396,7 +426,6 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     const bool bad_q = *at.operands.bad_queries + *at.operands.bad_douts != 0;
     const bool bad = bad_q || t.kv.bad_keys != 0;
     constexpr int64_t word = PAIRS ? 2 : 1;
-    const int64_t key_k = PAIRS ? plan.head_dim : p.head_dim;
     const int64_t value_k = PAIRS ? plan.value_dim : p.value_head_dim;
     const int64_t groups = ceil_div(at.rows, group);
     for (int64_t g = 0; g < groups; ++g) {
@@ -410,10 +439,7 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
         }
         for (int64_t c = from; c < to; c += t.strip) {
             const int64_t end = smaller(c + t.strip, to), panels = (end - c) / NR;
-            multiply_rows<PAIRS, into::store>(
-                group, panels, key_k, at.operands.query + first * plan.head_dim / word,
-                plan.head_dim / word, 1, t.kv.key_t + c * (key_k / word), key_k / word * NR,
-                t.score, t.strip);
+            score_product<PAIRS>(at, t, first, c, end);
             multiply_rows<PAIRS, into::store>(
                 group, panels, value_k, at.operands.dout + first * plan.value_dim / word,
                 plan.value_dim / word, 1, t.kv.value_t + c * (value_k / word),
