@@ -291,12 +291,11 @@ void combine(void* context, int64_t unit, int) {
     }
 }
 
-// Waking a thread costs some 20 us, in which one thread reads some 256 KiB.
 int decode_threads(const af_problem& p) {
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const double bytes = double(p.batch) * p.kv_heads * p.kv_length *
                          (p.head_dim + p.value_head_dim) * size;
-    return bytes < (1 << 20) ? 1 : p.threads;
+    return threads_worth(bytes / 1e4, p.threads);
 }
 
 }  // namespace

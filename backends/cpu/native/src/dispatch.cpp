@@ -13,16 +13,15 @@
 #endif
 #endif
 
-// Weak while kernels are being written: a level's missing function is null.
-#define AF_DECLARE_LEVEL(space)                                              \
-    namespace space {                                                        \
-    __attribute__((weak)) int64_t forward_workspace(const af_problem&);      \
-    __attribute__((weak)) int32_t forward(const af_forward_args&, af_error*); \
-    __attribute__((weak)) int64_t decode_workspace(const af_problem&);       \
-    __attribute__((weak)) int32_t decode(const af_forward_args&, af_error*); \
-    __attribute__((weak)) int64_t backward_workspace(const af_problem&, int64_t); \
-    __attribute__((weak)) int32_t backward(const af_backward_args&, af_error*); \
-    __attribute__((weak)) void interpret(const af_program*, const af_tile*); \
+#define AF_DECLARE_LEVEL(space)                                     \
+    namespace space {                                               \
+    int64_t forward_workspace(const af_problem&);                   \
+    int32_t forward(const af_forward_args&, af_error*);             \
+    int64_t decode_workspace(const af_problem&);                    \
+    int32_t decode(const af_forward_args&, af_error*);              \
+    int64_t backward_workspace(const af_problem&, int64_t captured); \
+    int32_t backward(const af_backward_args&, af_error*);           \
+    void interpret(const af_program*, const af_tile*);              \
     }
 #define AF_LEVEL_ENTRY(name, space, supported)                                             \
     {name, supported, space::forward_workspace, space::forward, space::decode_workspace,   \

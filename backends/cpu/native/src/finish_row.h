@@ -1,6 +1,6 @@
 // The end of a query row: from sums over its keys to out, lse and max_scores.
 #pragma once
-#include "pack.h"
+#include "softmax.h"
 
 namespace AF_LEVEL {
 
@@ -13,7 +13,6 @@ struct row_sums {
 
 static void finish_row(const af_forward_args& args, int64_t b, int64_t h, int64_t q,
                        const row_sums& row) {
-    constexpr float infinity = __builtin_inff();
     const af_problem& p = args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const int64_t index = (b * p.q_heads + h) * p.q_length + q;

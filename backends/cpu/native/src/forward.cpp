@@ -5,6 +5,7 @@
 // no live pair are left out.
 #include <string.h>
 
+#include "finish_row.h"
 #include "forward_strip.h"
 #include "level.h"
 #include "pool.h"
@@ -75,35 +76,11 @@ void pack_job(void* context, int64_t index, int) {
     }
 }
 
-// Writes the rows of a job.
 void finish(const forward_run& run, const forward_buffers& b, const forward_job& job) {
-    const af_forward_args& args = *run.args;
-    const af_problem& p = *run.p;
-    const int size = p.dtype == AF_F32 ? 4 : 2;
-    for (int r = 0; r < job.rows; ++r) {
-        const float sum = sum_of(load(b.state.sum + r * VL));
-        const float top = b.state.top[r] * run.scale.natural;
-        const int64_t row = (job.b * p.q_heads + job.h) * p.q_length + job.q + r;
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const float* from = b.out + r * run.plan.value_width;
-        const af_tensor& out = args.out;
-        if (p.value_head_dim > 0) {
-            char* to = static_cast<char*>(out.data) +
-                       (job.b * out.stride[0] + job.h * out.stride[1] +
-                        (job.q + r) * out.stride[2]) *
-                           size;
-            store_row(from, p.value_head_dim, inverse, p.dtype, to);
-            if (args.unrounded_out)
-                store_row(from, p.value_head_dim, inverse, AF_F32,
-                          args.unrounded_out + row * p.value_head_dim);
-        }
-        if (args.lse)
-            args.lse[row] = sum == 0.0f ? -infinity : top + __builtin_logf(sum);
-        if (args.max_scores) {
-            const bool nan = sum != sum && (top != infinity || b.state.nan[r]);
-            args.max_scores[row] = nan ? __builtin_nanf("") : top;
-        }
-    }
+    for (int r = 0; r < job.rows; ++r)
+        finish_row(*run.args, job.b, job.h, job.q + r,
+                   {b.state.top[r] * run.scale.natural, sum_of(load(b.state.sum + r * VL)),
+                    b.state.nan[r] != 0, b.out + r * run.plan.value_width});
 }
 
 template <bool PAIRS>
@@ -182,11 +159,10 @@ void forward_job_of(void* context, int64_t index, int thread) {
     run_job<false>(run, index, thread);
 }
 
-// Waking a thread costs some 20 us: problems of about 100 us and less run on the caller.
-int threads_for(const af_problem& p) {
-    const double flops = 2.0 * p.batch * p.q_heads * p.q_length * p.kv_length *
-                         (p.head_dim + p.value_head_dim);
-    return flops < 1e7 ? 1 : p.threads;
+int forward_threads(const af_problem& p, const forward_plan& f) {
+    const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length;
+    const double a_microsecond = has_tiles && f.pairs ? 4e5 : VL == 16 ? 1e5 : 2e4;
+    return threads_worth(2 * pairs * (p.head_dim + p.value_head_dim) / a_microsecond, p.threads);
 }
 
 }  // namespace
@@ -207,7 +183,7 @@ int32_t forward(const af_forward_args& args, af_error* error) {
 
     run.scale = scale_of(p);
     for (int i = 0; i < f.threads; ++i) memset(buffers_of(run, i).error, 0, sizeof(af_error));
-    const int threads = threads_for(p);
+    const int threads = forward_threads(p, f);
     for (int64_t unit = 0; unit < f.units; unit += f.units_a_wave) {
         const int64_t units = smaller(f.units_a_wave, f.units - unit);
         run.first_unit = unit;

@@ -105,6 +105,8 @@ AF_INLINE float largest_of(vf v) {
 
 // 2^x for x <= 128; 0 for -inf and where 2^x is subnormal or nearly so; NaN for NaN.
 // A polynomial over one octave (minimax in relative error on [0, 1)) and the exponent added.
+// Degrees 4 and 5 are exact at whole numbers: a row's largest score has weight 1, and so have all
+// that equal it. Degree 4 besides errs by nothing on average, so that sums of weights don't drift.
 template <int DEGREE = 5>
 AF_INLINE vf exp2(vf x) {
     static_assert(DEGREE == 5 || DEGREE == 4 || DEGREE == 3, "degrees that have coefficients");
@@ -120,18 +122,18 @@ AF_INLINE vf exp2(vf x) {
 #endif
     vf p;
     if constexpr (DEGREE == 5) {  // 1.5e-7
-        p = splat(0.00187757669f);
-        p = madd(p, f, splat(0.00898933969f));
-        p = madd(p, f, splat(0.0558263175f));
-        p = madd(p, f, splat(0.240153611f));
-        p = madd(p, f, splat(0.693153083f));
-        p = madd(p, f, splat(0.99999994f));
-    } else if constexpr (DEGREE == 4) {  // 2.7e-6
-        p = splat(0.0135341678f);
-        p = madd(p, f, splat(0.0520114601f));
-        p = madd(p, f, splat(0.241442755f));
-        p = madd(p, f, splat(0.693003833f));
-        p = madd(p, f, splat(1.00000262f));
+        p = splat(0.00187931862f);
+        p = madd(p, f, splat(0.00899099465f));
+        p = madd(p, f, splat(0.0558186769f));
+        p = madd(p, f, splat(0.240159273f));
+        p = madd(p, f, splat(0.693151712f));
+        p = madd(p, f, splat(1.0f));
+    } else if constexpr (DEGREE == 4) {  // 3.5e-6
+        p = splat(0.013543549f);
+        p = madd(p, f, splat(0.0520511903f));
+        p = madd(p, f, splat(0.241374582f));
+        p = madd(p, f, splat(0.693030655f));
+        p = madd(p, f, splat(1.0f));
     } else {  // 7.5e-5
         p = splat(0.0780245215f);
         p = madd(p, f, splat(0.226067156f));

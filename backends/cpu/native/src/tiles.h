@@ -17,6 +17,11 @@ AF_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 AF_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 AF_INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
+// Waking a thread costs some 20 us: what occupies one for less than about 100 us it does alone.
+AF_INLINE int threads_worth(double microseconds, int threads) {
+    return microseconds < 100 ? 1 : threads;
+}
+
 // The runs of one row of blocks, in columns (elements).
 struct run_row {
     const int32_t* run;  // [count][3]
