@@ -47,6 +47,28 @@ def test_training_with_mods_and_masks_is_taken() -> None:
         assert found.to_dict()["backend"] == "cuda.flash4"
 
 
+def test_gradients_of_grouped_heads_are_refused_where_the_score_mod_reads_h() -> None:
+    slopes = torch.zeros(4)
+
+    def found(train: bool, kv_heads: int, reads_h: bool) -> str | None:
+        query = torch.empty(1, 4, 256, 64, dtype=torch.float16, requires_grad=train)
+        key = torch.empty(1, kv_heads, 256, 64, dtype=torch.float16)
+        with posing("cuda", arch="sm_90"):
+            explained = anyflex.explain(
+                query,
+                key,
+                key,
+                lambda s, b, h, q, k: s + (slopes[h] if reads_h else slopes[q % 4]),
+                enable_gqa=True,
+                backend="cuda.flash4",
+            )
+        return explained.to_dict()["backend"]
+
+    assert found(False, 2, True) == found(True, 4, True) == found(True, 2, False) == "cuda.flash4"
+    with pytest.raises(anyflex.BackendRefused, match="grouped heads under a score mod that reads"):
+        found(True, 2, True)
+
+
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
