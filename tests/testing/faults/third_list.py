@@ -53,7 +53,7 @@ FAULTS = (
                 "tiles.py",
                 "        return tensor[self.batch if",
                 "        sizes, strides = tensor.shape, tensor.stride()\n"
-                "        near = [s if s * (n - 1) < 2**31 else 0 for n, s in zip(sizes, strides)]\n"
+                "        near = [s * ((n - 1) * s < 2**31) for n, s in zip(sizes, strides)]\n"
                 "        tensor = tensor.as_strided(sizes, near)\n"
                 "        return tensor[self.batch if",
             ),
