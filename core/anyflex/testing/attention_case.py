@@ -63,6 +63,8 @@ class AttentionCase:
         form: how the mods are written.
         values: changes what was drawn.
         rounded_delta: the budget allows a backward that reads out after it was rounded.
+        rounded_inputs: the budget allows query, key and value to be rounded again, as those do
+            that multiply one of them by the scale.
         quick: in the subset that CI runs.
         required: names of the sets ("forward", "backward", "decode") that `--require` may name
             and that the case belongs to.
@@ -95,6 +97,7 @@ class AttentionCase:
     form: Form = "function"
     values: Values | None = None
     rounded_delta: bool = True
+    rounded_inputs: bool = True
     quick: bool = False
     required: frozenset[str] = frozenset()
     seed: int = 0

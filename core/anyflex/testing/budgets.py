@@ -146,7 +146,7 @@ def _formula(
         query, key, value = (
             drawn.tensors[name].detach().cpu().to(dtype) for name in ("query", "key", "value")
         )
-        if shaken is not None:
+        if shaken is not None and case.rounded_inputs:
             query, key, value = (shaken.tensor(tensor) for tensor in (query, key, value))
         for tensor in (query, key, value):
             tensor.requires_grad_()

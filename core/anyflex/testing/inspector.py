@@ -6,6 +6,7 @@ memory; what it is given to read is compared afterwards, bit for bit.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Journal:
         artifacts: what kernels are compiled with, in place of the registry's.
         watching: False lets kernels run on core's own memory, unchecked: the checks read values,
             for which the host waits.
+        index_offsets: of each call, None for what core gives.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -59,6 +61,7 @@ class Journal:
     workspaces: list[tuple[str, tuple[TensorSpec, ...]]] = field(default_factory=list)
     artifacts: Artifacts | None = None
     watching: bool = True
+    index_offsets: tuple[int, int, int, int] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note(self, violation: str) -> None:
@@ -155,6 +158,7 @@ class _InspectedKernel(Kernel):
         return self._kernel.saved_outputs(call)
 
     def forward(self, call: Call, out: Outputs) -> None:
+        call = _moved(call, self._journal.index_offsets)
         if not self._journal.watching:
             self._kernel.forward(call, out)
             self._ran(self._journal.forwards)
@@ -173,6 +177,7 @@ class _InspectedKernel(Kernel):
         watch.close()
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        call = _moved(call, self._journal.index_offsets)
         if not self._journal.watching:
             self._kernel.backward(call, saved, grad, grads)
             self._ran(self._journal.backwards)
@@ -217,6 +222,14 @@ class _InspectedKernel(Kernel):
             watch.scratch("a workspace", tensor, spec)
             for tensor, spec in zip(tensors, specs, strict=True)
         )
+
+
+def _moved(call: Call, offsets: tuple[int, int, int, int] | None) -> Call:
+    """Return the call with other index offsets: contract 1 has no argument that sets them."""
+    if offsets is not None:
+        call = copy.copy(call)
+        object.__setattr__(call, "index_offsets", offsets)
+    return call
 
 
 class _Watch:
@@ -266,11 +279,9 @@ class _Watch:
         """Check everything, and hand the outputs over."""
         for name, tensor, guarded, accumulated in self._outputs:
             self._check_guards(name, guarded)
-            replaced = guarded.replaced()
-            if replaced is not None:
+            if (replaced := guarded.replaced()) is not None:
                 self._note(f"{name}: {replaced}")
-            unwritten = 0 if accumulated else guarded.unwritten()
-            if unwritten:
+            if not accumulated and (unwritten := guarded.unwritten()):
                 self._note(f"{unwritten} of {tensor.numel()} elements of {name} were not written")
             tensor.copy_(guarded.content())
         for name, tensor, guarded in self._scratch:

@@ -75,6 +75,15 @@ class Session:
         finally:
             self.journal.watching = True
 
+    @contextmanager
+    def index_offsets(self, b: int, h: int, q_idx: int, kv_idx: int) -> Iterator[None]:
+        """Let calls in the body have these offsets, which no argument of a user's sets yet."""
+        self.journal.index_offsets = (b, h, q_idx, kv_idx)
+        try:
+            yield
+        finally:
+            self.journal.index_offsets = None
+
     def ask(self, spec: Spec) -> Decision:
         """Ask the backend whether it takes a spec, under inspection."""
         return ask(self.backend, spec, self.journal)

@@ -2,6 +2,26 @@
 
 The kit's cases had not been read when these 24 were written down and committed, and nothing had
 been run: of the two lists before only the names of the faults were looked at, not to repeat one.
+
+First run: the quick subset as it was then, processes and torch.compile included, caught 15 of the
+24 (62 %; at least nine of ten were wanted). It missed
+
+- 301: no call had index offsets, as no argument of a user's sets them yet;
+- 303: no tensor was as far apart as 2^31 elements;
+- 304: delta came from outside, but never together with a gradient of lse;
+- 307: all block sizes were powers of two;
+- 314: all closed-over numbers that change between calls were numbers that float32 holds;
+- 315: and all whole ones fitted 32 bits;
+- 318: budgets of 16-bit types allow inputs to be rounded, which hid that scores were;
+- 321: no scale was 0;
+- 324: where one list of blocks served all heads the mask function was that of all heads too.
+
+For them the kit was given `run_time/index_offsets`, `layouts/far_apart`, `state/split_keys_lse`,
+`structure/blocks_of_48_by_80` and `_20_by_56`, `run_time/float64_numbers`,
+`run_time/wide_numbers`, `precision/scores_of_a_mod_*` with a budget of their own, more values of
+`run_time/scale`, and `structure/one_list_of_blocks_for_all`; and `layouts/*_long` have a gradient
+of lse in that layout, which 312 only showed as an error of torch's. All 24 are caught now, which
+is no new measure of the kit: a list that cases were written for can't be one.
 """
 
 from __future__ import annotations
@@ -28,7 +48,8 @@ FAULTS = (
                 '"h": grouped',
             ),
         ),
-        "",
+        "run_time/index_offsets",
+        "out is",
     ),
     Fault(
         302,
@@ -43,7 +64,8 @@ FAULTS = (
                 "    ):",
             ),
         ),
-        "",
+        "masks/batch_head_mix",
+        "out is",
     ),
     Fault(
         303,
@@ -58,7 +80,8 @@ FAULTS = (
                 "        return tensor[self.batch if",
             ),
         ),
-        "",
+        "layouts/far_apart",
+        "batches of key far apart",
     ),
     Fault(
         304,
@@ -70,7 +93,8 @@ FAULTS = (
                 "if grad.dlse is not None and grad.delta is None:",
             ),
         ),
-        "",
+        "state/split_keys_lse",
+        "dq is",
     ),
     Fault(
         305,
@@ -82,7 +106,8 @@ FAULTS = (
                 "copy_(_finite_shift(maximum).squeeze(-1))",
             ),
         ),
-        "",
+        "mods/identity",
+        "max_scores is 0.0",
     ),
     Fault(
         306,
@@ -94,7 +119,8 @@ FAULTS = (
                 "_cut(row * q_block, min(row * q_block + min(q_block, ROWS), length), ROWS)",
             ),
         ),
-        "",
+        "structure/blocks_of_256",
+        "of out were not written",
     ),
     Fault(
         307,
@@ -106,7 +132,8 @@ FAULTS = (
                 "q_block, kv_block = (1 << (size.bit_length() - 1) for size in mask.block_size)",
             ),
         ),
-        "",
+        "structure/blocks_of_48_by_80",
+        "of out were not written",
     ),
     Fault(
         308,
@@ -118,7 +145,8 @@ FAULTS = (
                 "places = tuple(i.clamp(0, n - 1) for i, n in zip(wide, total.shape))",
             ),
         ),
-        "",
+        "mods/negative_wrap",
+        "w is",
     ),
     Fault(
         309,
@@ -130,7 +158,8 @@ FAULTS = (
                 '"q_idx": q + (call.key.shape[2] - 1) * (call.query.shape[2] == 1) + torch',
             ),
         ),
-        "",
+        "decode/score_mod",
+        "out is",
     ),
     Fault(
         310,
@@ -142,7 +171,8 @@ FAULTS = (
                 "lse = (_finite_shift(maximum) + total.log()).float()",
             ),
         ),
-        "",
+        "precision/float64",
+        "lse is",
     ),
     Fault(
         311,
@@ -156,7 +186,8 @@ FAULTS = (
                 "            table = table.view(torch.int8)\n",
             ),
         ),
-        "",
+        "mods/byte_table",
+        "out is",
     ),
     Fault(
         312,
@@ -169,7 +200,7 @@ FAULTS = (
                 "                dlse = tile.of_rows(dlse, kv_heads).unsqueeze(-1)",
             ),
         ),
-        "",
+        "gradients/of_sums",
     ),
     Fault(
         313,
@@ -181,7 +212,8 @@ FAULTS = (
                 "target.as_strided(total.shape, total.stride()).copy_(total)",
             ),
         ),
-        "",
+        "layouts/heads_last",
+        "dk is",
     ),
     Fault(
         314,
@@ -196,7 +228,8 @@ FAULTS = (
                 "        return self.number(value, dtype)",
             ),
         ),
-        "",
+        "run_time/float64_numbers",
+        "lse is",
     ),
     Fault(
         315,
@@ -211,7 +244,8 @@ FAULTS = (
                 "        return self.number(value, dtype)",
             ),
         ),
-        "",
+        "run_time/wide_numbers",
+        "out is",
     ),
     Fault(
         316,
@@ -223,7 +257,8 @@ FAULTS = (
                 "        if call.query.numel() == 0:\n            return\n" + _BACKWARD,
             ),
         ),
-        "",
+        "shapes/empty_0_5",
+        "of dk were not written",
     ),
     Fault(
         317,
@@ -235,7 +270,8 @@ FAULTS = (
                 'scores = pairs.inputs["score"] = self.score_mod(pairs).expand(raw.shape)',
             ),
         ),
-        "",
+        "backward/score_mod",
+        "dq is",
     ),
     Fault(
         318,
@@ -247,7 +283,8 @@ FAULTS = (
                 '"score": raw.to(call.query.dtype).to(raw.dtype)}',
             ),
         ),
-        "",
+        "precision/scores_of_a_mod_bfloat16",
+        "max_scores is",
     ),
     Fault(
         319,
@@ -260,7 +297,8 @@ FAULTS = (
                 "                higher = torch.where(higher <= maximum + 8, maximum, higher)\n",
             ),
         ),
-        "",
+        "mods/identity",
+        "max_scores is",
     ),
     Fault(
         320,
@@ -272,7 +310,8 @@ FAULTS = (
                 "torch.arange(len(range(batch)[self.batch]), device=device)",
             ),
         ),
-        "",
+        "forward/documents_of_batches",
+        "out is",
     ),
     Fault(
         321,
@@ -284,7 +323,8 @@ FAULTS = (
                 "keys).mT * (call.scale or query.shape[-1] ** -0.5)",
             ),
         ),
-        "",
+        "run_time/scale",
+        "out is",
     ),
     Fault(
         322,
@@ -302,7 +342,7 @@ FAULTS = (
                 "accumulator = learners[position]\n",
             ),
         ),
-        "",
+        "mods/t5_buckets",
     ),
     Fault(
         323,
@@ -317,7 +357,8 @@ FAULTS = (
                 "    total += summed.sum_to_size(total.shape)",
             ),
         ),
-        "",
+        "mods/identity",
+        "dk is",
     ),
     Fault(
         324,
@@ -333,6 +374,7 @@ FAULTS = (
                 '            pairs.inputs["h"] = heads\n',
             ),
         ),
-        "",
+        "structure/one_list_of_blocks_for_all",
+        "out is",
     ),
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 
 import torch
+from torch import Tensor
 
 from anyflex.testing.attention_case import QKV, AttentionCase, Layout
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.checking import compare, plain
+from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = ["CASES"]
 
@@ -18,7 +22,7 @@ comparisons(
     *(
         AttentionCase(
             f"layouts/{layout}{suffix}",
-            f"query, key and value that are {layout} in memory",
+            f"query, key, value and arriving gradients that are {layout} in memory",
             batch=2,
             heads=2,
             q_length=q_length,
@@ -28,6 +32,7 @@ comparisons(
             dtype=dtype,
             layout=layout,
             gradients=QKV,
+            dlse=suffix == "_long",
             quick=dtype is torch.float32,
         )
         for layout in typing.get_args(Layout)
@@ -40,3 +45,47 @@ comparisons(
         )
     ),
 )
+
+_FAR = 2**31
+"""Elements: no 32-bit integer counts so many."""
+
+
+def _far_apart(tensor: Tensor, axis: int) -> Tensor:
+    """Return a tensor [B, H, L, E] whose last batch (axis 0) or row (axis 2) is so far from its
+    first. Of the memory only what is written to is ever touched, where the system allows that."""
+    step = -(-_FAR // (tensor.shape[axis] - 1) // 64) * 64 + 64
+    strides = list(tensor.contiguous().stride())
+    strides[axis] = step
+    if axis == 2:
+        # The rows of all batches and heads lie beside each other.
+        strides[1] = tensor.shape[3]
+        strides[0] = tensor.shape[1] * tensor.shape[3]
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    far = tensor.new_empty(length).as_strided(tensor.shape, strides)
+    return far.copy_(tensor)
+
+
+@behaviour(
+    CASES,
+    "layouts/far_apart",
+    "offsets of 2^31 elements and more, of batches or rows of query, key and value",
+    quick=True,
+)
+def _offsets_of_64_bits(session: Session) -> str | None:
+    declared = session.backend.capabilities.dtypes
+    narrow = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype in declared]
+    changes = {"dtype": narrow[0]} if narrow else {}
+    case = plain(session, "far_apart", batch=2, mask_mod="causal", **changes)
+    drawn = case.draw(session.device)
+    for axis, what in ((0, "batches"), (2, "rows")):
+        for name in ("query", "key", "value"):
+            try:
+                far = _far_apart(drawn.tensors[name], axis)
+            except RuntimeError as error:
+                return f"there is no room for tensors of 2^31 elements: {error}"
+            given = dataclasses.replace(drawn, tensors={**drawn.tensors, name: far})
+            try:
+                compare(session, case, given)
+            except ConformanceFailure as error:
+                raise ConformanceFailure(f"{what} of {name} far apart: {error}") from error
+    return None

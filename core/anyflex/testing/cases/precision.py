@@ -44,6 +44,11 @@ def one_large_score(tensors: dict[str, Tensor]) -> None:
     tensors["key"][:, :, 0] = (0.07 * steps).view(1, -1, 1)
 
 
+def four_times(tensors: dict[str, Tensor]) -> None:
+    """Scores of about 4, to which a step of a 16-bit type is a step worth seeing."""
+    tensors["query"].mul_(4.0)
+
+
 def sixty_four(tensors: dict[str, Tensor]) -> None:
     """Products of query and key sum to 64 * 64 * 64, which float16 can't hold; scores can be."""
     for name in ("query", "key", "value"):
@@ -200,6 +205,23 @@ comparisons(
         gradients=QKV,
         dlse=True,
         quick=True,
+    ),
+    *(
+        AttentionCase(
+            f"precision/scores_of_a_mod_{str(dtype).removeprefix('torch.')}",
+            "scores have float32's digits when the score mod gets them, whatever the inputs have",
+            q_length=70,
+            kv_length=90,
+            dtype=dtype,
+            insists=True,
+            score_mod="softcap",
+            mask_mod="causal",
+            scale=0.25,  # a power of two: to multiply query by it rounds nothing
+            values=four_times,
+            rounded_inputs=False,
+            quick=True,
+        )
+        for dtype in (BFLOAT16, FLOAT16)
     ),
     AttentionCase(
         "precision/float64_mods",

@@ -12,6 +12,7 @@ import anyflex
 from anyflex.testing.attention_case import Drawn
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
+from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.guarded import same_bytes
 from anyflex.testing.session import Session
 
@@ -47,12 +48,41 @@ def _numbers(session: Session) -> str | None:
 
 @behaviour(
     CASES,
+    "run_time/wide_numbers",
+    "a closed-over whole number has 64 bits",
+    quick=True,
+)
+def _wide_numbers(session: Session) -> str | None:
+    case = plain(session, "wide_numbers", score_mod="identity")
+    drawn = case.draw(session.device)
+    for limit in (3, 2**40 + 3, 3 - 2**40, 2**31 + 3):
+        compare(session, case, with_mod(drawn, "score", case, _distance, limit))
+    return None
+
+
+@behaviour(
+    CASES,
+    "run_time/float64_numbers",
+    "a closed-over number that float32 can't hold is a float64 to float64 scores",
+    quick=True,
+)
+def _float64_numbers(session: Session) -> str | None:
+    case = plain(session, "float64_numbers", score_mod="identity", dtype=torch.float64)
+    drawn = case.draw(session.device)
+    # The first may be compiled into the kernel; those after it are run-time values.
+    for factor in (0.3, 0.1, 1.7):
+        compare(session, case, with_mod(drawn, "score", case, _scaled, factor))
+    return None
+
+
+@behaviour(
+    CASES,
     "run_time/scale",
-    "the scale is a run-time value",
+    "the scale is a run-time value; 0 is one as well",
     quick=True,
 )
 def _scale(session: Session) -> str | None:
-    for scale in (0.25, 1.5, None, 0.25):
+    for scale in (0.25, 1.5, None, 0.0, -0.5, 0.25):
         compare(session, plain(session, "scale", scale=scale))
     return None
 
@@ -135,6 +165,50 @@ def _captured_strides(session: Session) -> str | None:
         wide[1 : 1 + heads, 2 : 2 + length],
     ):
         compare(session, case, with_mod(drawn, "score", case, _table, table=table))
+    return None
+
+
+_OFFSETS = (1, 2, 5, 3)
+
+
+def _at_indices(table: Any, b0: int, h0: int, q0: int, k0: int) -> ScoreMod:
+    return lambda s, b, h, q, k: s + table[b + b0, h + h0, (q + q0 + k + k0) % 7] * (q + q0)
+
+
+def _mask_at_indices(b0: int, h0: int, q0: int, k0: int) -> ScoreMod:
+    return lambda b, h, q, k: (b + b0 + 2 * (h + h0) + 3 * (q + q0) + 4 * (k + k0)) % 7 < 4
+
+
+@behaviour(
+    CASES,
+    "run_time/index_offsets",
+    "the offsets of batch, head, query and key are added to what mods see, backward as well",
+    quick=True,
+)
+def _index_offsets(session: Session) -> str | None:
+    case = plain(session, "index_offsets", batch=2, score_mod="identity", mask_mod="causal")
+    columns = -(-case.kv_length // case.block_size[1])
+    # By hand: the structure that core would build knows nothing of offsets.
+    kinds = ((2,) * columns,) * -(-case.q_length // case.block_size[0])
+    case = dataclasses.replace(case, runs=kinds)
+    drawn = case.draw(session.device)
+    table = torch.randn(3, case.heads + 2, 7, generator=torch.Generator().manual_seed(4))
+
+    def with_offsets(*offsets: int) -> Drawn:
+        scored = with_mod(drawn, "score", case, _at_indices, *offsets, table=0.05 * table)
+        return with_mod(scored, "mask", case, _mask_at_indices, *offsets)
+
+    wanted = with_offsets(*_OFFSETS)
+    for gradients in (frozenset[str](), case.gradients):
+        asked = dataclasses.replace(case, gradients=gradients)
+        with session.index_offsets(*_OFFSETS):
+            found = by_backend(asked, with_offsets(0, 0, 0, 0), session.name, session.device)
+        session.check_journal()
+        if gradients and not session.journal.backwards:
+            # Core computed them: it never has offsets in this contract.
+            continue
+        lines = mismatches(found, by_oracle(asked, wanted), asked, wanted)
+        session.require(not lines, "; ".join(lines))
     return None
 
 

@@ -117,12 +117,30 @@ def _dout_strides(session: Session) -> str | None:
     quick=True,
 )
 def _split_keys(session: Session) -> str | None:
+    return _split(session, dlse=False)
+
+
+@behaviour(
+    CASES,
+    "state/split_keys_lse",
+    "the same where a gradient arrives at lse as well: delta from outside doesn't hold it",
+    quick=True,
+)
+def _split_keys_lse(session: Session) -> str | None:
+    can = session.backend.capabilities
+    if not can.core_backward and "lse" not in can.gradients:
+        return "the gradient of lse is not declared"
+    return _split(session, dlse=True)
+
+
+def _split(session: Session, *, dlse: bool) -> str | None:
     if not _differentiable(session) or "lse" not in session.backend.capabilities.aux:
         return f"{_NO_GRADIENTS}, or lse is not"
-    case = plain(session, "split_keys", kv_length=60)
+    case = plain(session, "split_keys", kv_length=60, dlse=dlse)
     drawn = case.draw(session.device)
     query, key, value = (drawn.tensors[name] for name in ("query", "key", "value"))
     dout = drawn.weights["dout"]
+    arriving = drawn.weights["dlse"] if dlse else None
     parts = [(key[:, :, part], value[:, :, part]) for part in (slice(0, 23), slice(23, 60))]
     outs, lses = [], []
     for k, v in parts:
@@ -140,7 +158,7 @@ def _split_keys(session: Session) -> str | None:
     unread = torch.full_like(dout, torch.nan)
     grads = [
         anyflex.flex_attention_backward(
-            dout, query, k, v, unread, lse, delta=delta, backend=session.name
+            dout, query, k, v, unread, lse, dlse=arriving, delta=delta, backend=session.name
         )
         for k, v in parts
     ]

@@ -115,6 +115,20 @@ comparisons(
         quick=True,
     ),
     AttentionCase(
+        "structure/one_list_of_blocks_for_all",
+        "one list of blocks serves every batch and head, and each has its own mask function there",
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        q_length=40,
+        kv_length=60,
+        mask_mod="batch_head_mix",
+        runs=((2, 2, 0, 2), (2, 1, 2, 2), (0, 2, 2, 2)),
+        gradients=QKV,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
         "structure/rectangular_blocks",
         "blocks of 32 rows by 128 keys",
         q_length=200,
@@ -137,6 +151,20 @@ comparisons(
             quick=True,
         )
         for size in (64, 256)
+    ),
+    *(
+        AttentionCase(
+            f"structure/blocks_of_{q_block}_by_{kv_block}",
+            f"blocks of {q_block} rows by {kv_block} keys: no powers of two",
+            q_length=170,
+            kv_length=220,
+            mask_mod="window_both",
+            score_mod="alibi_learned",
+            block_size=(q_block, kv_block),
+            gradients=ALL,
+            quick=True,
+        )
+        for q_block, kv_block in ((48, 80), (20, 56))
     ),
     AttentionCase(
         "structure/wide_ids",

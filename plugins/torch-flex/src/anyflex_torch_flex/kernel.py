@@ -81,6 +81,8 @@ class TorchFlexKernel(Kernel):
                 if tensor is not None:
                     tensor.fill_(-torch.inf)
             return
+        if any(call.index_offsets):
+            raise BackendRefused("torch's flex attention takes no index offsets")
         self._refuse_large(call)
         # Inside of one of torch's operators nothing is kept of what autograd would record.
         learns = self.spec.needs_backward and autograd_records()
