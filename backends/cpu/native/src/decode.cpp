@@ -134,6 +134,7 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
                              smaller(t.part[i].end, t.columns), run.scale.stored, score,
                              decode_ld);
     if (!p.score) return;
+    const subnormal_results kept(true);
     for (int64_t head = 0; head < run.plan.heads; ++head) {
         af_tile tile = tile_of_head(run, b, t, head);
         tile.score = score + head * p.q_length * decode_ld;
@@ -209,6 +210,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     decode_buffers b = decode_buffers_of(run, thread);
     decode_tile t;
     t.job = decode_job_at(run, index);
+    const subnormal_results flushed(false);
     const bool pairs =
         has_pairs && DTYPE == AF_BF16 && (p.key.stride[3] == 1 || p.head_dim == 1);
     b.query = {b.query_rows, pairs ? b.pairs : nullptr, d.query_width};

@@ -131,6 +131,7 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     if (t.job.rows <= 0) return;
     t.head = head_at(run, unit);
     const forward_buffers b = buffers_of(run, thread);
+    const subnormal_results flushed(false);
 
     const int64_t rows_padded = round_up(t.job.rows, strip_rows);
     const matrix query = matrix_of(p.query, p.dtype, t.job.b, t.job.h, t.job.q);

@@ -202,6 +202,7 @@ inline void modify_scores(const forward_run& run, const forward_buffers& b,
         tile.inputs = &run.p->inputs;
         tile.scratch = b.scratch;
         tile.error = b.error;
+        const subnormal_results kept(true);
         score->function(score, &tile);
     }
     if (s.tile.any_bad) bury_bad(s);

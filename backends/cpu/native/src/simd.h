@@ -83,6 +83,27 @@ AF_INLINE vf rounded(vf x) {
     return x;
 }
 
+// While it lives, this thread's results that would be subnormal are 0 (or are not, for mods, which
+// see floats as everywhere). Weights far from a row's maximum are subnormal in masses, and each
+// product with one would stop an x86 processor for 100 cycles.
+class subnormal_results {
+   public:
+#if defined(__SSE2__)
+    explicit subnormal_results(bool kept) : before_(_mm_getcsr()) {
+        _mm_setcsr(kept ? before_ & ~0x8000u : before_ | 0x8000u);
+    }
+    ~subnormal_results() { _mm_setcsr(before_); }
+
+   private:
+    unsigned before_;
+#else
+    explicit subnormal_results(bool) {}
+    ~subnormal_results() {}
+#endif
+    subnormal_results(const subnormal_results&) = delete;
+    subnormal_results& operator=(const subnormal_results&) = delete;
+};
+
 // Sum and maximum of all lanes, in a fixed order.
 AF_INLINE float sum_of(vf v) {
     alignas(64) float lane[VL];
@@ -103,7 +124,7 @@ AF_INLINE float largest_of(vf v) {
 #endif
 }
 
-// 2^x for x <= 128; 0 for -inf and where 2^x is subnormal or nearly so; NaN for NaN.
+// 2^x for x <= 128; 0 for -inf and, mostly, where 2^x is subnormal; NaN for NaN.
 // A polynomial over one octave (minimax in relative error on [0, 1)) and the exponent added.
 // Degrees 4 and 5 are exact at whole numbers: a row's largest score has weight 1, and so have all
 // that equal it. Degree 4 besides errs by nothing on average, so that sums of weights don't drift.

@@ -124,7 +124,10 @@ static void live_of_run(const af_program* mask, af_tile t, const live_tile& to, 
     t.cols = static_cast<int32_t>(end - begin);
     t.live = to.spare;
     t.live_ld = to.ld + 1;
-    mask->function(mask, &t);
+    {
+        const subnormal_results kept(true);
+        mask->function(mask, &t);
+    }
     const int64_t shift = (begin - origin) % 16, word = (begin - origin) / 16;
     const int64_t words = ceil_div(end - begin, 16);
     for (int r = 0; r < t.rows; ++r) {
