@@ -75,7 +75,8 @@ def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
     order, last stride 1. A stride 0 is never copied: it would alias what are distinct elements."""
     contiguous = tensor.is_contiguous()
     if contiguous and last is None:
-        return torch.empty_like(tensor)
+        # Where a size is 1 the tensor's own stride can be anything.
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
     sizes = list(tensor.shape)
     if last is not None:
         sizes[-1] = last

@@ -20,6 +20,10 @@ __all__ = ["launch_backward", "launch_forward"]
 _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 """What a kernel may raise as it is: users catch these."""
 
+_CONTIGUOUS = torch.contiguous_format
+"""Strides of a contiguous tensor may be anything where a size is 1; what is handed to a kernel has
+last stride 1."""
+
 
 def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     """Run forward and return its outputs.
@@ -35,7 +39,7 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     spec = plan.spec
     query = call.query
     if plan.same_dims and query.is_contiguous():
-        out = torch.empty_like(query)
+        out = torch.empty_like(query, memory_format=_CONTIGUOUS)
     else:
         out = empty_dense(query, spec.value_head_dim)
     lse = max_scores = None
@@ -80,13 +84,12 @@ def launch_backward(
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
     dq = dk = dv = None
-    # The usual case is asked for here: a call of empty_dense costs as much as the allocation.
     if for_query:
-        dq = torch.empty_like(query) if query.is_contiguous() else empty_dense(query)
+        dq = _gradient_of(query)
     if for_key:
-        dk = torch.empty_like(key) if key.is_contiguous() else empty_dense(key)
+        dk = _gradient_of(key)
     if for_value:
-        dv = torch.empty_like(value) if value.is_contiguous() else empty_dense(value)
+        dv = _gradient_of(value)
     accumulators: list[Tensor | None] = []
     for tensor, dtype in zip(call.captured, plan.accumulators, strict=True):
         if dtype is None:
@@ -130,6 +133,13 @@ def _guard(plan: Plan) -> Iterator[None]:
         autocast = torch.autocast(plan.device_type, enabled=False)
     with autocast, device:
         yield
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    # The usual case is asked for here: empty_dense costs as much again.
+    if tensor.is_contiguous():
+        return torch.empty_like(tensor, memory_format=_CONTIGUOUS)
+    return empty_dense(tensor)
 
 
 def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:

@@ -123,7 +123,9 @@ class LoadedCode:
             for name, address in symbols.items():
                 binding.add_symbol(name, address)
             empty = binding.parse_assembly("", binding.create_context())
-            self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
+            # llvmlite's memory manager takes code and constants from one block: they reach each
+            # other by 32 bits, and blocks of their own can lie further apart.
+            self._engine = binding.create_mcjit_compiler(empty, _loader_machine(), use_lmm=True)
             self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
             self._engine.finalize_object()
         # At the process's end its memory goes by itself.
