@@ -3,8 +3,8 @@
     python bench/cpu_first_calls.py [--cpu-time] [--json FILE]
 
 On one thread. First calls: mods that no process has seen, with an empty disk cache, in a process
-that has compiled one before; medians of MODS of them, forward only. Small calls: B1 H1, 96 queries,
-128 keys, head dim 64, float32, without mods, from the user's call to its end, and inside of the
+that has compiled one before; medians of MODS of them, forward only. Small calls: B1 H1, 96
+queries, 128 keys, head dim 64, float32, without mods, from the call to its end, and inside of the
 native library; medians of batches. Exits with 1 if a limit isn't met.
 
 Where other programs occupy the machine, `--cpu-time` counts what this thread spends.

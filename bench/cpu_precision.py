@@ -101,9 +101,7 @@ def measured(dtype: torch.dtype, length: int, dim: int, is_causal: bool) -> list
             found.append([a - b for a, b in zip(computed, exact, strict=True)])
     rows = []
     for place, result in enumerate(RESULTS):
-        both = {
-            way: torch.stack([draw[place] for draw in found]) for way, found in errors.items()
-        }
+        both = {way: torch.stack([draw[place] for draw in found]) for way, found in errors.items()}
         ours, torchs = (float(both[way].square().mean().sqrt()) for way in ("cpu", "torch"))
         largest = [float(both[way].abs().max()) for way in ("cpu", "torch")]
         pattern = "causal" if is_causal else "full"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeFunction", "NativeMods", "compile_mods", "is_available"]
 
-_FORMAT = 1
+_FORMAT = 2
 """Changes with the code that is made from the same graph by the same llvmlite."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import threading
 import weakref
 from collections.abc import Mapping
@@ -58,8 +59,7 @@ class Target:
             cpu=self.cpu,
             features=self.features,
             opt=2,
-            reloc="pic",
-            codemodel="small",
+            **_addressing(),
         )
 
 
@@ -123,9 +123,7 @@ class LoadedCode:
             for name, address in symbols.items():
                 binding.add_symbol(name, address)
             empty = binding.parse_assembly("", binding.create_context())
-            # llvmlite's memory manager takes code and constants from one block: they reach each
-            # other by 32 bits, and blocks of their own can lie further apart.
-            self._engine = binding.create_mcjit_compiler(empty, _loader_machine(), use_lmm=True)
+            self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
             self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
             self._engine.finalize_object()
         # At the process's end its memory goes by itself.
@@ -149,10 +147,20 @@ def _close(engine: Any) -> None:
         engine.close()
 
 
+def _addressing() -> dict[str, str]:
+    """How code reaches its constants and what it calls. Each lies in memory of its own, which the
+    loader gets wherever there is some: on x86 by addresses of 64 bits, since 32 may not reach.
+    (llvmlite's memory manager, which would keep them together, ends the process where it has
+    miscounted.) Elsewhere llvmlite keeps them together by default."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return {"reloc": "static", "codemodel": "large"}
+    return {"reloc": "pic", "codemodel": "small"}
+
+
 def _loader_machine() -> Any:
     binding = _binding()
     return binding.Target.from_triple(binding.get_process_triple()).create_target_machine(
-        reloc="pic", codemodel="small", jit=True
+        jit=True, **_addressing()
     )
 
 
