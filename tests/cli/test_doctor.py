@@ -55,6 +55,26 @@ def test_a_usable_backend_shows_its_options_and_no_hint(command: RunCommand) -> 
     assert install_line("cpu") not in result.out
 
 
+def test_it_says_what_a_backend_s_kernels_are_made_for(command: RunCommand) -> None:
+    class Named(Right):
+        def fingerprint(self) -> str:
+            return "level 7, compiler 3"
+
+    register("cpu", Named)
+    assert "  kernels of: level 7, compiler 3" in command("doctor").out
+    (named, _) = json.loads(command("doctor", "--json").out)["backends"]
+    assert named["fingerprint"] == "level 7, compiler 3"
+
+
+def test_a_fingerprint_that_raises_is_told(command: RunCommand) -> None:
+    class Nameless(Right):
+        def fingerprint(self) -> str:
+            raise OSError("no compiler")
+
+    register("cpu", Nameless)
+    assert "no compiler" in command("doctor").out
+
+
 @pytest.mark.parametrize("backend", [WrongForward, WrongBackward])
 def test_wrong_numbers_fail_the_self_test(command: RunCommand, backend: type[Right]) -> None:
     register("cpu", backend)

@@ -22,6 +22,7 @@ BACKEND = ROOT / "backends" / "cpu"
 COMPILER = shutil.which("g++")
 # What gcc starts, and what CMake does.
 TOOLS = "cmake make ninja gcc g++ cc c++ as ld ar ranlib nm objcopy strip uname sh".split()
+DOCTOR = "from anyflex.cli.main import main; raise SystemExit(main(['doctor']))"
 ANSWER = """
 import torch, anyflex, anyflex_cpu
 from anyflex.plugin import BackendRefused
@@ -83,6 +84,8 @@ def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
     origin, total = printed.splitlines()
     assert Path(origin).is_relative_to(tmp_path / "venv")
     assert float(total) == pytest.approx(16.0)
+    doctor = environment.evaluate(DOCTOR, PYTHONPATH=real_packages(tmp_path))
+    assert "kernels of: native library of ABI" in doctor and "All checks passed." in doctor
     library = next((tmp_path / "venv").glob("lib/python*/site-packages/anyflex_cpu/*.so"))
     needed = libraries(library)
     assert not [name for name in needed if "gomp" in name or "torch" in name or "python" in name]
@@ -105,9 +108,7 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(
     printed = environment.evaluate(ANSWER, **real)
     assert "installed without its native library" in printed
     assert "install gcc (or clang) and anyflex-cpu again" in printed
-    doctor = environment.evaluate(
-        "from anyflex.cli.main import main; raise SystemExit(main(['doctor']))", **real
-    )
+    doctor = environment.evaluate(DOCTOR, **real)
     assert len([each for each in doctor.splitlines() if "native library" in each]) == 1
     assert "All checks passed." in doctor and "self-test on cpu" in doctor
     assert "the reference computes" in doctor

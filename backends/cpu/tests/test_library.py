@@ -97,7 +97,7 @@ def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_fingerprint_names_what_compiled_mods_depend_on() -> None:
     text = CpuBackend("cpu", "cpu").fingerprint()
-    assert f"abi {library.ABI}" in text and library.load().level in text and "llvmlite" in text
+    assert f"ABI {library.ABI}" in text and library.load().level in text and "llvmlite" in text
 
 
 def test_what_it_does_not_do_is_refused_with_the_reason() -> None:

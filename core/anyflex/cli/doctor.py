@@ -89,6 +89,8 @@ def _backend(backend: dict[str, Any]) -> list[str]:
         f"{backend['version']}, contract {backend['contract']}{requires})"
     ]
     lines += _why(backend)
+    if backend["fingerprint"]:
+        lines.append(f"  kernels of: {backend['fingerprint']}")
     lines += ["  " + test["text"] for test in backend["self_tests"]]
     for option in backend["options"]:
         choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""

@@ -12,9 +12,12 @@ import anyflex
 from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
-from anyflex.registry import environment, install_hints, table
+from anyflex.contract.backend import Backend
+from anyflex.errors import AnyflexError
+from anyflex.registry import environment, install_hints, isolation, table
 from anyflex.registry.discovery import hidden_copies
 from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
+from anyflex.registry.isolation import first_line
 from anyflex.runtime import disk_cache
 
 __all__ = ["TESTED_TORCH", "collect"]
@@ -103,9 +106,11 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     facts = dataclasses.asdict(row)
     facts["requires"] = _requirements(row.distribution)
     facts["self_tests"] = []
+    facts["fingerprint"] = ""
     entry = table.current().get(row.name)
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
+        facts["fingerprint"] = _fingerprint(row, backend)
         wanted = device_types if row.device_type == "*" else [row.device_type]
         tests = [
             self_test(row.name, entry.distribution, backend.capabilities, device_type)
@@ -114,6 +119,15 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
         ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     return facts
+
+
+def _fingerprint(row: BackendRow, backend: Backend) -> str:
+    """What compiled kernels depend on here, as the backend says it."""
+    try:
+        with isolation.plugin_code(row.name, row.distribution, "fingerprint()"):
+            return str(backend.fingerprint())
+    except AnyflexError as error:
+        return first_line(error)
 
 
 def _requirements(package: str) -> list[str]:

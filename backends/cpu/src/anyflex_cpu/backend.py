@@ -63,12 +63,13 @@ class CpuBackend(Backend):
         return Accepted()
 
     def fingerprint(self) -> str:
-        """What compiled mods depend on."""
+        """What compiled mods depend on. `anyflex doctor` prints it."""
         from anyflex_cpu.programs import llvmlite_version
 
         loaded = library.load()
-        jit = llvmlite_version() or "absent"
-        return f"abi {library.ABI}, {loaded.level}, llvmlite {jit}"
+        version = llvmlite_version()
+        mods = "no llvmlite, mods are interpreted" if version is None else f"llvmlite {version}"
+        return f"native library of ABI {library.ABI}, level {loaded.level}, {mods}"
 
     def supports(self, spec: Spec) -> Decision:
         decision = super().supports(spec)
