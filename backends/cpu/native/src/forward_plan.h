@@ -1,7 +1,7 @@
 // How a forward problem is cut, and where everything lies in its workspace.
 //
-// Memory: min(heads, max(1, 64 MiB / packed head)) packed heads, 4 bytes a job of those heads, and
-// a tile's buffers a thread. A packed head is K and V of one (batch, kv head), rounded up to whole
+// Memory: packed heads, 4 bytes a job of those heads, and a tile's buffers a thread. For one thread
+// one head is packed at a time; for several as many as give each 24 jobs, at most 64 MiB. A packed head is K and V of one (batch, kv head), rounded up to whole
 // panels, floats or bf16, and a byte a key.
 #pragma once
 #include "pack.h"
@@ -16,6 +16,7 @@ constexpr int64_t pack_chunk = 256;  // keys that one packing job takes
 constexpr int64_t tile_columns = 256;
 constexpr int score_buffers = has_tiles ? 2 : 1;  // strips in flight
 constexpr int64_t cost_classes = 64;
+constexpr int64_t jobs_a_thread = 24;  // of a wave: the last one leaves others idle
 
 struct forward_plan {
     bool pairs;
@@ -62,7 +63,9 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.value_bytes = round_up(f.keys * f.value_width * word, 64);
     f.flag_bytes = round_up(f.keys, 64);
     f.unit_bytes = f.key_bytes + f.value_bytes + f.flag_bytes;
-    f.units_a_wave = packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1);
+    // One thread uses what it has packed while that is near; several need jobs to share.
+    const int64_t busy = p.threads == 1 ? 1 : ceil_div(jobs_a_thread * p.threads, f.jobs_a_unit);
+    f.units_a_wave = smaller(packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1), busy);
     if (f.units_a_wave < 1) f.units_a_wave = 1;
     f.units_a_wave = smaller(f.units_a_wave, f.units);
 

@@ -41,12 +41,20 @@ constexpr int MR = 12;
 constexpr int MR = 6;
 #endif
 
+// Panels stream from the second cache, or from further away.
+constexpr int64_t prefetched_rows = 16;
+AF_INLINE void prefetch_panel(const void* row) {
+    const char* at = static_cast<const char*>(row);
+    for (int i = 0; i < NR * 4; i += 64) __builtin_prefetch(at + i, 0, 3);
+}
+
 // acc += A B for M rows and one panel. `next` is what a word of A is: a float, or a pair.
 template <int M>
 AF_INLINE void multiply(vf (&acc)[M][2], int64_t k, const float* a, int64_t a_row, int64_t a_k,
                         const float* b) {
     for (int64_t p = 0; p < k; ++p, a += a_k, b += NR) {
         const vf b0 = load(b), b1 = load(b + VL);
+        prefetch_panel(b + prefetched_rows * NR);
         AF_UNROLL
         for (int i = 0; i < M; ++i) {
             const vf x = splat(a[i * a_row]);
@@ -63,6 +71,7 @@ AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64
     for (int64_t p = 0; p < pairs; ++p, ++a, b += NR) {
         const __m512bh b0 = reinterpret_cast<__m512bh>(load(b));
         const __m512bh b1 = reinterpret_cast<__m512bh>(load(b + VL));
+        prefetch_panel(b + prefetched_rows * NR);
         AF_UNROLL
         for (int i = 0; i < M; ++i) {
             const __m512bh x = reinterpret_cast<__m512bh>(splat(a[i * a_row]));
