@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,3 +115,134 @@ def test_a_forked_child_computes_the_same() -> None:
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert same([anyflex.flex_attention(*some(2), softcap, backend="cpu")], wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_forked_while_calls_run_computes_the_same() -> None:
+    torch.set_num_threads(2)
+    wanted = [anyflex.flex_attention(*some(3), softcap, backend="cpu")]
+    stop = threading.Event()
+
+    def keep_calling() -> None:
+        while not stop.is_set():
+            anyflex.flex_attention(*some(4), softcap, backend="cpu")
+
+    calling = [threading.Thread(target=keep_calling) for _ in range(2)]
+    for thread in calling:
+        thread.start()
+    try:
+        statuses = []
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                try:
+                    found = [anyflex.flex_attention(*some(3), softcap, backend="cpu")]
+                    os._exit(0 if same(found, wanted) else 1)
+                finally:
+                    os._exit(2)
+            statuses.append(os.waitpid(child, 0)[1])
+    finally:
+        stop.set()
+        for thread in calling:
+            thread.join()
+    assert statuses == [0] * 5
+
+
+class Attend(torch.autograd.Function):
+    """Attention inside of another operation's forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        return anyflex.flex_attention(query, key, value, softcap, backend="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = anyflex.flex_attention(*leaves, softcap, backend="cpu")
+        return torch.autograd.grad(out, leaves, dout)
+
+
+def test_calls_nest() -> None:
+    torch.set_num_threads(3)
+    inputs = some(5, learn=True)
+    plain = anyflex.flex_attention(*inputs, softcap, backend="cpu")
+    wanted = [plain.detach(), *torch.autograd.grad(plain.square().sum(), inputs)]
+    nested = Attend.apply(*inputs)
+    found = [nested.detach(), *torch.autograd.grad(nested.square().sum(), inputs)]
+    assert same(found, wanted)
+
+
+FRESH = """
+import os, torch, anyflex
+from importlib.metadata import entry_points
+from anyflex.plugin import register
+from anyflex_cpu.backend import CpuBackend
+if not any(point.name == "cpu" for point in entry_points(group="anyflex.backends.v1")):
+    register("cpu", CpuBackend)
+
+def attend(length, heads=8):
+    query = torch.randn(1, heads, length, 32, requires_grad=True)
+    out = anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: s * 2, backend="cpu")
+    out.sum().backward()
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+"""
+
+
+def printed_by(program: str) -> list[str]:
+    """What a program prints in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH + program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_no_second_openmp_runtime_is_loaded() -> None:
+    found = printed_by(
+        "torch.set_num_threads(2)\n"
+        "torch.randn(600, 600) @ torch.randn(600, 600)\n"
+        "def runtimes():\n"
+        "    paths = {line.split()[-1] for line in open('/proc/self/maps') if '/' in line}\n"
+        "    return sorted(p for p in paths if 'omp' in os.path.basename(p).split('.so')[0])\n"
+        "before = runtimes()\n"
+        "attend(300)\n"
+        "print(runtimes() == before)\n"
+    )
+    assert found == ["True"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_the_pool_is_as_large_as_torch_says() -> None:
+    found = printed_by(
+        # No operation of torch's that makes threads of its own.
+        "torch.set_num_threads(1)\n"
+        "query = torch.randn(1, 8, 600, 32)\n"
+        "before = tasks()\n"
+        "for count in (4, 2, 6):\n"
+        "    torch.set_num_threads(count)\n"
+        "    anyflex.flex_attention(query, query, query, backend='cpu')\n"
+        "    print(tasks() - before)\n"
+    )
+    assert [int(each) for each in found] == [3, 1, 5]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_tiny_call_wakes_nobody() -> None:
+    found = printed_by(
+        "torch.set_num_threads(4)\n"
+        "before = tasks()\n"
+        "query = torch.randn(1, 1, 16, 16)\n"
+        "anyflex.flex_attention(query, query, query, backend='cpu')\n"
+        "print(tasks() - before)\n"
+    )
+    assert found == ["0"]
