@@ -15,19 +15,41 @@
 
 namespace {
 
-struct region {
-    void (*job)(void*, int64_t, int);
-    void* context;
-    int64_t jobs;
-    std::atomic<int64_t> next{0};
+constexpr int most_segments = 64;
 
-    void work(int thread) {
-        for (;;) {
-            const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-            if (i >= jobs) return;
-            job(context, i, thread);
+// Neighbouring jobs read the same keys, often those that this thread has packed before: each
+// thread has a segment of them, which stays in its own cache, and helps others when it is through.
+struct region {
+    region(void (*job)(void*, int64_t, int), void* context, int64_t jobs, int threads)
+        : job_(job),
+          context_(context),
+          segments_(threads < most_segments ? threads : most_segments) {
+        for (int i = 0; i < segments_; ++i) {
+            segment_[i].next = jobs / segments_ * i + jobs % segments_ * i / segments_;
+            segment_[i].end = jobs / segments_ * (i + 1) + jobs % segments_ * (i + 1) / segments_;
         }
     }
+
+    void work(int thread) {
+        for (int i = 0; i < segments_; ++i) {
+            segment& s = segment_[(thread + i) % segments_];
+            for (;;) {
+                const int64_t index = s.next.fetch_add(1, std::memory_order_relaxed);
+                if (index >= s.end) break;
+                job_(context_, index, thread);
+            }
+        }
+    }
+
+   private:
+    struct alignas(64) segment {
+        std::atomic<int64_t> next;
+        int64_t end;
+    };
+    void (*job_)(void*, int64_t, int);
+    void* context_;
+    int segments_;
+    segment segment_[most_segments];
 };
 
 class pool {
@@ -133,16 +155,13 @@ thread_local bool inside = false;
 }  // namespace
 
 void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), void* context) {
-    region work;
-    work.job = job;
-    work.context = context;
-    work.jobs = jobs;
-    if (threads > 1 && jobs > 1 && !inside) {
-        const int helpers = static_cast<int>((jobs < threads ? jobs : threads) - 1);
+    const int helpers = static_cast<int>((jobs < threads ? jobs : threads) - 1);
+    if (helpers > 0 && !inside) {
+        region work(job, context, jobs, helpers + 1);
         inside = true;
         const bool done = instance().run(work, threads, helpers);
         inside = false;
         if (done) return;
     }
-    work.work(0);
+    for (int64_t i = 0; i < jobs; ++i) job(context, i, 0);
 }
