@@ -119,8 +119,8 @@ bool meet_q_tiles(const pass& run, const backward_job& job, tile_buffers& t, int
             if (!packed) {
                 pack_kv_tile(p, plan, matrix_of(p.key, p.dtype, b, h / plan.q_per_kv, key),
                              matrix_of(p.value, p.dtype, b, h / plan.q_per_kv, key), keys, t.kv);
-                memset(t.dk, 0, plan.head_dim * kv_tile_rows * 4);
-                memset(t.dv, 0, plan.value_dim * kv_tile_rows * 4);
+                memset(t.dk, 0, plan.head_dim * plan.kv_rows * 4);
+                memset(t.dv, 0, plan.value_dim * plan.kv_rows * 4);
                 packed = true;
             }
             if (stream == first || (p.mask && !p.mask_is_per_call)) {
@@ -165,23 +165,23 @@ void work_on(const pass& run, const backward_job& job, tile_buffers& t,
                                        (p.transposed.batch == 1 || !p.kv_batch_is_shared));
     if constexpr (PAIRS) pairs_begin();
     for (int64_t tile = bounds[job.partition]; tile < bounds[job.partition + 1]; ++tile) {
-        const int64_t key = tile * kv_tile_rows;
-        const int64_t keys = smaller(p.kv_length - key, kv_tile_rows);
+        const int64_t key = tile * plan.kv_rows;
+        const int64_t keys = smaller(p.kv_length - key, plan.kv_rows);
         bool met = false;
         const int64_t step = alike ? plan.streams : 1;
         for (int64_t stream = 0; stream < plan.streams; stream += step)
             met = meet_q_tiles<PAIRS>(run, job, t, key, keys, stream, stream + step, met,
                                       captured_grad);
         if (!met) {
-            memset(t.dk, 0, plan.head_dim * kv_tile_rows * 4);
-            memset(t.dv, 0, plan.value_dim * kv_tile_rows * 4);
+            memset(t.dk, 0, plan.head_dim * plan.kv_rows * 4);
+            memset(t.dv, 0, plan.value_dim * plan.kv_rows * 4);
         }
         if (plan.wants_dk)
-            write_kv_rows(t.dk, p.head_dim, plan.head_dim, static_cast<float>(p.scale),
+            write_kv_rows(plan, t.dk, p.head_dim, plan.head_dim, static_cast<float>(p.scale),
                           run.args->dk, p.dtype, kv_batch, kv_head, key, keys, t.spare);
         if (plan.wants_dv)
-            write_kv_rows(t.dv, p.value_head_dim, plan.value_dim, 1.0f, run.args->dv, p.dtype,
-                          kv_batch, kv_head, key, keys, t.spare);
+            write_kv_rows(plan, t.dv, p.value_head_dim, plan.value_dim, 1.0f, run.args->dv,
+                          p.dtype, kv_batch, kv_head, key, keys, t.spare);
     }
     if constexpr (PAIRS) pairs_end();
 }

@@ -61,14 +61,14 @@ struct job_table {
   private:
     // Prefix sums of the pairs that each kv tile of a unit works on.
     void find_costs(const af_problem& p, const backward_plan& plan, int64_t unit) {
-        const int64_t packing = 2 * kv_tile_rows * kv_tile_rows;
+        const int64_t packing = 2 * plan.kv_rows * plan.kv_rows;
         const bool alike =
             !p.has_mask || (p.transposed.batch == 1 && p.transposed.heads == 1);
         const int64_t kv_batch = unit / p.kv_heads, kv_head = unit % p.kv_heads;
         tile_cost[0] = 0;
         for (int64_t tile = 0; tile < plan.kv_tiles; ++tile) {
-            const int64_t key = tile * kv_tile_rows;
-            const int64_t keys = smaller(p.kv_length - key, kv_tile_rows);
+            const int64_t key = tile * plan.kv_rows;
+            const int64_t keys = smaller(p.kv_length - key, plan.kv_rows);
             int64_t cost = 0;
             for (int64_t s = 0; s < (alike ? smaller(plan.streams, 1) : plan.streams); ++s) {
                 if (!p.has_mask) {

@@ -93,20 +93,20 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
 
 // What a kv tile brings. Panels of NR columns, as gemm.h wants them.
 struct kv_operands {
-    uint32_t* key_t;    // [kv_tile_rows / NR][head_dim / word][NR]: right side of the scores
-    uint32_t* value_t;  // [kv_tile_rows / NR][value_dim / word][NR]: right side of dP
-    uint32_t* key;      // [head_dim / NR][kv_tile_rows / word][NR]: right side of dQ
-    uint8_t* bad_key;   // [kv_tile_rows] NaN or infinity in k: 0 in `key`
+    uint32_t* key_t;    // [kv_rows / NR][head_dim / word][NR]: right side of the scores
+    uint32_t* value_t;  // [kv_rows / NR][value_dim / word][NR]: right side of dP
+    uint32_t* key;      // [head_dim / NR][kv_rows / word][NR]: right side of dQ
+    uint8_t* bad_key;   // [kv_rows] NaN or infinity in k: 0 in `key`
     int64_t bad_keys;
 };
 
 inline kv_operands take_kv_operands(arena& memory, const backward_plan& plan) {
     kv_operands kv;
-    const int64_t rows = kv_tile_rows / plan.word;
+    const int64_t rows = plan.kv_rows / plan.word;
     kv.key_t = memory.take<uint32_t>(rows * plan.head_dim);
     kv.value_t = memory.take<uint32_t>(rows * plan.value_dim);
     kv.key = memory.take<uint32_t>(rows * plan.head_dim);
-    kv.bad_key = memory.take<uint8_t>(kv_tile_rows);
+    kv.bad_key = memory.take<uint8_t>(plan.kv_rows);
     kv.bad_keys = 0;
     return kv;
 }
@@ -115,15 +115,15 @@ inline void pack_kv_tile(const af_problem& p, const backward_plan& plan, const m
                          const matrix& value, int64_t rows, kv_operands& kv) {
     const int64_t e = p.head_dim, ev = p.value_head_dim;
     if (plan.pairs) {
-        pack_transposed_pairs(key, rows, e, plan.head_dim, kv_tile_rows, kv.key_t);
-        pack_transposed_pairs(value, rows, ev, plan.value_dim, kv_tile_rows, kv.value_t);
-        kv.bad_keys = pack_straight_pairs(key, rows, kv_tile_rows, e, kv.key,
-                                          kv_tile_rows / 2 * NR, kv.bad_key);
+        pack_transposed_pairs(key, rows, e, plan.head_dim, plan.kv_rows, kv.key_t);
+        pack_transposed_pairs(value, rows, ev, plan.value_dim, plan.kv_rows, kv.value_t);
+        kv.bad_keys = pack_straight_pairs(key, rows, plan.kv_rows, e, kv.key,
+                                          plan.kv_rows / 2 * NR, kv.bad_key);
     } else {
-        pack_transposed(key, rows, e, kv_tile_rows, reinterpret_cast<float*>(kv.key_t));
-        pack_transposed(value, rows, ev, kv_tile_rows, reinterpret_cast<float*>(kv.value_t));
-        kv.bad_keys = pack_straight(key, rows, kv_tile_rows, e, reinterpret_cast<float*>(kv.key),
-                                    kv_tile_rows * NR, kv.bad_key);
+        pack_transposed(key, rows, e, plan.kv_rows, reinterpret_cast<float*>(kv.key_t));
+        pack_transposed(value, rows, ev, plan.kv_rows, reinterpret_cast<float*>(kv.value_t));
+        kv.bad_keys = pack_straight(key, rows, plan.kv_rows, e, reinterpret_cast<float*>(kv.key),
+                                    plan.kv_rows * NR, kv.bad_key);
     }
 }
 
@@ -139,16 +139,16 @@ inline void write_row(const float* from, int64_t n, float factor, const af_tenso
         store_row(from + c, 1, factor, dtype, const_cast<char*>(address(m, 0, c)));
 }
 
-// dk or dv of a kv tile from its transposed sums [dim_padded][kv_tile_rows]. `spare` holds
+// dk or dv of a kv tile from its transposed sums [dim_padded][kv_rows]. `spare` holds
 // 16 rows of dim_padded floats.
-inline void write_kv_rows(const float* sums, int64_t dim, int64_t dim_padded, float factor,
-                          const af_tensor& tensor, int32_t dtype, int64_t b, int64_t h,
-                          int64_t first, int64_t rows, float* spare) {
+inline void write_kv_rows(const backward_plan& plan, const float* sums, int64_t dim,
+                          int64_t dim_padded, float factor, const af_tensor& tensor, int32_t dtype,
+                          int64_t b, int64_t h, int64_t first, int64_t rows, float* spare) {
     for (int64_t r = 0; r < rows; r += VL) {
         for (int64_t c = 0; c < dim_padded; c += VL) {
             vu block[VL];
             for (int i = 0; i < VL; ++i)
-                block[i] = as_uint(load(sums + (c + i) * kv_tile_rows + r));
+                block[i] = as_uint(load(sums + (c + i) * plan.kv_rows + r));
             transpose(block);
             for (int i = 0; i < VL; ++i) store(spare + i * dim_padded + c, as_float(block[i]));
         }

@@ -24,10 +24,11 @@
 namespace AF_LEVEL {
 
 constexpr int64_t q_tile_rows = 128;
-constexpr int64_t kv_tile_rows = 128;
+// Of a kv tile; plan.kv_rows says how many of them. Fast products want few passes over the sums.
+constexpr int64_t most_kv_rows = has_tiles ? 256 : 128;
 // Rows and columns of a tile that are skipped together where no pair is live.
 constexpr int64_t group = 32;
-constexpr int64_t live_words = kv_tile_rows / 16;
+constexpr int64_t live_words = most_kv_rows / 16;
 constexpr int64_t wanted_jobs = 64;
 constexpr int64_t memory_budget = int64_t(1) << 30;
 
@@ -49,7 +50,7 @@ struct backward_plan {
     bool pairs;                          // bf16 products
     int64_t kv_batches, units, streams;  // streams of a unit
     int64_t q_per_kv;
-    int64_t q_tiles, kv_tiles;
+    int64_t q_tiles, kv_tiles, kv_rows;
     int64_t partitions, units_in_flight;
     int64_t head_dim, value_dim;  // padded
     int64_t word;                 // elements in a word of an operand: 1, or 2 where pairs
@@ -115,9 +116,10 @@ inline backward_plan make_plan(const af_problem& problem, bool learns) {
     plan.streams = plan.q_per_kv * (sum_over_batch ? problem.batch : 1);
     plan.units = plan.kv_batches * problem.kv_heads;
     plan.q_tiles = ceil_div(problem.q_length, q_tile_rows);
-    plan.kv_tiles = ceil_div(problem.kv_length, kv_tile_rows);
     plan.head_dim = round_up(problem.head_dim, 32);
     plan.value_dim = round_up(problem.value_head_dim, 32);
+    plan.kv_rows = plan.pairs && plan.head_dim + plan.value_dim >= 192 ? most_kv_rows : 128;
+    plan.kv_tiles = ceil_div(problem.kv_length, plan.kv_rows);
 
     const int64_t dq_bytes = larger(plan.stream_tiles() * plan.dq_tile_floats() * 4, 1);
     const int64_t units = larger(plan.units, 1);

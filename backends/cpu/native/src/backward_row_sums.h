@@ -66,8 +66,8 @@ static void normalise_large_rows(tile_place at, tile_buffers& t) {
     const int64_t tile = at.q / q_tile_rows;
     at.rows = smaller(p.q_length - at.q, q_tile_rows);
     vf sums[q_tile_rows] = {};
-    for (at.kv = 0; at.kv < p.kv_length; at.kv += kv_tile_rows) {
-        at.keys = smaller(p.kv_length - at.kv, kv_tile_rows);
+    for (at.kv = 0; at.kv < p.kv_length; at.kv += plan.kv_rows) {
+        at.keys = smaller(p.kv_length - at.kv, plan.kv_rows);
         q_tile_walk walk;
         walk.rows = t.block_rows;
         walk.start(p, at.b, at.h, at.kv, at.keys);
@@ -78,7 +78,7 @@ static void normalise_large_rows(tile_place at, tile_buffers& t) {
         t.living = t.found.without_dead_rows(at.operands, at.keys, t.living_bits);
         if (!t.living.any) continue;
         pack_transposed(matrix_of(p.key, p.dtype, at.b, at.h / plan.q_per_kv, at.kv), at.keys,
-                        p.head_dim, kv_tile_rows, reinterpret_cast<float*>(t.kv.key_t));
+                        p.head_dim, plan.kv_rows, reinterpret_cast<float*>(t.kv.key_t));
         for (int64_t g = 0; g < ceil_div(at.rows, group); ++g)
             for (int64_t c = t.living.begin[g]; c < t.living.end[g]; c += t.strip) {
                 const int64_t end = smaller(c + t.strip, t.living.end[g]);

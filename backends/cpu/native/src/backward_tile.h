@@ -15,13 +15,14 @@ struct tile_buffers {
     float* plain;     // [group][strip]: scores before score_mod, for its derivative
     float* grad;      // [group][strip]: dP, then dS
     int64_t strip;    // columns that pass at a time
-    uint16_t* grad_rows;  // pairs: [group][kv_tile_rows]: dS, left side of dQ
-    uint32_t* prob;   // [kv_tile_rows / NR][q_tile_rows / word][NR]: right side of dV^T
+    int64_t kv_rows;  // of a kv tile
+    uint16_t* grad_rows;  // pairs: [group][kv_rows]: dS, left side of dQ
+    uint32_t* prob;   // [kv_rows / NR][q_tile_rows / word][NR]: right side of dV^T
     uint32_t* dscore;  // the same of dS: right side of dK^T
-    float* dk;        // [head_dim][kv_tile_rows]: dK^T of the kv tile
-    float* dv;        // [value_dim][kv_tile_rows]
+    float* dk;        // [head_dim][kv_rows]: dK^T of the kv tile
+    float* dv;        // [value_dim][kv_rows]
     float* spare;     // [16][larger of the dimensions]
-    block_row* block_rows;  // [kv_tile_rows]
+    block_row* block_rows;  // [kv_rows]
     void* scratch;    // of the programs
     kv_operands kv;
     tile_liveness found;    // as the mask has it
@@ -43,17 +44,18 @@ inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const
     const int64_t rows = q_tile_rows / plan.word;
     // Narrow strips stay in the first cache; wide ones call a program less often, and are what
     // dQ's product in float reads.
-    t.strip = plan.pairs && !p.score ? kv_tile_rows / 2 : kv_tile_rows;
+    t.strip = plan.pairs && !p.score ? 64 : 128;
+    t.kv_rows = plan.kv_rows;
     t.score = memory.take<float>(group * t.strip);
     t.plain = memory.take<float>(p.score_backward ? group * t.strip : 0);
     t.grad = memory.take<float>(group * t.strip);
-    t.grad_rows = memory.take<uint16_t>(plan.pairs ? group * kv_tile_rows : 0);
-    t.prob = memory.take<uint32_t>(rows * kv_tile_rows);
-    t.dscore = memory.take<uint32_t>(rows * kv_tile_rows);
-    t.dk = memory.take<float>(plan.head_dim * kv_tile_rows);
-    t.dv = memory.take<float>(plan.value_dim * kv_tile_rows);
+    t.grad_rows = memory.take<uint16_t>(plan.pairs ? group * plan.kv_rows : 0);
+    t.prob = memory.take<uint32_t>(rows * plan.kv_rows);
+    t.dscore = memory.take<uint32_t>(rows * plan.kv_rows);
+    t.dk = memory.take<float>(plan.head_dim * plan.kv_rows);
+    t.dv = memory.take<float>(plan.value_dim * plan.kv_rows);
     t.spare = memory.take<float>(16 * larger(plan.head_dim, plan.value_dim));
-    t.block_rows = memory.take<block_row>(kv_tile_rows);
+    t.block_rows = memory.take<block_row>(plan.kv_rows);
     t.scratch = memory.take<char>(scratch_bytes(p));
     t.kv = take_kv_operands(memory, plan);
     t.found.live = memory.take<uint16_t>(q_tile_rows * live_words);
@@ -158,7 +160,7 @@ static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int
         float* grad = t.grad + i * ld;
         uint32_t* prob = panel_at<PAIRS>(t.prob, r, from);
         uint32_t* dscore = panel_at<PAIRS>(t.dscore, r, from);
-        uint16_t* rows = PAIRS ? t.grad_rows + i * kv_tile_rows + from : nullptr;
+        uint16_t* rows = PAIRS ? t.grad_rows + i * t.kv_rows + from : nullptr;
         const uint16_t* live = t.living.live + r * live_words;
         for (int64_t c = from; c < to; c += NR) {
             AF_UNROLL
@@ -174,7 +176,7 @@ static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int
                     store_pair(x[0].p, x[1].p, prob + j, nullptr, nullptr);
                     if constexpr (!KEEP_GRAD)
                         store_pair(x[0].ds, x[1].ds, dscore + j, rows + j,
-                                   rows + kv_tile_rows + j);
+                                   rows + t.kv_rows + j);
                 } else {
                     store(prob + j, as_uint(x[0].p));
                     if constexpr (!KEEP_GRAD) store(dscore + j, as_uint(x[0].ds));
@@ -205,9 +207,9 @@ static void operands_of_gradients(const tile_buffers& t, int64_t first, int64_t 
                 if constexpr (!PAIRS) store(grad, ds[k]);
             }
             uint32_t* dscore = panel_at<PAIRS>(t.dscore, first + i, c);
-            uint16_t* rows = t.grad_rows + i * kv_tile_rows + c;
+            uint16_t* rows = t.grad_rows + i * t.kv_rows + c;
             if constexpr (PAIRS)
-                store_pair(ds[0], ds[1], dscore, rows, rows + kv_tile_rows);
+                store_pair(ds[0], ds[1], dscore, rows, rows + t.kv_rows);
             else
                 store(dscore, as_uint(ds[0]));
         }
@@ -263,7 +265,7 @@ struct bad_rows {
                 const float prob = as_float(splat(bits))[0];
                 const int64_t i = r - first;
                 const uint32_t rounded =
-                    PAIRS ? uint32_t(t.grad_rows[i * kv_tile_rows + c]) << 16 : 0;
+                    PAIRS ? uint32_t(t.grad_rows[i * t.kv_rows + c]) << 16 : 0;
                 const float ds = PAIRS ? as_float(splat(rounded))[0]
                                        : t.grad[i * t.strip + c - t.living.begin[first / group]];
                 if (at.dq && t.kv.bad_key[c])
@@ -271,10 +273,10 @@ struct bad_rows {
                         at.dq[r * at.plan->head_dim + e] += ds * element(key, c, e);
                 if (at.plan->wants_dk && at.operands.bad_query[r])
                     for (int64_t e = 0; e < p.head_dim; ++e)
-                        t.dk[e * kv_tile_rows + c] += ds * element(query, r, e);
+                        t.dk[e * t.kv_rows + c] += ds * element(query, r, e);
                 if (at.plan->wants_dv && at.operands.bad_dout[r])
                     for (int64_t e = 0; e < p.value_head_dim; ++e)
-                        t.dv[e * kv_tile_rows + c] += prob * element(dout, r, e);
+                        t.dv[e * t.kv_rows + c] += prob * element(dout, r, e);
             }
     }
 };
@@ -376,11 +378,11 @@ template <bool PAIRS> static void add_kv_gradients(const tile_place& at, const t
         }
     };
     int64_t c = 0;
-    while (c < kv_tile_rows) {
+    while (c < t.kv_rows) {
         int64_t from, to, next_from = 0, next_to = 0;
         rows_of(c, &from, &to);
         int64_t end = c + group;
-        for (; end < kv_tile_rows; end += group) {
+        for (; end < t.kv_rows; end += group) {
             rows_of(end, &next_from, &next_to);
             if (next_from != from || next_to != to) break;
         }
@@ -395,11 +397,11 @@ template <bool PAIRS> static void add_kv_gradients(const tile_place& at, const t
             if (plan.wants_dv)
                 multiply_rows<PAIRS, into::add>(p.value_head_dim, panels, to - from, dout, a_row,
                                                 plan.value_dim, t.prob + at_panel, panel,
-                                                t.dv + c, kv_tile_rows);
+                                                t.dv + c, t.kv_rows);
             if (plan.wants_dk)
                 multiply_rows<PAIRS, into::add>(p.head_dim, panels, to - from, query, a_row,
                                                 plan.head_dim, t.dscore + at_panel, panel,
-                                                t.dk + c, kv_tile_rows);
+                                                t.dk + c, t.kv_rows);
         }
         c = end;
     }
@@ -431,7 +433,7 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * group, from = live.begin[g], to = live.end[g];
         clear_operands<PAIRS>(t, first, 0, from);
-        clear_operands<PAIRS>(t, first, to, kv_tile_rows);
+        clear_operands<PAIRS>(t, first, to, t.kv_rows);
         float* dq = at.dq ? at.dq + first * plan.head_dim : nullptr;
         if (from == to) {
             if (dq && at.dq_is_new) memset(dq, 0, group * plan.head_dim * 4);
@@ -452,8 +454,8 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
             const auto multiply = at.dq_is_new ? multiply_rows<PAIRS, into::store>
                                                : multiply_rows<PAIRS, into::add>;
             multiply(group, ceil_div(p.head_dim, NR), to - from, static_cast<const uint32_t*>(ds),
-                     PAIRS ? kv_tile_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
-                     kv_tile_rows / word * NR, dq, plan.head_dim);
+                     PAIRS ? t.kv_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
+                     t.kv_rows / word * NR, dq, plan.head_dim);
         }
         if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
     }

@@ -14,7 +14,7 @@ struct block_row {
 // Walks the q tiles that meet keys [first_key, first_key + keys) of (b, h), in order.
 struct q_tile_walk {
     const af_problem* problem;
-    block_row* rows;  // one a block row of the tile, at most kv_tile_rows
+    block_row* rows;  // one a block row of the tile, at most most_kv_rows
     int64_t count;
     int64_t first_key, keys;
     int64_t at;  // tiles below are done
