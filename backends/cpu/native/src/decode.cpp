@@ -84,9 +84,7 @@ struct decode_tile {
     decode_job job;
     tile_span span;
     int64_t columns;
-    bool whole;  // every pair is live
-    stretch part[decode_columns / 64];
-    int parts;
+    live_columns<decode_columns> in;
 };
 
 // The tile of one head: rows of a head lie beside one another.
@@ -107,10 +105,8 @@ af_tile tile_of_head(const decode_run& run, const decode_buffers& b, const decod
 void decode_live(const decode_run& run, const decode_buffers& b, const run_row& row,
                  decode_tile& t) {
     const af_problem& p = *run.p;
-    t.whole = t.span.whole;
-    t.parts = 1;
-    t.part[0] = {0, static_cast<int32_t>(round_up(t.columns, tile_step))};
-    if (t.whole) return;
+    t.in = every_column<decode_columns>(t.columns);
+    if (t.span.whole) return;
     const int64_t words = p.q_length * b.live.ld;
     for (int64_t head = 0; head < run.plan.heads; ++head) {
         live_tile to = b.live;
@@ -120,7 +116,7 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
         else
             live_of_tile(p.mask, tile_of_head(run, b, t, head), row, t.span, p.q_length, to);
     }
-    t.parts = live_parts(b.live, 0, static_cast<int>(run.plan.rows), t.columns, t.part, &t.whole);
+    t.in = live_columns_of<decode_columns>(b.live, 0, static_cast<int>(run.plan.rows), t.columns);
 }
 
 template <int DTYPE>
@@ -129,9 +125,9 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
     const af_problem& p = *run.p;
     const matrix key = matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
     const int rows = static_cast<int>(run.plan.rows);
-    for (int i = 0; i < t.parts; ++i)
-        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, t.part[i].begin,
-                             smaller(t.part[i].end, t.columns), run.scale.stored, score,
+    for (int i = 0; i < t.in.parts; ++i)
+        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, t.in.part[i].begin,
+                             smaller(t.in.part[i].end, t.columns), run.scale.stored, score,
                              decode_ld);
     if (!p.score) return;
     const subnormal_results kept(true);
@@ -139,7 +135,7 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
         af_tile tile = tile_of_head(run, b, t, head);
         tile.score = score + head * p.q_length * decode_ld;
         tile.ld = decode_ld;
-        tile.live = t.whole ? nullptr : b.live.live + head * p.q_length * b.live.ld;
+        tile.live = t.in.all ? nullptr : b.live.live + head * p.q_length * b.live.ld;
         tile.live_ld = b.live.ld;
         p.score->function(p.score, &tile);
     }
@@ -160,10 +156,10 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
     memcpy(b.out, b.before, d.rows * d.value_width * 4);
     scores_of_tile<DTYPE>(run, b, t, b.again);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    for (int i = 0; i < t.parts; ++i)
-        for (int64_t c = t.part[i].begin; c < smaller(t.part[i].end, t.columns); ++c)
+    for (int i = 0; i < t.in.parts; ++i)
+        for (int64_t c = t.in.part[i].begin; c < smaller(t.in.part[i].end, t.columns); ++c)
             for (int64_t r = 0; r < d.rows; ++r) {
-                const uint16_t bits = t.whole ? 0xffff : b.live.live[r * b.live.ld + c / 16];
+                const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
                 if (!(bits >> (c % 16) & 1) || b.again[r * decode_ld + c] == -infinity) continue;
                 const float weight = b.score[r * decode_ld + c];
                 float* out = b.out + r * d.value_width;
@@ -178,7 +174,8 @@ void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decod
     const int rows = static_cast<int>(run.plan.rows);
     for (int r = 0; r < rows; r += VL) {
         const softmax_tile tile = {b.score + r * decode_ld, decode_ld, nullptr, 0,
-                                   b.live.live + r * b.live.ld, b.live.ld, t.part, t.parts};
+                                   b.live.live + r * b.live.ld, b.live.ld, t.in.part, t.in.parts,
+                                   t.in.whole_steps};
         const softmax_state& s = b.state;
         const softmax_state state = {s.top + r, s.sum + r * VL, s.alpha + r, s.nan + r};
         softmax_rows<MASKED, false>(rows - r < VL ? rows - r : VL, run.scale.factor, tile, state);
@@ -196,10 +193,10 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    for (int i = 0; i < t.parts; ++i)
+    for (int i = 0; i < t.in.parts; ++i)
         decode_values<DTYPE>(b.score, decode_ld, static_cast<int>(d.rows), value,
-                             p.value_head_dim, t.part[i].begin,
-                             smaller(t.part[i].end, t.columns), b.out, d.value_width);
+                             p.value_head_dim, t.in.part[i].begin,
+                             smaller(t.in.part[i].end, t.columns), b.out, d.value_width);
     if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
 }
 
@@ -237,9 +234,9 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     while (walk.next(&t.span)) {
         t.columns = t.span.end - t.span.begin;
         decode_live(run, b, row, t);
-        if (t.parts == 0) continue;
+        if (t.in.parts == 0) continue;
         scores_of_tile<DTYPE>(run, b, t, b.score);
-        if (t.whole)
+        if (t.in.all)
             softmax_of_tile<false>(run, b, t);
         else
             softmax_of_tile<true>(run, b, t);

@@ -83,6 +83,44 @@ void finish(const forward_run& run, const forward_buffers& b, const forward_job&
                     b.state.nan[r] != 0, b.out + r * run.plan.value_width});
 }
 
+// Live bits of a tile, by this thread's buffers.
+void find_live(const forward_run& run, const forward_buffers& b, const forward_job& job,
+               const run_row& row, const tile_span& span, const live_tile& to) {
+    af_tile tile = {};
+    tile.rows = job.rows;
+    tile.b = job.b;
+    tile.h = job.h;
+    tile.q = job.q;
+    tile.inputs = &run.p->inputs;
+    tile.scratch = b.scratch;
+    tile.error = b.error;
+    live_of_tile(run.p->mask, tile, row, span, round_up(job.rows, strip_rows), to);
+}
+
+// Where all heads find the live bits of the n-th tile that needs some, of a q tile; NULL: nowhere.
+uint16_t* shared_live_at(const forward_run& run, int64_t q_tile, int64_t n) {
+    const forward_plan& f = run.plan;
+    if (!run.shared_live || q_tile >= f.shared_q_tiles || n >= shared_live_tiles) return nullptr;
+    return reinterpret_cast<uint16_t*>(run.shared_live +
+                                       (q_tile * shared_live_tiles + n) * f.live_bytes);
+}
+
+void share_live_job(void* context, int64_t index, int thread) {
+    const forward_run& run = *static_cast<forward_run*>(context);
+    const forward_job job = job_of(*run.p, run.plan, 0, index);
+    if (job.rows <= 0) return;
+    const forward_buffers b = buffers_of(run, thread);
+    const run_row row = key_runs(*run.p, 0, 0, job.q);
+    tile_walk walk = {row, tile_columns};
+    tile_span span;
+    live_tile to = b.live[0];
+    for (int64_t n = 0; n < shared_live_tiles && walk.next(&span);) {
+        if (span.whole) continue;
+        to.live = shared_live_at(run, job.tile, n++);
+        find_live(run, b, job, row, span, to);
+    }
+}
+
 template <bool PAIRS>
 struct strips_for {
     typedef strips_in_turn<PAIRS> type;
@@ -101,21 +139,17 @@ void visit_tiles(const forward_run& run, const forward_buffers& b, forward_tile&
     typename strips_for<PAIRS>::type strips(run, b);
     const run_row row = key_runs(p, t.job.b, t.job.h, t.job.q);
     tile_walk walk = {row, tile_columns};
+    int64_t partial = 0;
     while (walk.next(&t.span)) {
         t.any_bad = memchr(t.head.bad + t.span.begin, 1, t.span.end - t.span.begin) != nullptr;
         t.masked = !t.span.whole || t.any_bad;
-        const live_tile live = strips.free_live();
-        if (t.masked) {
-            af_tile tile = {};
-            tile.rows = t.job.rows;
-            tile.b = t.job.b;
-            tile.h = t.job.h;
-            tile.q = t.job.q;
-            tile.inputs = &p.inputs;
-            tile.scratch = b.scratch;
-            tile.error = b.error;
-            live_of_tile(p.mask, tile, row, t.span, round_up(t.job.rows, strip_rows), live);
-        }
+        live_tile live = strips.free_live();
+        uint16_t* shared = t.span.whole ? nullptr : shared_live_at(run, t.job.tile, partial++);
+        // Where a value row isn't finite, bits are this head's own.
+        if (shared && !t.any_bad)
+            live.live = shared;
+        else if (t.masked)
+            find_live(run, b, t.job, row, t.span, live);
         for (int first = 0; first < t.job.rows; first += strip_rows) strips.take(t, first, live);
     }
     strips.finish();
@@ -185,6 +219,12 @@ int32_t forward(const af_forward_args& args, af_error* error) {
     run.scale = scale_of(p);
     for (int i = 0; i < f.threads; ++i) memset(buffers_of(run, i).error, 0, sizeof(af_error));
     const int threads = forward_threads(p, f);
+    const bool alike = p.mask && p.mask_is_per_call && p.runs.batch == 1 && p.runs.heads == 1;
+    run.shared_live = nullptr;
+    if (alike && f.shared_q_tiles > 0) {
+        run.shared_live = run.threads + f.threads * f.thread_bytes;
+        af_parallel(f.shared_q_tiles, threads, share_live_job, &run);
+    }
     for (int64_t unit = 0; unit < f.units; unit += f.units_a_wave) {
         const int64_t units = smaller(f.units_a_wave, f.units - unit);
         run.first_unit = unit;

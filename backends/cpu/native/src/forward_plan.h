@@ -1,7 +1,8 @@
 // How a forward problem is cut, and where everything lies in its workspace.
 //
 // Memory: packed heads, 4 bytes a job of those heads, and a tile's buffers a thread. For one thread
-// one head is packed at a time; for several as many as give each 24 jobs, at most 64 MiB. A packed head is K and V of one (batch, kv head), rounded up to whole
+// one head is packed at a time; for several as many as give each 24 jobs, at most 64 MiB. Live bits
+// that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K and V of one (batch, kv head), rounded up to whole
 // panels, floats or bf16, and a byte a key.
 #pragma once
 #include "pack.h"
@@ -15,6 +16,8 @@ constexpr int64_t strip_rows = 32;
 constexpr int64_t pack_chunk = 256;  // keys that one packing job takes
 constexpr int64_t tile_columns = 256;
 constexpr int score_buffers = has_tiles ? 2 : 1;  // strips in flight
+constexpr int64_t shared_live_tiles = 4;  // of a q tile, whose live bits all heads share
+constexpr int64_t shared_live_bound = int64_t(4) << 20;
 constexpr int64_t cost_classes = 64;
 constexpr int64_t jobs_a_thread = 24;  // of a wave: the last one leaves others idle
 
@@ -36,6 +39,7 @@ struct forward_plan {
     int64_t score_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
         scratch_bytes, thread_bytes;
     int64_t order_bytes, total;
+    int64_t shared_q_tiles;  // how many have room for shared live bits
 };
 
 AF_INLINE forward_plan plan_of(const af_problem& p) {
@@ -88,13 +92,19 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
 
     f.order_bytes = round_up(f.units_a_wave * f.jobs_a_unit * 4, 64);
     f.threads = p.threads;
-    f.total = f.units_a_wave * f.unit_bytes + f.order_bytes + f.threads * f.thread_bytes;
+    f.shared_q_tiles = 0;
+    if (p.has_mask && p.batch * p.q_heads > 1)
+        f.shared_q_tiles =
+            smaller(f.q_tiles, shared_live_bound / (shared_live_tiles * f.live_bytes));
+    f.total = f.units_a_wave * f.unit_bytes + f.order_bytes + f.threads * f.thread_bytes +
+              f.shared_q_tiles * shared_live_tiles * f.live_bytes;
     return f;
 }
 
 // One job: a q tile of one query head.
 struct forward_job {
     int64_t b, h, q;
+    int64_t tile;  // position of the q tile
     int rows;
 };
 
@@ -105,6 +115,7 @@ AF_INLINE forward_job job_of(const af_problem& p, const forward_plan& f, int64_t
     const int64_t tile = index % f.q_tiles, head = index / f.q_tiles % f.group;
     j.b = f.batches_a_unit > 1 ? index / f.q_tiles / f.group : unit / p.kv_heads;
     j.h = unit % p.kv_heads * f.group + head;
+    j.tile = tile;
     const int64_t block = tile / f.tiles_a_block;
     j.q = block * f.q_block + tile % f.tiles_a_block * f.q_rows;
     const int64_t end = smaller(smaller(j.q + f.q_rows, (block + 1) * f.q_block), p.q_length);

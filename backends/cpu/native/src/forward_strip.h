@@ -9,7 +9,6 @@
 namespace AF_LEVEL {
 namespace {
 
-constexpr int most_parts = tile_columns / tile_step / 2 + 1;
 // bf16 weights of a row lie where its scores began: one buffer in L1 instead of two.
 constexpr int64_t weight_ld = 2 * tile_columns;
 
@@ -18,6 +17,7 @@ struct forward_run {
     const af_problem* p;
     forward_plan plan;
     char *packed, *threads;
+    char* shared_live;  // NULL: heads differ, or there is but one
     int32_t* order;
     int64_t first_unit;
     int64_t chunks;  // packing jobs of a unit
@@ -56,9 +56,7 @@ struct forward_strip {
     int first, rows, padded;  // padded: rows that products compute
     live_tile live;           // of the tile
     float *score, *alpha;
-    bool all;  // every pair is live
-    int parts;
-    stretch part[most_parts];
+    live_columns<tile_columns> in;
 };
 
 // False if no pair of the strip is live.
@@ -71,14 +69,9 @@ bool begin_strip(const forward_tile& t, int first, const live_tile& live, forwar
     s->padded = static_cast<int>(round_up(s->rows, PAIRS && has_tiles ? 16 : 4));
     s->live = live;
     const int64_t columns = t.span.end - t.span.begin;
-    if (t.masked) {
-        s->parts = live_parts(live, first, s->rows, columns, s->part, &s->all);
-        return s->parts > 0;
-    }
-    s->all = true;
-    s->parts = 1;
-    s->part[0] = {0, static_cast<int32_t>(round_up(columns, tile_step))};
-    return true;
+    s->in = t.masked ? live_columns_of<tile_columns>(live, first, s->rows, columns)
+                     : every_column<tile_columns>(columns);
+    return s->in.parts > 0;
 }
 
 // Operands of the two products.
@@ -107,9 +100,9 @@ strip_operands operands_of(const forward_run& run, const forward_buffers& b,
 template <bool PAIRS>
 void score_product(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
     const forward_plan& f = run.plan;
-    for (int i = 0; i < s.parts; ++i) {
-        const strip_operands o = operands_of<PAIRS>(run, b, s, s.part[i]);
-        const int64_t panels = (s.part[i].end - s.part[i].begin) / NR;
+    for (int i = 0; i < s.in.parts; ++i) {
+        const strip_operands o = operands_of<PAIRS>(run, b, s, s.in.part[i]);
+        const int64_t panels = (s.in.part[i].end - s.in.part[i].begin) / NR;
         if constexpr (PAIRS)
             gemm_pairs<into::store>(s.padded, panels, f.k, static_cast<const uint16_t*>(o.query),
                                     f.query_width / 2, static_cast<const uint32_t*>(o.key),
@@ -140,9 +133,9 @@ void value_product_of(const forward_run& run, const forward_buffers& b, const fo
 
 template <bool PAIRS>
 void value_product(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
-    value_product_of<PAIRS, into::rescale>(run, b, s, s.part[0]);
-    for (int i = 1; i < s.parts; ++i)
-        value_product_of<PAIRS, into::add>(run, b, s, s.part[i]);
+    value_product_of<PAIRS, into::rescale>(run, b, s, s.in.part[0]);
+    for (int i = 1; i < s.in.parts; ++i)
+        value_product_of<PAIRS, into::add>(run, b, s, s.in.part[i]);
 }
 
 // A score of -inf is a dead pair; only where a value row isn't finite does that need saying.
@@ -190,7 +183,7 @@ inline void modify_scores(const forward_run& run, const forward_buffers& b,
     if (const af_program* score = run.p->score) {
         af_tile tile = {};
         tile.score = s.score;
-        tile.live = s.all ? nullptr : s.live.live + s.first * s.live.ld;
+        tile.live = s.in.all ? nullptr : s.live.live + s.first * s.live.ld;
         tile.ld = tile_columns;
         tile.live_ld = s.live.ld;
         tile.rows = s.rows;
@@ -221,8 +214,9 @@ AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
                                    weight_ld,
                                    s.live.live + at * s.live.ld,
                                    s.live.ld,
-                                   s.part,
-                                   s.parts};
+                                   s.in.part,
+                                   s.in.parts,
+                                   s.tile.any_bad ? 0 : s.in.whole_steps};
         const softmax_state state = {b.state.top + at, b.state.sum + at * VL, s.alpha + r,
                                      b.state.nan + at};
         alignas(64) float shift[VL];
@@ -237,7 +231,7 @@ AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
 template <bool PAIRS, class F>
 void softmax_of(const forward_run& run, const forward_buffers& b, const forward_strip& s,
                 const F& between) {
-    if (s.all && !s.tile.any_bad)
+    if (s.in.all && !s.tile.any_bad)
         softmax_strip<PAIRS, false>(run, b, s, between);
     else
         softmax_strip<PAIRS, true>(run, b, s, between);
@@ -314,23 +308,23 @@ class strips_overlapped {
    private:
     void push_scores(const forward_strip& s) {
         const forward_plan& f = run_.plan;
-        for (int i = 0; i < s.parts; ++i) {
-            const strip_operands o = operands_of<true>(run_, b_, s, s.part[i]);
+        for (int i = 0; i < s.in.parts; ++i) {
+            const strip_operands o = operands_of<true>(run_, b_, s, s.in.part[i]);
             queue_.push({static_cast<const uint16_t*>(o.query), static_cast<const uint32_t*>(o.key),
                          o.score, nullptr, f.query_width / 2, f.k / 2 * NR, tile_columns,
-                         static_cast<int32_t>((s.part[i].end - s.part[i].begin) / NR),
+                         static_cast<int32_t>((s.in.part[i].end - s.in.part[i].begin) / NR),
                          static_cast<int32_t>(f.k / 32), s.padded / 16, into::store,
                          run_.scale.stored});
         }
     }
     void push_values(const forward_strip& s) {
         const forward_plan& f = run_.plan;
-        for (int i = 0; i < s.parts; ++i) {
-            const strip_operands o = operands_of<true>(run_, b_, s, s.part[i]);
+        for (int i = 0; i < s.in.parts; ++i) {
+            const strip_operands o = operands_of<true>(run_, b_, s, s.in.part[i]);
             queue_.push({static_cast<const uint16_t*>(o.weight),
                          static_cast<const uint32_t*>(o.value), o.out, s.alpha, weight_ld / 2,
                          f.keys / 2 * NR, f.value_width, static_cast<int32_t>(f.value_panels),
-                         (s.part[i].end - s.part[i].begin) / 32, s.padded / 16,
+                         (s.in.part[i].end - s.in.part[i].begin) / 32, s.padded / 16,
                          i == 0 ? into::rescale : into::add, 1.0f});
         }
     }

@@ -7,13 +7,22 @@
 
 namespace AF_LEVEL {
 
-// Stretches of 32-column steps in which rows [first, first + rows) have a live pair; `all` says
-// that every pair of them is live. `part` has room for half as many stretches as there are steps,
-// rounded up.
-static int live_parts(const live_tile& live, int first, int rows, int64_t columns, stretch* part,
-                      bool* all) {
-    int parts = 0;
-    *all = true;
+// The columns of a tile of up to 1024 in which some pair of a few rows is live.
+template <int COLUMNS>
+struct live_columns {
+    int parts;
+    stretch part[COLUMNS / 64 + 1];
+    uint32_t whole_steps;  // bit c / 32: every pair of this step is live
+    bool all;              // of every step
+};
+
+// In steps of 32 columns, of rows [first, first + rows).
+template <int COLUMNS>
+static live_columns<COLUMNS> live_columns_of(const live_tile& live, int first, int rows,
+                                             int64_t columns) {
+    static_assert(COLUMNS <= 1024, "a bit a step");
+    live_columns<COLUMNS> of = {};
+    of.all = true;
     for (int32_t c = 0; c < columns; c += 32) {
         uint32_t any = 0, every = 0xffffffffu;
         for (int r = first; r < first + rows; ++r) {
@@ -22,14 +31,27 @@ static int live_parts(const live_tile& live, int first, int rows, int64_t column
             any |= bits;
             every &= bits;
         }
-        *all &= every == 0xffffffffu;
+        const bool whole = every == 0xffffffffu;
+        of.all &= whole;
+        of.whole_steps |= uint32_t(whole) << (c / 32);
         if (!any) continue;
-        if (parts > 0 && part[parts - 1].end == c)
-            part[parts - 1].end = c + 32;
+        if (of.parts > 0 && of.part[of.parts - 1].end == c)
+            of.part[of.parts - 1].end = c + 32;
         else
-            part[parts++] = {c, c + 32};
+            of.part[of.parts++] = {c, c + 32};
     }
-    return parts;
+    return of;
+}
+
+// All columns, all live.
+template <int COLUMNS>
+static live_columns<COLUMNS> every_column(int64_t columns) {
+    live_columns<COLUMNS> of = {};
+    of.parts = 1;
+    of.part[0] = {0, static_cast<int32_t>(round_up(columns, tile_step))};
+    of.whole_steps = 0xffffffffu;
+    of.all = true;
+    return of;
 }
 
 }  // namespace AF_LEVEL

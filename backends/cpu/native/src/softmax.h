@@ -67,6 +67,7 @@ struct softmax_tile {
     int64_t live_ld;
     const stretch* part;
     int parts;
+    uint32_t whole_steps;  // bit c / 32: no row has a dead pair in these columns; read if masked
 };
 
 // Rows whose maximum is +inf are NaN; max_scores tells them from rows with a NaN score.
@@ -89,13 +90,10 @@ static AF_NOINLINE void note_nan(int rows, const softmax_tile& t, const softmax_
     }
 }
 
+// Whether columns from c on must be looked up.
 template <bool MASKED>
-AF_INLINE vf live_score(const float* score, const uint16_t* live, int64_t c) {
-    const vf s = load(score + c);
-    if constexpr (MASKED)
-        return where(lanes(live, c), s, splat(-infinity));
-    else
-        return s;
+AF_INLINE bool has_dead(const softmax_tile& t, int64_t c) {
+    return MASKED && !(t.whole_steps >> (c / 32) & 1);
 }
 
 // Maxima: updates top, sets alpha, and shift = -factor * maximum, of VL rows, of which `rows`
@@ -111,8 +109,13 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
             const uint16_t* live = t.live + r * t.live_ld;
             for (int i = 0; i < t.parts; ++i)
                 for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
-                    a = larger(a, live_score<MASKED>(s, live, c));
-                    b = larger(b, live_score<MASKED>(s, live, c + VL));
+                    vf s0 = load(s + c), s1 = load(s + c + VL);
+                    if (has_dead<MASKED>(t, c)) {
+                        s0 = where(lanes(live, c), s0, splat(-infinity));
+                        s1 = where(lanes(live, c + VL), s1, splat(-infinity));
+                    }
+                    a = larger(a, s0);
+                    b = larger(b, s1);
                 }
         }
         top[r] = larger(a, b);
@@ -143,7 +146,7 @@ AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softma
         for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
             vf w0 = exp2<degree>(madd(load(s + c), factor, shift));
             vf w1 = exp2<degree>(madd(load(s + c + VL), factor, shift));
-            if constexpr (MASKED) {
+            if (has_dead<MASKED>(t, c)) {
                 w0 = where(lanes(live, c), w0, vf{});
                 w1 = where(lanes(live, c + VL), w1, vf{});
             }
