@@ -180,6 +180,10 @@ AF_API const char* af_isa_available(void);
 AF_API const char* af_isa(void);
 AF_API int32_t af_set_isa(const char* name);
 
+// From now on calls run on the threads of an OpenMP runtime that the process has already: the
+// addresses of its GOMP_parallel and omp_get_thread_num. Call it before any other call runs.
+AF_API void af_share_threads(void* parallel, void* thread_number);
+
 // A workspace's size follows from dtype, threads, the seven sizes, has_mask, the mask's block
 // sizes, `wanted`, `kv_batch_is_shared` and the programs' scratch_bytes alone, never from pointers,
 // strides or runs.

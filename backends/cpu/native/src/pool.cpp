@@ -1,7 +1,12 @@
-// The thread pool: workers asleep on a condition variable, one parallel region at a time.
+// Parallel regions, one at a time: on the threads of torch's own OpenMP runtime where it has been
+// named, else on workers that sleep on a condition variable.
 //
-// No OpenMP: a second OpenMP runtime beside torch's spins on the cores that torch's threads need.
+// This library links no OpenMP: a second runtime beside torch's spins on the cores that torch's
+// threads need. And torch's threads spin for some milliseconds after each of its operations, on the
+// cores that our workers need: with 16 threads that took longer than the attention between them.
 #include "pool.h"
+
+#include "anyflex_cpu.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -130,38 +135,79 @@ class pool {
     int target_ = 0;   // workers of this index and above leave
 };
 
-// Never destroyed: workers may outlive static destructors. A forked child has none of its
-// parent's threads, and the parent's locks in any state: it starts with a pool of its own.
+// Never destroyed: workers may outlive static destructors.
 std::atomic<pool*> the_pool{nullptr};
+
+void forget_threads();
+
+void watch_forks() {
+#if !defined(_WIN32)
+    static std::once_flag registered;
+    std::call_once(registered, [] { pthread_atfork(nullptr, nullptr, forget_threads); });
+#endif
+}
 
 pool& instance() {
     pool* p = the_pool.load(std::memory_order_acquire);
     if (p) return *p;
-#if !defined(_WIN32)
-    static std::once_flag registered;
-    std::call_once(registered, [] {
-        pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); });
-    });
-#endif
+    watch_forks();
     pool* fresh = new pool;
     if (the_pool.compare_exchange_strong(p, fresh)) return *fresh;
     delete fresh;
     return *p;
 }
 
+// libgomp's entry points, which Intel's and LLVM's runtimes have as well.
+typedef void (*team_function)(void (*)(void*), void*, unsigned threads, unsigned flags);
+typedef int (*member_function)();
+std::atomic<team_function> the_team{nullptr};
+std::atomic<member_function> the_member{nullptr};
+std::atomic_flag team_is_taken = ATOMIC_FLAG_INIT;
+
 // A job that calls af_parallel works alone.
 thread_local bool inside = false;
 
+// False if there is no team, or another thread has it.
+bool run_on_team(region& work, int threads) {
+    const team_function team = the_team.load(std::memory_order_acquire);
+    if (!team || team_is_taken.test_and_set(std::memory_order_acquire)) return false;
+    const auto share = [](void* context) {
+        inside = true;
+        static_cast<region*>(context)->work(the_member.load(std::memory_order_relaxed)());
+        inside = false;
+    };
+    team(share, &work, static_cast<unsigned>(threads), 0);
+    team_is_taken.clear(std::memory_order_release);
+    return true;
+}
+
+// A forked child has none of its parent's threads, and the parent's locks in any state: it starts
+// with a pool of its own, for no OpenMP runtime survives a fork.
+void forget_threads() {
+    the_team.store(nullptr);
+    the_pool.store(nullptr);
+}
+
 }  // namespace
+
+void af_share_threads(void* parallel, void* thread_number) {
+    watch_forks();
+    the_member.store(reinterpret_cast<member_function>(thread_number));
+    the_team.store(reinterpret_cast<team_function>(parallel), std::memory_order_release);
+}
 
 void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), void* context) {
     const int helpers = static_cast<int>((jobs < threads ? jobs : threads) - 1);
     if (helpers > 0 && !inside) {
         region work(job, context, jobs, helpers + 1);
-        inside = true;
-        const bool done = instance().run(work, threads, helpers);
-        inside = false;
-        if (done) return;
+        if (the_team.load(std::memory_order_relaxed)) {
+            if (run_on_team(work, threads)) return;
+        } else {
+            inside = true;
+            const bool done = instance().run(work, threads, helpers);
+            inside = false;
+            if (done) return;
+        }
     }
     for (int64_t i = 0; i < jobs; ++i) job(context, i, 0);
 }

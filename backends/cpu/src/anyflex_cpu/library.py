@@ -76,6 +76,7 @@ class Library:
         self._isa = self._function("af_isa", ctypes.c_char_p)
         self._available = self._function("af_isa_available", ctypes.c_char_p)
         self._set_isa = self._function("af_set_isa", ctypes.c_int32, ctypes.c_char_p)
+        self._share_threads()
         self.level = _text(self._isa())
         wanted = os.environ.get(ISA_VARIABLE)
         if wanted:
@@ -84,11 +85,25 @@ class Library:
             except ArgumentError as error:
                 raise ArgumentError(f"environment variable {ISA_VARIABLE}: {error}") from None
 
-    def _function(self, name: str, result: type, *arguments: type) -> Callable[..., int]:
+    def _function(self, name: str, result: type | None, *arguments: type) -> Callable[..., int]:
         function = self.handle[name]
         function.restype = result
         function.argtypes = arguments
         return function
+
+    def _share_threads(self) -> None:
+        """Run on torch's own OpenMP threads. Where the process shows none (macOS, Windows) the
+        library makes its own."""
+        if os.name == "nt":
+            return
+        # What torch has loaded for everybody; another package's private copy isn't there.
+        process = ctypes.CDLL(None)
+        try:
+            found = [process[name] for name in ("GOMP_parallel", "omp_get_thread_num")]
+        except AttributeError:
+            return
+        share = self._function("af_share_threads", None, ctypes.c_void_p, ctypes.c_void_p)
+        share(*(ctypes.cast(function, ctypes.c_void_p) for function in found))
 
     def address(self, name: str) -> int:
         """Return the address of an exported function."""
