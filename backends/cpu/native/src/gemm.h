@@ -85,27 +85,21 @@ AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64
 template <int M, into HOW, class T>
 static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, float* c,
                   int64_t ldc, float scale, const float* alpha) {
-    vf acc[M][2];
-    AF_UNROLL
-    for (int i = 0; i < M; ++i)
-        AF_UNROLL
-        for (int j = 0; j < 2; ++j) {
-            if constexpr (HOW == into::store)
-                acc[i][j] = vf{};
-            else if constexpr (HOW == into::add)
-                acc[i][j] = load(c + i * ldc + j * VL);
-            else
-                acc[i][j] = load(c + i * ldc + j * VL) * splat(alpha[i]);
-        }
+    // From 0: sums of a tile's products are added up, which loses less than one sum that runs
+    // through all tiles.
+    vf acc[M][2] = {};
     multiply<M>(acc, k, a, a_row, a_k, b);
     AF_UNROLL
     for (int i = 0; i < M; ++i)
         AF_UNROLL
         for (int j = 0; j < 2; ++j) {
+            float* at = c + i * ldc + j * VL;
             if constexpr (HOW == into::store)
-                store(c + i * ldc + j * VL, acc[i][j] * splat(scale));
+                store(at, acc[i][j] * splat(scale));
+            else if constexpr (HOW == into::add)
+                store(at, load(at) + acc[i][j]);
             else
-                store(c + i * ldc + j * VL, acc[i][j]);
+                store(at, madd(load(at), splat(alpha[i]), acc[i][j]));
         }
 }
 
