@@ -95,6 +95,19 @@ def test_a_library_of_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert f"speaks ABI {library.ABI - 1} and its Python part ABI {library.ABI}" in decision.reason
 
 
+def test_a_library_without_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = library.Library._function
+
+    def asking(self: library.Library, name: str, *types: type) -> object:
+        return plain(self, "af_of_tomorrow" if name == "af_isa" else name, *types)
+
+    monkeypatch.setattr(library.Library, "_function", asking)
+    monkeypatch.setattr(library, "_loaded", None)
+    decision = CpuBackend("cpu", "cpu").probe()
+    assert isinstance(decision, Rejected)
+    assert "has no function af_of_tomorrow: it is of another version" in decision.reason
+
+
 def test_the_fingerprint_names_what_compiled_mods_depend_on() -> None:
     text = CpuBackend("cpu", "cpu").fingerprint()
     assert f"ABI {library.ABI}" in text and library.load().level in text and "llvmlite" in text

@@ -86,7 +86,13 @@ class Library:
                 raise ArgumentError(f"environment variable {ISA_VARIABLE}: {error}") from None
 
     def _function(self, name: str, result: type | None, *arguments: type) -> Callable[..., int]:
-        function = self.handle[name]
+        try:
+            function = self.handle[name]
+        except AttributeError as error:
+            raise LibraryError(
+                f"its native library has no function {name}: it is of another version; install "
+                "anyflex-cpu again"
+            ) from error
         function.restype = result
         function.argtypes = arguments
         return function
