@@ -163,6 +163,7 @@ void work_on(const pass& run, const backward_job& job, tile_buffers& t,
     const int64_t kv_batch = unit / p.kv_heads, kv_head = unit % p.kv_heads;
     const bool alike = !p.has_mask || (p.transposed.heads == 1 &&
                                        (p.transposed.batch == 1 || !p.kv_batch_is_shared));
+    const subnormal_results flushed(false);
     if constexpr (PAIRS) pairs_begin();
     for (int64_t tile = bounds[job.partition]; tile < bounds[job.partition + 1]; ++tile) {
         const int64_t key = tile * plan.kv_rows;

@@ -30,7 +30,7 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
         scale_scores(t, to - from, scale, false);
         af_tile tile = program_tile(at, t, first, from, to);
         tile.score = t.score;
-        p.score->function(p.score, &tile);
+        run_program(p.score, tile);
     }
     const vf factor = splat(p.score ? log2_e : scale * log2_e);
     for (int64_t i = 0; i < group; ++i) {

@@ -302,6 +302,11 @@ inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t
     return tile;
 }
 
+static void run_program(const af_program* program, const af_tile& tile) {
+    const subnormal_results kept(true);
+    program->function(program, &tile);
+}
+
 // What a mask program is asked about; the walk sets rows and columns.
 inline af_tile mask_tile(const af_problem& p, const tile_buffers& t, int64_t b, int64_t h) {
     af_tile tile;
@@ -344,7 +349,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
     scale_scores(t, to - from, scale, derivative);
     af_tile tile = program_tile(at, t, first, from, to);
     tile.score = t.score;
-    p.score->function(p.score, &tile);
+    run_program(p.score, tile);
     if (!derivative) {
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, log2_e);
@@ -358,7 +363,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
         gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, log2_e);
     tile.score = t.plain;
     tile.grad = t.grad;
-    p.score_backward->function(p.score_backward, &tile);
+    run_program(p.score_backward, tile);
     operands_of_gradients<PAIRS>(t, first, from, to);
 }
 
