@@ -1,10 +1,15 @@
 """The CPU backend beside everything that torch offers on a CPU, held to its targets.
 
     python bench/cpu_targets.py [--threads 1,2] [--rounds 7] [--group GLOB ...] [--json FILE]
+                                [--without-amx] [--cpu-time]
 
 One process a thread count, 16 heads, batch 1. Each case is measured in rounds in which everybody
 takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is held by the
 geometric mean of its rows, and no row may be below 0.85 of it. Exits with 1 if one isn't met.
+
+A processor with AMX can be measured as one without (`--without-amx`), ours and torch's kernels
+alike. Where other programs occupy the machine, `--cpu-time` counts what the calling thread spends:
+for one thread, since only then it does all the work.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import torch
 from cpu_peers import attention_peers
 
 from anyflex.bench.case import BenchCase, Direction
-from anyflex.bench.clock import clock_of
+from anyflex.bench.clock import Timed, WallClock
 from anyflex.bench.contenders import chosen_contenders
 from anyflex.bench.measure import measure_case
 from anyflex.bench.report import make_report, table_lines
@@ -40,6 +45,11 @@ LENGTHS = (1024, 2048, 4096)
 WIDTHS = (64, 128)
 ROW_SHARE = 0.85
 """No row may be below this share of its group's target."""
+WITHOUT_AMX = {
+    "ANYFLEX_CPU_ISA": "avx512_bf16",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+}
+"""How a process is told to leave AMX alone: our kernels, and the products under torch's."""
 SDPA = ("torch.sdpa.flash", "torch.sdpa.dense_mask")
 FLEX = ("torch.flex",)
 BEST = SDPA + FLEX
@@ -157,6 +167,26 @@ def _groups() -> Iterator[Group]:
 GROUPS = tuple(_groups())
 
 
+class ThreadClock(WallClock):
+    """What the calling thread spends, while other programs may have the processor in between."""
+
+    name = "CPU time of the calling thread, time.thread_time"
+
+    def once(self, timed: Timed) -> float:
+        ready = None if timed.before is None else timed.before()
+        begin = time.thread_time()
+        timed.call(ready)
+        return time.thread_time() - begin
+
+    def seconds(self, timed: Timed, count: int) -> float:
+        if timed.before is not None:
+            return math.fsum(self.once(timed) for _ in range(count)) / count
+        begin = time.thread_time()
+        for _ in range(count):
+            timed.call(None)
+        return (time.thread_time() - begin) / count
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return 1 if a target isn't met."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -165,6 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", action="append", default=[], metavar="GLOB")
     parser.add_argument("--length", type=int, action="append", help="only these lengths")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--without-amx",
+        action="store_true",
+        help="switch AMX off for ours and for torch's kernels, take the targets of avx512_bf16",
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="of the calling thread; 1 thread")
     parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     groups = [
@@ -176,6 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         groups = [_of_lengths(group, args.length) for group in groups]
     if not any(group.cases for group in groups):
         parser.error("no case is left: see GROUPS")
+    if args.cpu_time and args.threads != "1":
+        parser.error("--cpu-time needs --threads 1: other threads' time would not count")
     if args.one_process:
         return _measure(groups, args)
     failed = False
@@ -187,9 +225,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, given in (("--group", args.group), ("--length", args.length or [])):
                 command += [part for each in given for part in (name, str(each))]
             command += ["--threads", threads, "--json", str(path)]
-            status = subprocess.run(
-                command, check=False, env={**os.environ, "OMP_NUM_THREADS": threads}
-            ).returncode
+            environment = {**os.environ, "OMP_NUM_THREADS": threads}
+            if args.cpu_time:
+                command.append("--cpu-time")
+            if args.without_amx:
+                command.append("--without-amx")
+                environment |= WITHOUT_AMX
+            status = subprocess.run(command, check=False, env=environment).returncode
             failed |= status != 0
             if path.exists():
                 reports.append(json.loads(path.read_text()))
@@ -212,7 +254,8 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
     for group in groups:
         for case in group.cases:
             peers_of.setdefault(case, set()).update(group.peers)
-    clock = clock_of(device, wall=True)
+    clock = ThreadClock(device) if args.cpu_time else WallClock(device)
+    kind = "avx512_bf16" if args.without_amx else processor()
     begin = time.perf_counter()
     measurements = []
     for case, peers in peers_of.items():
@@ -228,10 +271,12 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
         rounds=args.rounds,
         seconds=time.perf_counter() - begin,
     )
-    verdicts = [_verdict(group, report["measurements"]) for group in groups if group.cases]
+    verdicts = [_verdict(group, kind, report["measurements"]) for group in groups if group.cases]
     report["targets"] = verdicts
     print("\n".join(table_lines(report)))
-    print(f"\n{processor()}, threads {args.threads}: x best peer, geometric mean and least row")
+    said = " with AMX switched off for both sides" if args.without_amx else ""
+    print(f"\n{processor()}{said}, threads {args.threads}, {clock.name}:")
+    print("x best peer, geometric mean and least row")
     for verdict in verdicts:
         print("  " + _line(verdict))
     if args.json is not None:
@@ -252,9 +297,9 @@ def processor() -> str:
     return "avx512_bf16" if "avx512_bf16" in flags else "other"
 
 
-def _verdict(group: Group, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the group's ratios, and whether they hold its target; None where it has none."""
-    target = group.target.get(processor())
+    target = group.target.get(kind)
     ratios: dict[str, float | None] = {}
     for case in group.cases:
         of_case = [row for row in rows if row["case"] == case.name]

@@ -5,8 +5,14 @@
 #pragma once
 #include "pack.h"
 #include "softmax.h"
+#include "tiles.h"
 
 namespace AF_LEVEL {
+
+template <int N>
+struct count_of {
+    static constexpr int value = N;
+};
 
 template <int DTYPE>
 AF_INLINE vf as_floats_of(const char* p) {
@@ -90,59 +96,89 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, cons
 }
 #endif
 
-// score[r][c] = scale * (q row r . key c) for R rows from `row` on and columns [begin, end).
-template <int R, int DTYPE>
-static void score_rows(const decode_query& q, int row, const matrix& key, int64_t dim,
-                       int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
-    constexpr int K = VL / R;
-    for (int64_t c = begin; c < end; c += K) {
-        // Past the end the last key is read again; what it gives lies in padding.
-        int64_t at[K];
-        for (int i = 0; i < K; ++i) at[i] = c + i < end ? c + i : end - 1;
-        alignas(64) float sums[VL];
-#if defined(__AVX512BF16__)
-        if (DTYPE == AF_BF16 && q.pairs)
-            dot_pairs<R>(q, row, key, at, dim, sums);
-        else
-#endif
-            dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < K; ++i) score[(row + r) * ld + c + i] = sums[r * K + i] * scale;
-    }
+// Keys and values are read as four streams, a quarter of the columns each: one stream keeps too few
+// lines in flight to fill the memory's bandwidth, for a processor's own prefetching ends at pages.
+constexpr int streams = 4;
+
+// What lies as far ahead as memory takes to answer, into the second cache.
+AF_INLINE void prefetch_later(const char* now, int64_t bytes) {
+    constexpr int64_t ahead = 2048;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(now + ahead + i, 0, 2);
 }
 
-// All rows. score has at least VL columns more than `end`.
+// Columns [begin, end) in turns of `columns` a stream; f(first, n, stride) is given those from
+// first + s * stride on, n of each stream s. What doesn't divide is one stream, stride 0.
+template <class F>
+AF_INLINE void in_streams(int64_t begin, int64_t end, int64_t columns, const F& f) {
+    const int64_t stride = (end - begin) / streams;
+    if (stride > 0 && (end - begin) % (streams * columns) == 0) {
+        for (int64_t c = begin; c < begin + stride; c += columns) f(c, columns, stride);
+        return;
+    }
+    for (int64_t c = begin; c < end; c += streams * columns)
+        f(c, smaller(streams * columns, end - c), 0);
+}
+
+// score[r][c] = scale * (q row r . key c) for R rows from `row` on and the columns of a turn.
+template <int R, int DTYPE>
+static void score_rows(const decode_query& q, int row, const matrix& key, int64_t dim,
+                       int64_t first, int64_t n, int64_t stride, float scale, float* score,
+                       int64_t ld) {
+    constexpr int K = VL / R;
+    const bool spread = stride > 0 && K >= streams;
+    const int64_t step = spread ? K / streams : K;
+    for (int s = 0; s < (stride > 0 && !spread ? streams : 1); ++s)
+        for (int64_t c = 0; c < n; c += step) {
+            // Past the end the last key is read again; what it gives lies in padding.
+            int64_t at[K];
+            for (int i = 0; i < K; ++i)
+                at[i] = first + (spread ? i % streams * stride + c + i / streams
+                                        : s * stride + (c + i < n ? c + i : n - 1));
+            for (int i = 0; row == 0 && i < K; ++i)
+                prefetch_later(address(key, at[i], 0), dim * (DTYPE == AF_F32 ? 4 : 2));
+            alignas(64) float sums[VL];
+#if defined(__AVX512BF16__)
+            if (DTYPE == AF_BF16 && q.pairs)
+                dot_pairs<R>(q, row, key, at, dim, sums);
+            else
+#endif
+                dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
+            for (int r = 0; r < R; ++r)
+                for (int i = 0; i < K; ++i)
+                    score[(row + r) * ld + at[i]] = sums[r * K + i] * scale;
+        }
+}
+
+// All rows.
 template <int DTYPE>
 static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
                           int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
     // A few keys for all rows, then the next few: they are in the first cache from then on.
-    constexpr int64_t keys = 32;
-    for (int64_t c = begin; c < end; c += keys) {
-        const int64_t stop = c + keys < end ? c + keys : end;
+    in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
         int r = 0;
         for (; r + 4 <= rows; r += 4)
-            score_rows<4, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
+            score_rows<4, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
         if (r + 2 <= rows) {
-            score_rows<2, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
+            score_rows<2, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
             r += 2;
         }
-        if (r < rows) score_rows<1, DTYPE>(q, r, key, dim, c, stop, scale, score, ld);
-    }
+        if (r < rows) score_rows<1, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
+    });
 }
 
-// out[R][N * VL] += weight[R][keys] * value[keys][N * VL] from column `d` on.
+// out[R][N * VL] += weight[R][c] * value[c][N * VL] from element `d` on, over a turn's columns.
 template <int R, int N, int DTYPE>
 AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value, int64_t first,
-                           int64_t keys, int64_t d, float* out, int64_t width) {
+                           int64_t n, int64_t stride, int64_t d, float* out, int64_t width) {
     constexpr int size = DTYPE == AF_F32 ? 4 : 2;
     vf acc[R][N];
     AF_UNROLL
     for (int r = 0; r < R; ++r)
         AF_UNROLL
         for (int j = 0; j < N; ++j) acc[r][j] = load(out + r * width + j * VL);
-    const char* v = address(value, first, 0) + d * size;
-    const int64_t step = value.row * size;
-    for (int64_t c = 0; c < keys; ++c, v += step) {
+    const auto add = [&](int64_t c) AF_FLAT {
+        const char* v = address(value, c, d);
+        prefetch_later(v, N * VL * size);
         vf x[N];
         AF_UNROLL
         for (int j = 0; j < N; ++j) x[j] = as_floats_of<DTYPE>(v + j * VL * size);
@@ -152,6 +188,11 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
             AF_UNROLL
             for (int j = 0; j < N; ++j) acc[r][j] = madd(w, x[j], acc[r][j]);
         }
+    };
+    for (int64_t c = first; c < first + n; ++c) {
+        add(c);
+        if (stride == 0) continue;
+        for (int s = 1; s < streams; ++s) add(c + s * stride);
     }
     AF_UNROLL
     for (int r = 0; r < R; ++r)
@@ -160,43 +201,46 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
 }
 
 template <int R, int DTYPE>
-static void value_rows(const float* weight, int64_t ld, const matrix& value, int64_t first,
-                       int64_t keys, int64_t dim, float* out, int64_t width) {
+static void value_rows(const float* weight, int64_t ld, matrix value, int64_t first, int64_t n,
+                       int64_t stride, int64_t dim, float* out, int64_t width) {
     constexpr int N = VL == 16 ? 4 : 2;
+    value.dtype = DTYPE;
     int64_t d = 0;
     if (value.col == 1) {
+        value.col = 1;
         for (; d + N * VL <= dim; d += N * VL)
-            value_block<R, N, DTYPE>(weight, ld, value, first, keys, d, out + d, width);
+            value_block<R, N, DTYPE>(weight, ld, value, first, n, stride, d, out + d, width);
         for (; d + VL <= dim; d += VL)
-            value_block<R, 1, DTYPE>(weight, ld, value, first, keys, d, out + d, width);
+            value_block<R, 1, DTYPE>(weight, ld, value, first, n, stride, d, out + d, width);
     }
     for (; d < dim; d += VL)
-        for (int64_t c = 0; c < keys; ++c) {
-            const vf x = fetch(value, first + c, d, dim - d);
-            for (int r = 0; r < R; ++r) {
-                float* to = out + r * width + d;
-                store(to, madd(splat(weight[r * ld + c]), x, load(to)));
+        for (int s = 0; s < (stride > 0 ? streams : 1); ++s)
+            for (int64_t c = first + s * stride; c < first + s * stride + n; ++c) {
+                const vf x = fetch(value, c, d, dim - d);
+                for (int r = 0; r < R; ++r) {
+                    float* to = out + r * width + d;
+                    store(to, madd(splat(weight[r * ld + c]), x, load(to)));
+                }
             }
-        }
 }
 
 // out[row][width] += weight[row][c] * value[c] for columns [begin, end).
 template <int DTYPE>
 static void decode_values(const float* weight, int64_t ld, int rows, const matrix& value,
                           int64_t dim, int64_t begin, int64_t end, float* out, int64_t width) {
-    constexpr int64_t keys = 16;
-    for (int64_t c = begin; c < end; c += keys) {
-        const int64_t n = c + keys < end ? keys : end - c;
+    in_streams(begin, end, 4, [&](int64_t first, int64_t n, int64_t stride) {
+        const auto group = [&](auto count, int r) {
+            value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value, first, n, stride,
+                                                      dim, out + r * width, width);
+        };
         int r = 0;
-        for (; r + 4 <= rows; r += 4)
-            value_rows<4, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
+        for (; r + 4 <= rows; r += 4) group(count_of<4>(), r);
         if (r + 2 <= rows) {
-            value_rows<2, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
+            group(count_of<2>(), r);
             r += 2;
         }
-        if (r < rows)
-            value_rows<1, DTYPE>(weight + r * ld + c, ld, value, c, n, dim, out + r * width, width);
-    }
+        if (r < rows) group(count_of<1>(), r);
+    });
 }
 
 }  // namespace AF_LEVEL

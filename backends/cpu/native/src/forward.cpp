@@ -162,18 +162,19 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     const int64_t unit = index / f.jobs_a_unit;
     forward_tile t;
     t.job = job_of(p, f, run.first_unit + unit, run.order[index]);
-    if (t.job.rows <= 0) return;
+    const int rows = t.job.rows;
+    if (rows <= 0) return;
     t.head = head_at(run, unit);
     const forward_buffers b = buffers_of(run, thread);
     const subnormal_results flushed(false);
 
-    const int64_t rows_padded = round_up(t.job.rows, strip_rows);
+    const int64_t rows_padded = round_up(rows, strip_rows);
     const matrix query = matrix_of(p.query, p.dtype, t.job.b, t.job.h, t.job.q);
     if constexpr (PAIRS)
-        copy_rows_pairs(query, t.job.rows, rows_padded, p.head_dim, f.query_width,
+        copy_rows_pairs(query, rows, rows_padded, p.head_dim, f.query_width,
                         static_cast<uint16_t*>(b.query));
     else
-        copy_rows(query, t.job.rows, rows_padded, p.head_dim, f.query_width,
+        copy_rows(query, rows, rows_padded, p.head_dim, f.query_width,
                   static_cast<float*>(b.query));
     memset(b.out, 0, rows_padded * f.value_width * 4);
     memset(b.state.sum, 0, rows_padded * VL * 4);
