@@ -10,7 +10,7 @@ import torch
 from anyflex.testing.cases import every_case
 from anyflex.testing.runner import run_case
 from anyflex.testing.session import open_session
-from tests.testing.faults.accelerator import ASYNCHRONOUS, FAULTS
+from tests.testing.faults.accelerator import FAULTS
 from tests.testing.faults.fault import Fault, example
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +31,7 @@ def test_a_fault_of_streams_is_caught(fault: Fault, tmp_path: Path) -> None:
 
 def test_an_example_that_does_not_wait_passes_their_cases(tmp_path: Path) -> None:
     with (
-        example(tmp_path, ASYNCHRONOUS) as backend,
+        example(tmp_path, ()) as backend,
         open_session("cuda.example", backend_class=backend) as session,
     ):
         for name in sorted({fault.case for fault in FAULTS}):
