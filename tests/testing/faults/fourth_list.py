@@ -4,6 +4,14 @@ Chosen by the reports alone: one search of public issue threads for each kind of
 each the first report that names its condition or cause, lies in what a backend does here, and can
 be written as a few lines of the example plugin. The kit's cases had not been read when these 12
 were written down and committed, and nothing had been run.
+
+First run: the quick subset as it was then, processes and torch.compile included, caught 10 of the
+12 (83 %; at least nine of ten were wanted). It missed
+
+- 411: every mask of the kit had a function that compares indices;
+- 412: where Ev differs from E it was 1, the largest, or below 128 together with E.
+
+402 and 408 say the same as faults of the first list; of the other ten 8 were caught.
 """
 
 from __future__ import annotations
@@ -199,7 +207,7 @@ FAULTS = (
     # Dao-AILab/flash-attention#2552
     Fault(
         412,
-        "dv is stored in steps of dk's width: columns of a half that it doesn't divide are misplaced",
+        "dv is stored in steps of dk's width: columns of a half that it doesn't divide are wrong",
         (
             Change(
                 "kernel.py",
