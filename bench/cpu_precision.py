@@ -5,13 +5,15 @@
 Same inputs and gradient that arrives, float32, bfloat16 and float16, forward and backward, full
 and causal, head dims 64 and 128, lengths that are and aren't whole blocks. Errors are those of all
 elements of SEEDS draws, against a dense float64 formula of the same rounded inputs: root mean
-square, and the largest. Exits with 1 if a root mean square is above LIMIT times torch's.
+square, and the largest. Exits with 1 if, for a type and a result, the geometric mean of ours to
+torch's is above LIMIT, or one row's above LIMIT / ROW_SHARE.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ import anyflex
 __all__ = ["LIMIT", "Row", "main", "measured"]
 
 LIMIT = 1.1
+ROW_SHARE = 0.85
+"""As in cpu_targets.py: what a single row may be beside its group."""
 SEEDS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((512, 64), (1024, 128), (333, 64), (200, 40))
@@ -56,7 +60,7 @@ class Row:
         return (
             f"{case}  rms {self.ours:.2e} / {self.torchs:.2e} = {self.ratio:4.2f}   "
             f"largest {self.ours_largest:.2e} / {self.torchs_largest:.2e}"
-            f"{'' if self.ratio <= LIMIT else '  ABOVE'}"
+            f"{'' if self.ratio <= LIMIT / ROW_SHARE else '  ABOVE'}"
         )
 
 
@@ -126,9 +130,18 @@ def main() -> None:
     if arguments.json:
         text = json.dumps([vars(row) for row in rows], indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")
-    above = [row for row in rows if row.ratio > LIMIT]
-    print(f"{len(rows)} rows, {len(above)} above {LIMIT} times torch's error")
-    if above:
+    means = {
+        (dtype, result): statistics.geometric_mean(
+            row.ratio for row in rows if (row.dtype, row.result) == (dtype, result)
+        )
+        for dtype in dict.fromkeys(row.dtype for row in rows)
+        for result in RESULTS
+    }
+    for (dtype, result), mean in means.items():
+        print(f"{dtype:8} {result:3}  {mean:4.2f}{'' if mean <= LIMIT else '  ABOVE'}")
+    highest = max(rows, key=lambda row: row.ratio)
+    print(f"highest: {highest}")
+    if max(means.values()) > LIMIT or highest.ratio > LIMIT / ROW_SHARE:
         sys.exit(1)
 
 

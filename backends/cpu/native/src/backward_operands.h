@@ -89,6 +89,17 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
                 tile.bad_queries, tile.query, tile.query_t);
     pack_q_side(plan, dout, rows, ev, plan.value_dim, tile.dead, tile.bad_dout, tile.bad_douts,
                 tile.dout, tile.dout_t);
+    if (plan.pairs) return;
+    // lse in powers of two was rounded again: all weights of a row are off by one factor, which
+    // dout and delta, that they multiply, take in. Products of bf16 don't see it.
+    for (int64_t r = 0; r < rows; ++r) {
+        if (tile.dead[r] || tile.lse[r] - tile.lse[r] != 0) continue;
+        const double exact = args.lse[at + r] * 1.4426950408889634;
+        const float factor = static_cast<float>(1 - (exact - tile.lse[r]) * 0.6931471805599453);
+        tile.delta[r] *= factor;
+        float* row = reinterpret_cast<float*>(tile.dout) + r * plan.value_dim;
+        for (int64_t e = 0; e < plan.value_dim; ++e) row[e] *= factor;
+    }
 }
 
 // What a kv tile brings. Panels of NR columns, as gemm.h wants them.
