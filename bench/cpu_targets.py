@@ -20,17 +20,19 @@ import fnmatch
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from cpu_peers import attention_peers
+from torch import Tensor
 
 from anyflex.bench.case import BenchCase, Direction
 from anyflex.bench.clock import Timed, WallClock
@@ -50,6 +52,8 @@ WITHOUT_AMX = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 """How a process is told to leave AMX alone: our kernels, and the products under torch's."""
+MEMORY = "memory"
+"""A peer that only reads key and value, once, as fast as this run finds memory to be."""
 SDPA = ("torch.sdpa.flash", "torch.sdpa.dense_mask")
 FLEX = ("torch.flex",)
 BEST = SDPA + FLEX
@@ -163,6 +167,10 @@ def _groups() -> Iterator[Group]:
     yield Group("decode float32", _decode("float32"), ("torch.sdpa.folded",), {})
     yield Group("decode bfloat16, flex", _decode("bfloat16"), FLEX, {"avx512_bf16": 12.0})
 
+    for dtype in ("bfloat16", "float32"):
+        share = {"avx512_bf16": 0.75, "amx": 0.8}
+        yield Group(f"decode {dtype}, bandwidth", _decode(dtype), (MEMORY,), share)
+
 
 GROUPS = tuple(_groups())
 
@@ -258,9 +266,14 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
     kind = "avx512_bf16" if args.without_amx else processor()
     begin = time.perf_counter()
     measurements = []
+    reading = []
     for case, peers in peers_of.items():
         contenders = [each for each in known if each.kind == "backend" or each.name in peers]
         measurements += measure_case(case, contenders, device, clock, args.rounds, _say)
+        if MEMORY in peers:
+            speed = read_bandwidth(clock, args.rounds)
+            median = case.kv_bytes() / speed * 1e3
+            reading.append({"case": case.name, "contender": MEMORY, "median_ms": median})
     report = make_report(
         list(peers_of),
         measurements,
@@ -271,9 +284,13 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
         rounds=args.rounds,
         seconds=time.perf_counter() - begin,
     )
-    verdicts = [_verdict(group, kind, report["measurements"]) for group in groups if group.cases]
+    report["reading"] = reading
+    rows = [*report["measurements"], *reading]
+    verdicts = [_verdict(group, kind, rows) for group in groups if group.cases]
     report["targets"] = verdicts
     print("\n".join(table_lines(report)))
+    for row in reading:
+        print(f"\n{row['case']}: reading key and value takes {row['median_ms']:.1f} ms")
     said = " with AMX switched off for both sides" if args.without_amx else ""
     print(f"\n{processor()}{said}, threads {args.threads}, {clock.name}:")
     print("x best peer, geometric mean and least row")
@@ -282,6 +299,22 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(verdict["met"] is False for verdict in verdicts))
+
+
+def read_bandwidth(clock: WallClock, rounds: int) -> float:
+    """Return the bytes per second that the fastest of torch's reading operations gets."""
+    data = torch.ones(1 << 26)
+    halves, rows, vector = data.view(2, -1), data.view(-1, 1 << 12), data[: 1 << 12]
+    operations: list[Callable[[Any], Tensor]] = [
+        lambda _: data.sum(),
+        lambda _: torch.dot(halves[0], halves[1]),
+        lambda _: torch.mv(rows, vector),
+    ]
+    seconds = [
+        statistics.median(clock.seconds(Timed(operation), 1) for _ in range(rounds + 1))
+        for operation in operations
+    ]
+    return data.numel() * data.element_size() / min(seconds)
 
 
 def _say(text: str) -> None:
