@@ -12,11 +12,18 @@
 //                          and summed stays in a near cache. With gradients of captured tensors,
 //                          whose sums go along with the order of jobs, ceil(64 / partitions)
 //   bytes of a unit      = streams * q tiles * (operands of a q tile + partitions * its dQ)
-//   workspace            = units in flight * bytes of a unit + threads * bytes of a thread's tiles
-//                          + captured partials (captured_sums.h) + tables of a few bytes a kv tile
+//   workspace            = units in flight * bytes of a unit + threads * bytes of a thread
+//                          + captured partials (captured_sums.h) + 8 bytes a kv tile
+//                          + 40 bytes a job of the units in flight
 //
-// in which, with dimensions padded to 32, the operands of a q tile are 128 * (E + Ev) * 4 bytes
-// and its dQ 128 * E * 4.
+// in which, with head dims E and Ev rounded up to 32, w bytes an element (2 where products are
+// bf16, else 4) and R rows of a kv tile (256 where products run on AMX tiles and E + Ev >= 192, else
+// 128)
+//
+//   operands of a q tile = 512 * (E + Ev) + 2 KiB
+//   its dQ               = 512 * E + 1
+//   bytes of a thread    = R * ((2 E + Ev) * w + (E + Ev) * 4 + 256 * w) + 64 * max(E, Ev)
+//                          + the mods' scratch + 128 KiB
 #pragma once
 #include "pack.h"
 #include "tiles.h"

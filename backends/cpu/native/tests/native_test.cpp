@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "oracle.h"
+#include "workspaces.h"
 
 namespace {
 
@@ -23,14 +24,28 @@ using native_test::wanted;
 
 constexpr float poison = __builtin_nanf("");
 
-// Memory of exactly so many bytes, aligned to 64: a sanitizer sees the first byte past it.
+// Memory of exactly so many bytes, aligned to 64: a sanitizer sees the first byte past it; without
+// one, bytes behind it say whether they were written to.
 struct memory {
-    explicit memory(int64_t bytes) : data(nullptr) {
-        if (bytes > 0) data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+    explicit memory(int64_t bytes) : data(nullptr), bytes(bytes) {
+        if (bytes > 0) data = std::aligned_alloc(64, (bytes + guard + 63) / 64 * 64);
+        if (data) std::memset(static_cast<char*>(data) + bytes, 0x5a, guard);
     }
     ~memory() { std::free(data); }
     memory(const memory&) = delete;
+    int64_t written_past() const {
+        int64_t found = 0;
+        for (int64_t i = 0; data && i < guard; ++i)
+            found += static_cast<char*>(data)[bytes + i] != 0x5a;
+        return found;
+    }
+#if defined(__SANITIZE_ADDRESS__)
+    static constexpr int64_t guard = 0;
+#else
+    static constexpr int64_t guard = 4096;
+#endif
     void* data;
+    int64_t bytes;
 };
 
 uint16_t bf16(float x) {
@@ -187,9 +202,9 @@ void run_problem(int64_t number, uint64_t seed) {
     n.kv_heads = draw({1, 2});
     n.q_heads = n.kv_heads * draw({1, 1, 2, 4});
     n.q_length = draw({0, 1, 3, 4, 17, 40, 65, 130});
-    n.kv_length = draw({0, 1, 31, 32, 33, 70, 129, 300});
-    n.head_dim = draw({1, 7, 16, 33, 64});
-    n.value_head_dim = draw({1, 8, 20, 64, n.head_dim});
+    n.kv_length = draw({0, 1, 31, 32, 33, 70, 129, 300, 520});
+    n.head_dim = draw({1, 7, 16, 33, 64, 100});
+    n.value_head_dim = draw({1, 8, 20, 64, 100, n.head_dim});
     const int32_t dtype = draw({0, 0, 1}) ? AF_BF16 : AF_F32;
     mod_code code;
     code.mod.cap = draw({0, 0, 3});
@@ -253,6 +268,7 @@ void run_problem(int64_t number, uint64_t seed) {
     af_error error;
     const int32_t status = af_forward(&forward, &error);
     compare("forward's status", number, status, AF_OK, 0);
+    compare("bytes past forward's workspace", number, double(workspace.written_past()), 0, 0);
 
     const wanted w = formula(n, query.values, key.values, value.values, dout.values, p.scale,
                              code.mod, [&](int64_t, int64_t, int64_t q, int64_t k) {
@@ -290,6 +306,8 @@ void run_problem(int64_t number, uint64_t seed) {
     backward.workspace = backward_workspace.data;
     const int32_t second = af_backward(&backward, &error);
     compare("backward's status", number, second, AF_OK, 0);
+    compare("bytes past backward's workspace", number, double(backward_workspace.written_past()),
+            0, 0);
     const double room = dtype == AF_F32 ? 2e-4 : 0.15;
     for (int64_t i = 0; i < dq.size; ++i) compare("dq", number, dq.at(i), w.dq[i], room);
     for (int64_t i = 0; i < dk.size; ++i) compare("dk", number, dk.at(i), w.dk[i], room);
@@ -345,6 +363,13 @@ int main(int count, char** arguments) {
         const size_t end = std::min(levels.find(',', at), levels.size());
         const std::string level = levels.substr(at, end - at);
         if (af_set_isa(level.c_str()) != AF_OK) return 1;
+        for (const native_test::workspace& each : native_test::workspaces(level))
+            if (each.found > each.most || each.found < each.least) {
+                ++failures;
+                std::printf("%s: a workspace of %" PRId64 " bytes, stated are %" PRId64 " to %" PRId64
+                            "\n",
+                            each.what.c_str(), each.found, each.least, each.most);
+            }
         std::atomic<int64_t> next{0};
         std::vector<std::thread> threads;
         for (int i = 0; i < callers; ++i)
