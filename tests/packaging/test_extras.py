@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,24 @@ def test_a_release_names_versions_and_no_folder(hook: ModuleType, tmp_path: Path
     extras = hook.make_extras(CONFIG, root, release=True)
     assert extras["all"] == ["anyflex-cpu[jit]>=0.1,<0.2", "anyflex-mps>=0.1,<0.2"]
     assert not any("@" in line for lines in extras.values() for line in lines)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads TOML")
+@pytest.mark.parametrize("release", [True, False])
+def test_the_extra_cpu_of_this_checkout_brings_the_backend_and_llvmlite(
+    hook: ModuleType, release: bool
+) -> None:
+    import tomllib
+
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    config = ours["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    extras = hook.make_extras(config, ROOT, release=release)
+    for name in ("cpu", "all"):
+        (requirement,) = extras[name]
+        assert requirement.startswith("anyflex-cpu[jit]")
+        assert ("file://" in requirement) is not release
+    backend = tomllib.loads((ROOT / "backends/cpu/pyproject.toml").read_text(encoding="utf-8"))
+    assert backend["project"]["optional-dependencies"]["jit"] == ["llvmlite>=0.45"]
 
 
 def test_a_package_without_a_folder_in_the_table_is_refused(
