@@ -52,7 +52,8 @@ class AttentionCase:
         score_mod, mask_mod: names in `SCORE_MODS`, `KIT_MODS` or `OPERATION_MODS`, and in
             `MASK_MODS` or `KIT_MASKS`; or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
-            1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod.
+            1 FULL, 2 PARTIAL) as nested tuples: structure wins over the mask mod. Without a 2 no
+            mask mod is needed.
         block_size: (q, kv).
         scale: None for the default.
         gradients: of "q", "k", "v", "captured".

@@ -175,10 +175,11 @@ def _formula(
 
 def _live(case: AttentionCase, drawn: Drawn) -> Tensor | None:
     """Return the dense mask, bool [B, H, Q, KV], structure included."""
-    if "mask" not in drawn.mods:
+    mod = drawn.mods.get("mask")
+    if mod is None and case.runs is None:
         return None
     sizes = (case.batch, case.heads, case.q_length, case.kv_length)
-    by_mod = dense_mask(drawn.mods["mask"].function(), *sizes)
+    by_mod = dense_mask(None if mod is None else mod.function(), *sizes)
     if case.runs is None:
         return by_mod
     kinds = torch.tensor(case.runs)

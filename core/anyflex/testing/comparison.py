@@ -19,13 +19,14 @@ __all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]
 
 def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.BlockMask | None:
     """Return the case's block mask on the device, or None."""
-    if "mask" not in drawn.mods:
-        return None
-    mod = drawn.mods["mask"]
+    mod = drawn.mods.get("mask")
+    function = None if mod is None else mod.function(case.form)
     lengths = (case.q_length, case.kv_length)
     if case.runs is None:
+        if function is None:
+            return None
         return anyflex.create_block_mask(
-            mod.function(case.form), case.batch, case.heads, *lengths, BLOCK_SIZE=case.block_size
+            function, case.batch, case.heads, *lengths, BLOCK_SIZE=case.block_size
         ).to(device)
     rows = [_row_runs(kinds) for kinds in case.runs]
     counts = [len(row) for row in rows]
@@ -36,7 +37,7 @@ def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.
         listed,
         seq_lengths=lengths,
         block_size=case.block_size,
-        mask_mod=mod.function(case.form),
+        mask_mod=function,
         capacity=len(listed) + 3,  # kernels trust offsets only
     ).to(device)
 

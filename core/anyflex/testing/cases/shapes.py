@@ -15,6 +15,9 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 _LARGEST_DIM = 2048
 """Of a backend that declares any head dim."""
+_UNEQUAL_DIMS = ((40, 72), (96, 128), (128, 40), (128, 96), (192, 128))
+"""E and Ev. A kernel cuts both into the steps of one of them, or of its registers: here neither
+need divide the other, nor its halves."""
 
 
 def last_key_only(tensors: dict[str, Tensor]) -> None:
@@ -237,6 +240,36 @@ def head_dims(session: Session) -> str | None:
     pairs = [(dim, dim) for dim in dims]
     if can.different_value_head_dim:
         pairs += [(least, most), (most, least), (dims[len(dims) // 2], dims[0])]
+    _compare_dims(session, pairs)
+    return None
+
+
+@behaviour(
+    CASES,
+    "shapes/unequal_head_dims",
+    "E and Ev differ and both are large, and no step that suits one suits the other",
+    quick=True,
+)
+def unequal_head_dims(session: Session) -> str | None:
+    """Pairs of declared head dims, as the two of latent attention are."""
+    can = session.backend.capabilities
+    if not can.different_value_head_dim:
+        return "the value's head dim must be the key's"
+
+    def declared(dim: int) -> bool:
+        fits = can.head_dim_min <= dim <= can.head_dim_max
+        return fits and dim % can.head_dim_multiple == 0
+
+    pairs = [pair for pair in _UNEQUAL_DIMS if all(map(declared, pair))]
+    if not pairs:
+        return "no two such head dims are declared"
+    _compare_dims(session, pairs)
+    return None
+
+
+def _compare_dims(session: Session, pairs: list[tuple[int, int]]) -> None:
+    """Compare a plain call of each (E, Ev)."""
+    can = session.backend.capabilities
     for head_dim, value_head_dim in pairs:
         case = plain(
             session,
@@ -253,4 +286,3 @@ def head_dims(session: Session) -> str | None:
             compare(session, case)
         except ConformanceFailure as error:
             raise ConformanceFailure(f"E {head_dim}, Ev {value_head_dim}: {error}") from error
-    return None

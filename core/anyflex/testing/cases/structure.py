@@ -5,6 +5,8 @@ Where runs are given by hand they may say other things than the mask mod: struct
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare
@@ -13,6 +15,13 @@ from anyflex.testing.session import Session
 __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
+
+
+def very_low_scores(tensors: dict[str, Tensor]) -> None:
+    """Make all scores about -200, whose exponentials are 0 in float32."""
+    tensors["query"].mul_(0.1).add_(10.0)
+    tensors["key"].mul_(0.1).sub_(5.0)
+
 
 comparisons(
     CASES,
@@ -43,6 +52,40 @@ comparisons(
         mask_mod="all_true",
         runs=((1, 0),),
         gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "structure/lists_without_a_function",
+        "FULL blocks without any mask function: the lists alone say what is visited",
+        q_length=75,
+        kv_length=93,
+        score_mod="alibi_learned",
+        runs=(
+            (0, 1, 1, 0, 1, 1),
+            (1, 0, 0, 0, 0, 1),
+            (0, 0, 0, 0, 0, 0),
+            (1, 1, 1, 0, 0, 0),
+            (0, 0, 0, 0, 0, 1),
+        ),
+        gradients=ALL,
+        dlse=True,
+        quick=True,
+    ),
+    AttentionCase(
+        "structure/lists_with_a_constant_function",
+        "the same where the function of PARTIAL blocks is a constant",
+        q_length=75,
+        kv_length=93,
+        mask_mod="constant_true",
+        runs=(
+            (0, 1, 2, 0, 2, 1),
+            (1, 0, 0, 2, 0, 1),
+            (0, 0, 0, 0, 0, 0),
+            (2, 2, 1, 0, 0, 0),
+            (0, 0, 0, 0, 0, 2),
+        ),
+        gradients=QKV,
+        dlse=True,
         quick=True,
     ),
     AttentionCase(
@@ -211,6 +254,17 @@ comparisons(
         kv_length=290,
         mask_mod="last_column",
         runs=((2,) * 19,),
+        gradients=QKV,
+        quick=True,
+    ),
+    AttentionCase(
+        "structure/dead_then_low",
+        "the same where all scores are about -200: none is relative to the dead blocks' maximum",
+        q_length=300,
+        kv_length=320,
+        mask_mod="anti_causal",
+        runs=((2,) * 20,) * 19,
+        values=very_low_scores,
         gradients=QKV,
         quick=True,
     ),

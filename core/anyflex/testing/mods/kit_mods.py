@@ -51,6 +51,12 @@ def squared_table(w: Any) -> ScoreMod:
     return lambda s, b, h, q, k: s * w[h] * w[h]
 
 
+@mask_mod("M+2")
+def constant_true() -> MaskMod:
+    """No index is looked at."""
+    return lambda b, h, q, k: b.new_ones((), dtype=torch.bool)
+
+
 def _wide_ids(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
     """int64 [M], multiples of 2^32: their low halves are equal."""
     shape = shape_of("M", sizes)
