@@ -21,7 +21,7 @@ help:
 	@echo "make test         the tests"
 	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
-	@echo "make bench        what import, scan, front end, masks and the conformance kit cost; fails above a limit"
+	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
@@ -89,6 +89,8 @@ bench:
 	@$(RUN) bench/front_end.py --rounds 10 --json bench/results/front_end.json
 	@$(RUN) bench/block_masks.py
 	@$(RUN) bench/conformance_time.py
+	@$(RUN) bench/cpu_first_calls.py
+	@$(RUN) bench/cpu_precision.py
 
 docs:
 	$(READY) docs
