@@ -122,17 +122,32 @@ def test_what_it_does_not_do_is_refused_with_the_reason() -> None:
         anyflex.flex_attention(double, double, double, backend="cpu")
 
 
-def test_the_jit_without_llvmlite_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(None, "no llvmlite"), ("0.44.1", "llvmlite 0.44.1 is older than 0.45")],
+)
+def test_without_a_usable_llvmlite_mods_are_interpreted_and_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str
+) -> None:
     from anyflex_cpu import programs
 
-    monkeypatch.setattr(programs, "llvmlite_version", lambda: None)
+    monkeypatch.setattr(programs, "llvmlite_version", lambda: version)
+    assert f"mods interpreted ({reason})" in CpuBackend("cpu", "cpu").fingerprint()
     query = torch.zeros(1, 1, 8, 8)
-    with pytest.raises(anyflex.BackendRefused, match="mods='jit' needs llvmlite"):
+
+    def triple(score: torch.Tensor, *place: torch.Tensor) -> torch.Tensor:
+        return score * 3 + (0 if version is None else 1)
+
+    with pytest.raises(anyflex.BackendRefused, match=f"mods='jit' needs llvmlite.*{reason}"):
         anyflex.flex_attention(
             query,
             query,
             query,
-            lambda score, b, h, q, k: score * 3,
+            lambda score, b, h, q, k: triple(score, b),
             backend="cpu",
             kernel_options={"cpu": {"mods": "jit"}},
         )
+    said = anyflex.explain(
+        query, query, query, lambda score, b, h, q, k: triple(score) - 5, backend="cpu"
+    )
+    assert "mods interpreted" in said.variant

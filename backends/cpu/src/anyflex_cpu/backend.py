@@ -64,22 +64,22 @@ class CpuBackend(Backend):
 
     def fingerprint(self) -> str:
         """What compiled mods depend on. `anyflex doctor` prints it."""
-        from anyflex_cpu.programs import llvmlite_version
+        from anyflex_cpu.programs import llvmlite_version, no_jit
 
         loaded = library.load()
-        version = llvmlite_version()
-        mods = "no llvmlite, mods are interpreted" if version is None else f"llvmlite {version}"
+        reason = no_jit()
+        mods = f"mods interpreted ({reason})" if reason else f"llvmlite {llvmlite_version()}"
         return f"native library of ABI {library.ABI}, level {loaded.level}, {mods}"
 
     def supports(self, spec: Spec) -> Decision:
         decision = super().supports(spec)
         if isinstance(decision, Accepted) and dict(spec.options).get("mods") == "jit":
-            from anyflex_cpu.programs import llvmlite_version
+            from anyflex_cpu.programs import no_jit
 
-            if llvmlite_version() is None:
+            if reason := no_jit():
                 return Rejected(
-                    "option mods='jit' needs llvmlite, which isn't installed: pip install "
-                    "llvmlite, or leave the option out"
+                    f"option mods='jit' needs llvmlite 0.45 or newer, and there is {reason}: pip "
+                    "install -U llvmlite, or leave the option out"
                 )
         return decision
 

@@ -22,8 +22,22 @@ __all__ = [
     "Programs",
     "llvmlite_version",
     "mods_of",
+    "no_jit",
     "number_slots",
 ]
+
+
+OLDEST_LLVMLITE = (0, 45)
+
+
+def no_jit() -> str:
+    """Return why mods can't be compiled, or ""."""
+    version = llvmlite_version()
+    if version is None:
+        return "no llvmlite"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_LLVMLITE:
+        return f"llvmlite {version} is older than {'.'.join(map(str, OLDEST_LLVMLITE))}"
+    return ""
 
 
 @functools.cache
@@ -117,7 +131,7 @@ class Programs:
         self._wide: _Made | None = None
         self.how = ""
         if self._mods:
-            jit = option == "jit" or (option == "auto" and llvmlite_version() is not None)
+            jit = option == "jit" or (option == "auto" and not no_jit())
             self.how = "jit" if jit else "interpreted"
         self._narrow = self._make(LIMITS)
         self.addresses = self._narrow.addresses
