@@ -82,6 +82,15 @@ def test_missing_names_what_a_table_lacks_by_type():
         target.rule(builder.nodes, builder.nodes[1])
 
 
+def test_a_type_that_the_table_has_no_name_for_is_an_error_where_a_rule_asks_for_it():
+    builder = GraphBuilder()
+    x = builder.add("input", torch.float32, (), "score")
+    half = builder.add("cast", torch.float16, (x,))
+    with pytest.raises(KeyError, match=r"test C has no name for torch\.float16, of cast"):
+        lowering(input="x", cast="{0}.to({type})").lower(builder.nodes, [], [half])
+    lowering(input="x", cast="half({0})").lower(builder.nodes, [], [half])
+
+
 def test_text_rules_need_an_emit_function():
     builder = GraphBuilder()
     x = builder.add("input", torch.float32, (), "score")

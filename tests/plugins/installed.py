@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.registry.packages import install
 
-__all__ = ["EXAMPLE", "FLASH4", "TORCH_FLEX", "entry_points", "run_tests"]
+__all__ = ["EXAMPLE", "FLASH4", "ROOT", "TORCH_FLEX", "entry_points", "run_tests"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "plugins" / "example"

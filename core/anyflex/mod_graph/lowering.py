@@ -72,7 +72,8 @@ class Lowering(Generic[Context, Value]):
             the operands (of a cast: what it converts from); for leaves, loads and `where` that of
             the result.
         emit: takes text rules; may be absent if the table has none.
-        types: dtype -> the target's name of it, for ``{type}``.
+        types: dtype -> the target's name of it, for ``{type}``; a KeyError where a rule asks for one
+            that isn't there.
     """
 
     def __init__(
@@ -127,6 +128,9 @@ class Lowering(Generic[Context, Value]):
             return rule(context, node, operands)
         if self._emit is None:
             raise TypeError(f"the {self.target} table has text rules and no emit function")
+        if "{type" in rule and node.dtype not in self.types:
+            # Without it the text may still compile, and leave a cast out.
+            raise KeyError(f"{self.target} has no name for {node.dtype}, of {node.operation}")
         text = rule.format(
             *operands, attribute=node.attribute, type=self.types.get(node.dtype, "")
         )
