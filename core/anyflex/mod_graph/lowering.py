@@ -72,8 +72,8 @@ class Lowering(Generic[Context, Value]):
             the operands (of a cast: what it converts from); for leaves, loads and `where` that of
             the result.
         emit: takes text rules; may be absent if the table has none.
-        types: dtype -> the target's name of it, for ``{type}``; a KeyError where a rule asks for one
-            that isn't there.
+        types: dtype -> the target's name of it, for ``{type}``; one that a rule asks for and that
+            isn't there is a KeyError.
     """
 
     def __init__(
