@@ -4,6 +4,7 @@
 //   dV += P^T dout,  dP = dout v^T,  dS' = P (dP - delta),  dS = score_backward(dS'),
 //   dK += scale dS^T q,  dQ += scale dS k,  with delta = sum(dout * out) - dlse.
 // (T. Dao, FlashAttention-2, 2023, algorithm 2, with a mod's derivative and lse's gradient.)
+#include "backward_groups.h"
 #include "backward_jobs.h"
 #include "backward_row_sums.h"
 #include "captured_sums.h"
