@@ -125,28 +125,25 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
                        int64_t first, int64_t n, int64_t stride, float scale, float* score,
                        int64_t ld) {
     constexpr int K = VL / R;
-    const bool spread = stride > 0 && K >= streams;
-    const int64_t step = spread ? K / streams : K;
-    for (int s = 0; s < (stride > 0 && !spread ? streams : 1); ++s)
-        for (int64_t c = 0; c < n; c += step) {
-            // Past the end the last key is read again; what it gives lies in padding.
-            int64_t at[K];
-            for (int i = 0; i < K; ++i)
-                at[i] = first + (spread ? i % streams * stride + c + i / streams
-                                        : s * stride + (c + i < n ? c + i : n - 1));
-            for (int i = 0; row == 0 && i < K; ++i)
-                prefetch_later(address(key, at[i], 0), dim * (DTYPE == AF_F32 ? 4 : 2));
-            alignas(64) float sums[VL];
-#if defined(__AVX512BF16__)
-            if (DTYPE == AF_BF16 && q.pairs)
-                dot_pairs<R>(q, row, key, at, dim, sums);
-            else
-#endif
-                dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
-            for (int r = 0; r < R; ++r)
-                for (int i = 0; i < K; ++i)
-                    score[(row + r) * ld + at[i]] = sums[r * K + i] * scale;
+    const int64_t columns = stride > 0 ? n * streams : n;
+    for (int64_t c = 0; c < columns; c += K) {
+        int64_t at[K];
+        for (int i = 0; i < K; ++i) {
+            // Past the end the last key is read again.
+            const int64_t x = c + i < columns ? c + i : columns - 1;
+            at[i] = first + (stride > 0 ? x % streams * stride + x / streams : x);
+            if (row == 0) prefetch_later(address(key, at[i], 0), dim * (DTYPE == AF_F32 ? 4 : 2));
         }
+        alignas(64) float sums[VL];
+#if defined(__AVX512BF16__)
+        if (DTYPE == AF_BF16 && q.pairs)
+            dot_pairs<R>(q, row, key, at, dim, sums);
+        else
+#endif
+            dot_floats<R, DTYPE>(q, row, key, at, dim, sums);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < K; ++i) score[(row + r) * ld + at[i]] = sums[r * K + i] * scale;
+    }
 }
 
 // All rows.

@@ -203,7 +203,11 @@ AF_INLINE vf where(vm m, vf a, vf b) { return m ? a : b; }
 
 // bf16 and half, VL at a time; rounding is to nearest even, NaN stays NaN.
 AF_INLINE vf float_of_bf16(vh x) {
+#if defined(__AVX512F__)  // gcc 12 widens halves apart
+    return as_float(reinterpret_cast<vu>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x))) << 16);
+#else
     return as_float(__builtin_convertvector(x, vu) << 16);
+#endif
 }
 AF_INLINE vh bf16_of_float(vf x) {
 #if defined(__AVX512BF16__)
