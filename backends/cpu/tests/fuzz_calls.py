@@ -32,6 +32,8 @@ __all__ = ["Wrong", "judge"]
 STEPS = {torch.float32: 512, torch.bfloat16: 16, torch.float16: 16}
 """Roundings of the largest value that a result may be away: this looks for what is wrong, the
 conformance kit for what is imprecise."""
+SUMS = 8
+"""Times that for gradients of tables: sums over hundreds of pairs, which may cancel."""
 
 
 class Wrong(Exception):
@@ -83,13 +85,17 @@ def judge(seed: int) -> str:
     if len(found) != len(wanted):
         raise Wrong(f"{len(gradients)} gradients of {len(expected.gradients)} for {call}")
     for place, (one, other, where) in enumerate(zip(found, wanted, judged, strict=True)):
-        compare(one, other, where, call, f"result {place}")
+        of_inputs = len(results) + len(call.learned & call.inputs.keys())
+        slack = 1 if place < of_inputs else SUMS
+        compare(one, other, where, call, f"result {place}", slack)
     if draw.random() < 0.05:
         judge_twice(call, seed, found)
     return "right, with bad numbers" if call.spoilt else "right"
 
 
-def compare(found: Tensor, wanted: Tensor, judged: Tensor, call: Call, name: str) -> None:
+def compare(
+    found: Tensor, wanted: Tensor, judged: Tensor, call: Call, name: str, slack: int
+) -> None:
     dtype = call.inputs["query"].dtype
     if found.shape != wanted.shape:
         raise Wrong(f"{name} has shape {found.shape} instead of {wanted.shape}: {call}")
@@ -101,7 +107,7 @@ def compare(found: Tensor, wanted: Tensor, judged: Tensor, call: Call, name: str
         return
     # A table's gradient has its type.
     steps = max(STEPS[each] * ROUNDING[each] for each in (dtype, found_dtype))
-    limit = steps * max(1.0, float(wanted.abs().max()))
+    limit = slack * steps * max(1.0, float(wanted.abs().max()))
     worst = float((found - wanted).abs().max())
     if not worst <= limit:
         raise Wrong(f"{name} is off by {worst}, allowed {limit}: {call}")
