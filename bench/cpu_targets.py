@@ -50,8 +50,9 @@ ROW_SHARE = 0.85
 WITHOUT_AMX = {
     "ANYFLEX_CPU_ISA": "avx512_bf16",
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX512_E2",
 }
-"""How a process is told to leave AMX alone: our kernels, and the products under torch's."""
+"""How a process is told to leave AMX alone: our kernels, and both libraries under torch's."""
 MEMORY = "memory"
 """A peer that only reads key and value, once, as fast as this run finds memory to be."""
 SDPA = ("torch.sdpa.flash", "torch.sdpa.dense_mask")
