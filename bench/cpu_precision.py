@@ -5,8 +5,9 @@
 Same inputs and gradient that arrives, float32, bfloat16 and float16, forward and backward, full
 and causal, head dims 64 and 128, lengths that are and aren't whole blocks. Errors are those of all
 elements of SEEDS draws, against a dense float64 formula of the same rounded inputs: root mean
-square, and the largest. Exits with 1 if, for a type and a result, the geometric mean of ours to
-torch's is above LIMIT, or one row's above LIMIT / ROW_SHARE.
+square, and the largest. Exits with 1 if a row of `out` is above LIMIT (ours to torch's, root mean
+square), if the geometric mean of a type's rows of one result is, or if a gradient's row is above
+LIMIT / ROW_SHARE.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LIMIT", "Row", "main", "measured"]
 
 LIMIT = 1.1
 ROW_SHARE = 0.85
-"""As in cpu_targets.py: what a single row may be beside its group."""
+"""As in cpu_targets.py: what a gradient's single row may be beside its group."""
 SEEDS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((512, 64), (1024, 128), (333, 64), (200, 40))
@@ -55,12 +56,16 @@ class Row:
     def ratio(self) -> float:
         return self.ours / self.torchs
 
+    @property
+    def is_above(self) -> bool:
+        return self.ratio > (LIMIT if self.result == "out" else LIMIT / ROW_SHARE)
+
     def __str__(self) -> str:
         case = f"{self.dtype:8} {self.pattern:6} {self.length:4} x {self.dim:3}  {self.result:3}"
         return (
             f"{case}  rms {self.ours:.2e} / {self.torchs:.2e} = {self.ratio:4.2f}   "
             f"largest {self.ours_largest:.2e} / {self.torchs_largest:.2e}"
-            f"{'' if self.ratio <= LIMIT / ROW_SHARE else '  ABOVE'}"
+            f"{'  ABOVE' if self.is_above else ''}"
         )
 
 
@@ -141,7 +146,7 @@ def main() -> None:
         print(f"{dtype:8} {result:3}  {mean:4.2f}{'' if mean <= LIMIT else '  ABOVE'}")
     highest = max(rows, key=lambda row: row.ratio)
     print(f"highest: {highest}")
-    if max(means.values()) > LIMIT or highest.ratio > LIMIT / ROW_SHARE:
+    if max(means.values()) > LIMIT or any(row.is_above for row in rows):
         sys.exit(1)
 
 
