@@ -187,7 +187,7 @@ def test_a_band_is_given_as_arguments(
 ) -> None:
     mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
     with posing("cuda", arch="sm_90"):
-        inputs = [each.requires_grad_() for each in tensors(lengths, kv_heads_for(score_mod))]
+        inputs = [each.requires_grad_() for each in tensors(lengths)]
         out = anyflex.flex_attention(*inputs, None, mask, enable_gqa=True, backend=BACKEND)
         out.sum().backward()
         for given in (recorded.forward, recorded.backward):
@@ -242,7 +242,7 @@ def test_run_time_numbers_stay_on_the_device(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
 def test_nothing_needs_no_kernel(lengths: tuple[int, int], recorded: Recorded) -> None:
-    inputs = [each.requires_grad_() for each in tensors(lengths, kv_heads_for(score_mod))]
+    inputs = [each.requires_grad_() for each in tensors(lengths)]
     with posing("cuda", arch="sm_90"):
         out = anyflex.flex_attention(*inputs, enable_gqa=True, backend=BACKEND)
         out.sum().backward()
