@@ -4,6 +4,14 @@ Chosen by the reports alone: one search of public issue threads for each kind of
 each the first report that names its condition or cause, lies in what a backend does here, can be
 written as a few lines of the example plugin, and is not of the fourth list. The kit's cases had
 not been read when these 12 were written down and committed, and nothing had been run.
+
+First run: the quick subset as it was then, processes and torch.compile included, caught 11 of the
+12 (92 %; at least nine of ten were wanted), and 9 of the first 10. It missed
+
+- 504: where query, key and value were not contiguous they had 16 channels.
+
+For it the kit was given every layout with 64 and 128 channels, few queries and many
+(`layouts/*_channels`). All 12 are caught now, which is no new measure.
 """
 
 from __future__ import annotations
@@ -31,7 +39,8 @@ FAULTS = (
                 "            # A row without a live key: whatever arrives there is dropped",
             ),
         ),
-        "",
+        "backward/plain_and_lse",
+        "lse is",
     ),
     # Dao-AILab/flash-attention#334
     Fault(
@@ -47,7 +56,8 @@ FAULTS = (
                 "                        dq += (padding.to(self.dtype) * -delta) * 0\n",
             ),
         ),
-        "",
+        "mods/big_scores",
+        "dq is nan",
     ),
     # pytorch/pytorch#188302
     Fault(
@@ -61,7 +71,8 @@ FAULTS = (
                 "            if out.lse is not None and learns:\n",
             ),
         ),
-        "",
+        "gradients/captured_dout",
+        "lse were not written",
     ),
     # pytorch/pytorch#181133
     Fault(
@@ -99,7 +110,8 @@ FAULTS = (
                 "def _finite_shift(",
             ),
         ),
-        "",
+        "layouts/heads_last_64_channels",
+        "out is",
     ),
     # flashinfer-ai/flashinfer#4452
     Fault(
@@ -114,7 +126,8 @@ FAULTS = (
                 "                    lse = lse.clamp(min=-5e4)\n",
             ),
         ),
-        "",
+        "backward/padding_and_lse",
+        "wanted -inf",
     ),
     # ml-explore/mlx#2835
     Fault(
@@ -133,7 +146,8 @@ FAULTS = (
                 '            asked.raise_for_reads_outside("mask_mod", live)\n',
             ),
         ),
-        "",
+        "forward/padding",
+        "out is",
     ),
     # pytorch/pytorch#188869
     Fault(
@@ -146,7 +160,8 @@ FAULTS = (
                 '            raise RuntimeError("a captured number has no buffer")\n',
             ),
         ),
-        "",
+        "mods/scalar_learned",
+        "no buffer",
     ),
     # triton-lang/triton#7216
     Fault(
@@ -159,7 +174,8 @@ FAULTS = (
                 "if check and partial and self.mask_mod is not None:",
             ),
         ),
-        "",
+        "backward/causal",
+        "dq is",
     ),
     # microsoft/onnxruntime#22262
     Fault(
@@ -184,7 +200,8 @@ FAULTS = (
                 "value = self._keys(tile, self.running.value, keys)\n                scores, _, _",
             ),
         ),
-        "",
+        "memory/inputs_released",
+        "alive",
     ),
     # ggml-org/llama.cpp#20031, the second of its two parts.
     Fault(
@@ -203,7 +220,8 @@ FAULTS = (
                 "            return table\n",
             ),
         ),
-        "",
+        "mods/bf16_table",
+        "out is",
     ),
     # pytorch/pytorch#137779
     Fault(
@@ -224,7 +242,8 @@ FAULTS = (
                 "            result",
             ),
         ),
-        "",
+        "run_time/numbers",
+        "numbers have changed",
     ),
     # pytorch/pytorch#141128
     Fault(
@@ -237,6 +256,7 @@ FAULTS = (
                 "result = torch.where(total > 0, result / total, 0)",
             ),
         ),
-        "",
+        "mods/nan_one_pair",
+        "wanted nan",
     ),
 )

@@ -27,6 +27,7 @@ comparisons(
             heads=2,
             q_length=q_length,
             kv_length=kv_length,
+            head_dim=head_dim,
             value_head_dim=value_head_dim,
             mask_mod="causal",
             dtype=dtype,
@@ -36,12 +37,16 @@ comparisons(
             quick=dtype is torch.float32,
         )
         for layout in typing.get_args(Layout)
-        for suffix, q_length, kv_length, value_head_dim, dtype in (
-            ("", 4, 4, 16, torch.float32),
-            ("_long", 70, 133, 16, torch.float32),
-            ("_bfloat16", 70, 133, 24, torch.bfloat16),
-            ("_float16", 1, 133, 16, torch.float16),
-            ("_float64", 20, 33, 24, torch.float64),
+        for suffix, q_length, kv_length, head_dim, value_head_dim, dtype in (
+            ("", 4, 4, 16, 16, torch.float32),
+            ("_long", 70, 133, 16, 16, torch.float32),
+            # Head dims that kernels are written for, with few queries and with many.
+            ("_64_channels", 4, 20, 64, 64, torch.float32),
+            ("_128_channels", 1, 33, 128, 128, torch.float32),
+            ("_128_channels_bfloat16", 70, 133, 128, 128, torch.bfloat16),
+            ("_bfloat16", 70, 133, 16, 24, torch.bfloat16),
+            ("_float16", 1, 133, 16, 16, torch.float16),
+            ("_float64", 20, 33, 16, 24, torch.float64),
         )
     ),
 )
