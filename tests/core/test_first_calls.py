@@ -29,8 +29,11 @@ print([name for name, calls in alone.items() if calls < 2], shared)
 """
 
 EXPRESSIONS = {
-    "no mod": "anyflex.flex_attention(x, x, x)",
-    "score mod": "anyflex.flex_attention(x, x, x, lambda s, b, h, q, k: torch.tanh(s))",
+    "no mod": "anyflex.flex_attention(x, x, x, backend='reference')",
+    "score mod": (
+        "anyflex.flex_attention("
+        "x, x, x, lambda s, b, h, q, k: torch.tanh(s), backend='reference')"
+    ),
     "opaque mod": "anyflex.flex_attention(x, x, x, lambda s, b, h, q, k: torch.special.i0(s))",
     "block mask": (
         "anyflex.create_block_mask(lambda b, h, q, k: torch.exp(q - 3.0) > k, 1, 1, 300, 300)"

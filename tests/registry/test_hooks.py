@@ -173,7 +173,7 @@ def test_installed_hook_plugins_are_loaded_and_a_broken_one_stops_nobody(
         isolated(scan=True, reference=Reference),
         caplog.at_level(logging.WARNING, "anyflex"),
     ):
-        assert kernel_for(make_spec(), (), None, ()).backend.name == "reference"
+        assert kernel_for(make_spec(), ("reference",), "reference", ()).backend.name == "reference"
         assert sys.modules["good_hooks"].HEARD == ["reference"]
         rows = {row.name: row for row in hook_rows()}
     assert {name: row.state for name, row in rows.items()} == {
