@@ -31,8 +31,7 @@ print([name for name, calls in alone.items() if calls < 2], shared)
 EXPRESSIONS = {
     "no mod": "anyflex.flex_attention(x, x, x, backend='reference')",
     "score mod": (
-        "anyflex.flex_attention("
-        "x, x, x, lambda s, b, h, q, k: torch.tanh(s), backend='reference')"
+        "anyflex.flex_attention(x, x, x, lambda s, b, h, q, k: torch.tanh(s), backend='reference')"
     ),
     "opaque mod": "anyflex.flex_attention(x, x, x, lambda s, b, h, q, k: torch.special.i0(s))",
     "block mask": (

@@ -152,7 +152,9 @@ def test_a_bad_name_is_reported_and_hides_nobody(
 
 def test_nobody_else_can_be_the_reference(site: pathlib.Path, scanned: None) -> None:
     install(site, "thief", entry("reference", "thief"), {"thief": BACKEND})
-    assert kernel_for(make_spec(), ("reference",), "reference", ()).distribution.startswith("anyflex ")
+    assert kernel_for(make_spec(), ("reference",), "reference", ()).distribution.startswith(
+        "anyflex "
+    )
     assert [r.state for r in backend_rows() if r.distribution == "thief"] == ["broken"]
     assert "thief" not in sys.modules
 
