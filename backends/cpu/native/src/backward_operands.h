@@ -62,6 +62,9 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
 }
 
+// Rows whose lse, in powers of two here, is a coarse float: backward_row_sums.h.
+inline bool is_large(float lse) { return __builtin_fabsf(lse) >= 128.0f * log2_e; }
+
 // Rows [first, first + q_tile_rows) of query head h.
 inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan, int64_t b,
                         int64_t h, int64_t first, const q_tile& tile) {
@@ -94,6 +97,7 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
     // dout and delta, that they multiply, take in. Products of bf16 don't see it.
     for (int64_t r = 0; r < rows; ++r) {
         if (tile.dead[r] || tile.lse[r] - tile.lse[r] != 0) continue;
+        if (!args.delta && is_large(tile.lse[r])) continue;  // backward_row_sums.h sees to both
         const double exact = args.lse[at + r] * 1.4426950408889634;
         const float factor = static_cast<float>(1 - (exact - tile.lse[r]) * 0.6931471805599453);
         tile.delta[r] *= factor;

@@ -9,15 +9,13 @@
 
 namespace AF_LEVEL {
 
-constexpr float large_lse = 128.0f;
-
 // lse from outside may cover more keys than the call has, and then delta does too: their weights
 // needn't sum to 1.
 inline bool has_large_rows(const af_backward_args& args, const backward_plan& plan,
                            const q_tile& tile) {
     bool found = false;
     for (int64_t r = 0; r < q_tile_rows; ++r)
-        found |= __builtin_fabsf(tile.lse[r]) >= large_lse * log2_e;
+        found |= is_large(tile.lse[r]);
     return found && !plan.pairs && !args.delta;
 }
 
@@ -51,7 +49,7 @@ static void divide_large_rows(const tile_place& at, const vf* sums) {
     for (int64_t r = 0; r < q_tile_rows; ++r) {
         const float sum = sum_of(sums[r]);
         // A query that isn't finite is 0 in the operands, and its row NaN whatever is done here.
-        if (!(__builtin_fabsf(tile.lse[r]) >= large_lse * log2_e) || tile.bad_query[r] ||
+        if (!is_large(tile.lse[r]) || tile.bad_query[r] ||
             !(sum > 0) || sum - sum != 0)
             continue;
         tile.delta[r] /= sum;
