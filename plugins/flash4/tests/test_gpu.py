@@ -107,3 +107,10 @@ def test_other_lengths(lengths: tuple[int, int]) -> None:
 @pytest.mark.parametrize("width", [64, 96, 128])
 def test_head_dims(width: int) -> None:
     check((300, 300), width, None, causal)
+
+
+@pytest.mark.parametrize("score_mod", [alibi, softcap, position])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_score_mods_of_grouped_heads(score_mod: ScoreMod, kv_heads: int) -> None:
+    check((70, 50), 64, score_mod, None, kv_heads=kv_heads)
+    check((300, 300), 64, score_mod, causal, kv_heads=kv_heads)

@@ -48,11 +48,6 @@ def tensors(lengths: tuple[int, int], kv_heads: int = 2) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-def kv_heads_for(score_mod: Callable[..., Tensor] | None) -> int:
-    """Gradients of grouped heads are refused where the score mod reads h."""
-    return 4 if score_mod is alibi else 2
-
-
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
@@ -86,7 +81,7 @@ def test_results_and_gradients_are_the_formula_s(
     lengths: tuple[int, int],
     recorded: Recorded,
 ) -> None:
-    inputs = [each.requires_grad_() for each in tensors(lengths, kv_heads_for(score_mod))]
+    inputs = [each.requires_grad_() for each in tensors(lengths)]
     leaves = [each.detach().double().requires_grad_() for each in inputs]
     mask = None
     if mask_mod is not None:
@@ -119,7 +114,7 @@ def test_blocks_of_any_size_become_tiles_and_structure_wins(
     score_mod: Callable[..., Tensor] | None, size: int | tuple[int, int], recorded: Recorded
 ) -> None:
     lengths = (300, 290)
-    inputs = [each.requires_grad_() for each in tensors(lengths, kv_heads_for(score_mod))]
+    inputs = [each.requires_grad_() for each in tensors(lengths)]
     built = anyflex.create_block_mask(documents, None, 4, *lengths, BLOCK_SIZE=size)
     # Some blocks say more than the function.
     runs = built.runs.clone()

@@ -47,29 +47,6 @@ def test_training_with_mods_and_masks_is_taken() -> None:
         assert found.to_dict()["backend"] == "cuda.flash4"
 
 
-def test_gradients_of_grouped_heads_are_refused_where_the_score_mod_reads_h() -> None:
-    slopes = torch.zeros(4)
-
-    def answer(train: bool, kv_heads: int, reads_h: bool) -> str:
-        query = torch.empty(1, 4, 256, 64, dtype=torch.float16, requires_grad=train)
-        key = torch.empty(1, kv_heads, 256, 64, dtype=torch.float16)
-        with posing("cuda", arch="sm_90"):
-            found = anyflex.explain(
-                query,
-                key,
-                key,
-                lambda s, b, h, q, k: s + (slopes[h] if reads_h else slopes[q % 4]),
-                enable_gqa=True,
-                backend="cuda.flash4",
-            )
-        return str(found)
-
-    refused = "gradients of grouped heads under a score mod that reads h"
-    assert refused in answer(True, 2, True)
-    for taken in ((False, 2, True), (True, 4, True), (True, 2, False)):
-        assert refused not in answer(*taken)
-
-
 @pytest.mark.parametrize(
     ("call", "reason"),
     [

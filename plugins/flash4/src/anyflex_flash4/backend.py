@@ -20,7 +20,6 @@ from anyflex.plugin import (
     Capabilities,
     Decision,
     Kernel,
-    ModGraph,
     Option,
     Rejected,
     Spec,
@@ -96,12 +95,6 @@ class Flash4(Backend):
         decision = super().supports(spec)
         if isinstance(decision, Rejected):
             return decision
-        if spec.gqa_ratio > 1 and spec.gradients and _reads_head(spec.score_graph):
-            return Rejected(
-                "gradients of grouped heads under a score mod that reads h: FlashAttention-4's "
-                "backward gives it another head than its forward; repeat key and value for each "
-                "query head, or use another backend"
-            )
         on_arch = _arch_decision(spec.arch)
         return on_arch if isinstance(on_arch, Rejected) else decision
 
@@ -125,12 +118,6 @@ def _version() -> str:
         return importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _reads_head(graph: ModGraph | None) -> bool:
-    return graph is not None and any(
-        node.operation == "input" and node.attribute == "h" for node in graph.nodes
-    )
 
 
 def _arch_decision(arch: str) -> Decision:

@@ -54,6 +54,9 @@ class Flash4Kernel(Kernel):
         self._spec = spec
         self._mods = mods
         self._reads = reads
+        # Where heads are grouped, FlashAttention-4's backward gives a score mod other positions
+        # than its forward does (seen in 4.0.0b36): each query head gets its own key head there.
+        self._repeats = spec.gqa_ratio > 1 and mods.score_mod is not None
         self._always_lists = dict(spec.options).get("masks") == "lists"
         self._bands: dict[tuple[int, ...], Band | None] = {}
         self._asks_structure = table_count(spec) > len(spec.captured)
@@ -106,11 +109,19 @@ class Flash4Kernel(Kernel):
             delta = grad.delta.masked_fill(dead, 0).float()
             dlse = -delta if dlse is None else dlse - delta
             out = torch.zeros_like(dout, memory_format=torch.contiguous_format)
+        key, value = call.key.detach(), call.value.detach()
+        results = list(targets)
+        if self._repeats:
+            ratio = self._spec.gqa_ratio
+            key, value = (each.repeat_interleave(ratio, 1) for each in (key, value))
+            for place, like in ((1, key), (2, value)):
+                if targets[place] is not None:
+                    results[place] = torch.empty_like(like)
         with torch.no_grad(), self._lock:
             self._backward(
                 _rows_first(call.query),
-                _rows_first(call.key),
-                _rows_first(call.value),
+                _rows_first(key),
+                _rows_first(value),
                 _rows_first(out),
                 _rows_first(dout),
                 saved.lse.contiguous(),
@@ -121,10 +132,15 @@ class Flash4Kernel(Kernel):
                 dlse=None if dlse is None else dlse.contiguous(),
                 **{
                     name: None if target is None else _rows_first(target)
-                    for name, target in zip(("dq", "dk", "dv"), targets, strict=True)
+                    for name, target in zip(("dq", "dk", "dv"), results, strict=True)
                 },
                 **masks,
             )
+        for target, found in zip(targets, results, strict=True):
+            if target is not None and found is not None and found is not target:
+                batch, heads, length, width = target.shape
+                each = found.view(batch, heads, -1, length, width)
+                target.copy_(each.sum(2, dtype=torch.float32))
 
     def _masks_as(self, call: Call) -> str:
         if call.mask is None:
