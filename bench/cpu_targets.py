@@ -20,6 +20,7 @@ import fnmatch
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -102,16 +103,9 @@ def _case(pattern: str, dtype: str, direction: Direction, length: int, width: in
     return BenchCase(name, shape, shape, dtype, masks, mods, (direction,))
 
 
-def _decode(dtype: str) -> tuple[BenchCase, ...]:
-    return tuple(
-        BenchCase(
-            f"decode B16 S{length} D128 GQA 32/8 {dtype}",
-            (16, 32, 1, 128),
-            (16, 8, length, 128),
-            dtype,
-        )
-        for length in (4096,)
-    )
+def _decode(dtype: str, length: int = 4096) -> tuple[BenchCase, ...]:
+    name = f"decode B16 S{length} D128 GQA 32/8 {dtype}"
+    return (BenchCase(name, (16, 32, 1, 128), (16, 8, length, 128), dtype),)
 
 
 def _groups() -> Iterator[Group]:
@@ -170,7 +164,8 @@ def _groups() -> Iterator[Group]:
 
     for dtype in ("bfloat16", "float32"):
         share = {"avx512_bf16": 0.75, "amx": 0.8}
-        yield Group(f"decode {dtype}, bandwidth", _decode(dtype), (MEMORY,), share)
+        # A GiB and more: nothing of it is left in a cache of some hundred MiB.
+        yield Group(f"decode {dtype}, bandwidth", _decode(dtype, 16384), (MEMORY,), share)
 
 
 GROUPS = tuple(_groups())
@@ -230,23 +225,67 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for threads in args.threads.split(","):
             path = Path(folder) / f"{threads}.json"
-            command = [sys.executable, __file__, "--one-process", "--rounds", str(args.rounds)]
-            for name, given in (("--group", args.group), ("--length", args.length or [])):
-                command += [part for each in given for part in (name, str(each))]
-            command += ["--threads", threads, "--json", str(path)]
+            one = argparse.Namespace(**{**vars(args), "threads": threads})
+            command = [sys.executable, __file__, "--one-process", *_selection(one)]
+            command += ["--json", str(path)]
             environment = {**os.environ, "OMP_NUM_THREADS": threads}
-            if args.cpu_time:
-                command.append("--cpu-time")
             if args.without_amx:
-                command.append("--without-amx")
                 environment |= WITHOUT_AMX
             status = subprocess.run(command, check=False, env=environment).returncode
             failed |= status != 0
             if path.exists():
                 reports.append(json.loads(path.read_text()))
+    for verdict in _scaling(reports):
+        failed |= verdict["met"] is False
+        print("  " + _line(verdict))
+        reports[-1]["targets"].append(verdict)
     if args.json is not None:
         args.json.write_text(json.dumps(reports, indent=1) + "\n")
     return int(failed)
+
+
+def _selection(args: argparse.Namespace) -> list[str]:
+    """The arguments that choose what is measured, and how."""
+    words = ["--threads", args.threads, "--rounds", str(args.rounds)]
+    for name, given in (("--group", args.group), ("--length", args.length or [])):
+        words += [part for each in given for part in (name, str(each))]
+    for name in ("cpu_time", "without_amx"):
+        words += ["--" + name.replace("_", "-")] * getattr(args, name)
+    return words
+
+
+def _scaling(reports: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How much faster the last report's threads are than the first's one, full and causal prefill;
+    the targets are for 16 threads."""
+    if len(reports) < 2 or reports[0]["machine"]["threads"] != 1:
+        return
+    one, many = (
+        {
+            row["case"]: row
+            for row in report["measurements"]
+            if row["contender"] == "cpu" and row["direction"] == "forward"
+        }
+        for report in (reports[0], reports[-1])
+    )
+    threads = reports[-1]["machine"]["threads"]
+    for dtype, target in (("float32", 12.0), ("bfloat16", 9.0)):
+        ratios = {
+            case: row["median_ms"] / many[case]["median_ms"]
+            for case, row in one.items()
+            if case.startswith(("full ", "causal ")) and case.endswith(dtype)
+            if row["median_ms"] and many[case]["median_ms"]
+        }
+        if ratios:
+            mean = statistics.geometric_mean(ratios.values())
+            yield {
+                "group": f"{dtype} prefill, threads 1 to {threads}",
+                "peers": [],
+                "target": target if threads == 16 else None,
+                "mean": mean,
+                "least": min(ratios.values()),
+                "rows": ratios,
+                "met": mean >= target if threads == 16 else None,
+            }
 
 
 def _of_lengths(group: Group, lengths: Sequence[int]) -> Group:
@@ -280,7 +319,7 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
         measurements,
         device,
         clock=clock.name,
-        command=f"python bench/cpu_targets.py --threads {args.threads} --rounds {args.rounds}",
+        command=shlex.join(["python", "bench/cpu_targets.py", *_selection(args)]),
         preset=None,
         rounds=args.rounds,
         seconds=time.perf_counter() - begin,
@@ -304,7 +343,7 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
 
 def read_bandwidth(clock: WallClock, rounds: int) -> float:
     """Return the bytes per second that the fastest of torch's reading operations gets."""
-    data = torch.ones(1 << 26)
+    data = torch.ones(1 << 28)
     halves, rows, vector = data.view(2, -1), data.view(-1, 1 << 12), data[: 1 << 12]
     operations: list[Callable[[Any], Tensor]] = [
         lambda _: data.sum(),
