@@ -87,7 +87,7 @@ class Asked:
         head = up(self.keys, 32) * ((self.dim + self.value_dim) * self.width + 1)
         heads = self.kv_batch * self.kv_heads
         jobs = self.batch * self.heads // heads * -(-self.length // 128)
-        wanted = 1 if self.threads == 1 else -(-24 * self.threads // jobs)
+        wanted = 1 if self.threads == 1 else -(-64 * self.threads // jobs)
         packed = min(head * min(heads, wanted), max(64 * MIB, head))
         thread = 4 * 128 * (self.dim + self.value_dim) + 96 * KIB + self.scratch
         live = min(16 * KIB * -(-self.length // 64), 4 * MIB) if self.masked else 0
@@ -95,7 +95,8 @@ class Asked:
 
     def order_formula(self) -> int:
         """Of all heads, of which those in flight are a part."""
-        return 4 * self.batch * self.heads * -(-self.length // 64)
+        heads = 64 * self.kv_batch * self.kv_heads
+        return heads + 4 * self.batch * self.heads * -(-self.length // 64)
 
     def decode_formula(self) -> int:
         group = self.heads // self.kv_heads

@@ -49,11 +49,9 @@ forward_buffers buffers_of(const forward_run& run, int thread) {
 }
 
 // One chunk of keys of one head: both operands.
-void pack_job(void* context, int64_t index, int) {
-    const forward_run& run = *static_cast<forward_run*>(context);
+void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
     const af_problem& p = *run.p;
     const forward_plan& f = run.plan;
-    const int64_t unit = index / run.chunks, first = index % run.chunks * pack_chunk;
     const packed_head to = head_at(run, unit);
     const int64_t b = f.batches_a_unit > 1 ? 0 : (run.first_unit + unit) / p.kv_heads;
     const int64_t h = (run.first_unit + unit) % p.kv_heads;
@@ -74,6 +72,21 @@ void pack_job(void* context, int64_t index, int) {
                       reinterpret_cast<float*>(to.value) + first * NR, f.keys * NR,
                       to.bad + first);
     }
+}
+
+// Packs a unit, with whoever else needs it now, just before it is used: most often by this thread
+// alone, whose cache then has it. Returns when all of it is packed.
+void pack(const forward_run& run, int64_t unit) {
+    packing& p = run.packings[unit];
+    if (__atomic_load_n(&p.done, __ATOMIC_ACQUIRE) == run.chunks) return;
+    for (;;) {
+        const int64_t chunk = __atomic_fetch_add(&p.taken, 1, __ATOMIC_RELAXED);
+        if (chunk >= run.chunks) break;
+        pack_keys(run, unit, chunk * pack_chunk);
+        __atomic_fetch_add(&p.done, 1, __ATOMIC_RELEASE);
+    }
+    for (int turn = 0; __atomic_load_n(&p.done, __ATOMIC_ACQUIRE) < run.chunks; ++turn)
+        af_wait_a_little(turn);
 }
 
 void finish(const forward_run& run, const forward_buffers& b, const forward_job& job) {
@@ -164,6 +177,7 @@ void run_job(const forward_run& run, int64_t index, int thread) {
     t.job = job_of(p, f, run.first_unit + unit, run.order[index]);
     const int rows = t.job.rows;
     if (rows <= 0) return;
+    pack(run, unit);
     t.head = head_at(run, unit);
     const forward_buffers b = buffers_of(run, thread);
     const subnormal_results flushed(false);
@@ -214,7 +228,8 @@ int32_t forward(const af_forward_args& args, af_error* error) {
     const forward_plan& f = run.plan;
     run.packed = static_cast<char*>(args.workspace);
     run.order = reinterpret_cast<int32_t*>(run.packed + f.units_a_wave * f.unit_bytes);
-    run.threads = reinterpret_cast<char*>(run.order) + f.order_bytes;
+    run.packings = reinterpret_cast<packing*>(reinterpret_cast<char*>(run.order) + f.order_bytes);
+    run.threads = reinterpret_cast<char*>(run.packings + f.units_a_wave);
     run.chunks = ceil_div(p.kv_length, pack_chunk);
 
     run.scale = scale_of(p);
@@ -231,7 +246,7 @@ int32_t forward(const af_forward_args& args, af_error* error) {
         run.first_unit = unit;
         for (int64_t i = 0; i < units; ++i)
             order_jobs(p, f, unit + i, run.order + i * f.jobs_a_unit);
-        af_parallel(units * run.chunks, threads, pack_job, &run);
+        memset(run.packings, 0, units * sizeof(packing));
         af_parallel(units * f.jobs_a_unit, threads, forward_job_of, &run);
     }
     for (int i = 0; i < f.threads; ++i) {

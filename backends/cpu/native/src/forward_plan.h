@@ -1,9 +1,9 @@
 // How a forward problem is cut, and where everything lies in its workspace.
 //
-// Memory: packed heads, 4 bytes a job of those heads, and a tile's buffers a thread. For one thread
-// one head is packed at a time; for several as many as give each 24 jobs, at most 64 MiB. Live bits
-// that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K and V of one (batch, kv head), rounded up to whole
-// panels, floats or bf16, and a byte a key.
+// Memory: packed heads, 64 bytes and 4 bytes a job of each, and a tile's buffers a thread. For one
+// thread one head is packed at a time; for several as many as give each 64 jobs, at most 64 MiB.
+// Live bits that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K
+// and V of one (batch, kv head), rounded up to whole panels, floats or bf16, and a byte a key.
 #pragma once
 #include "pack.h"
 #include "tiles.h"
@@ -19,7 +19,7 @@ constexpr int score_buffers = has_tiles ? 2 : 1;  // strips in flight
 constexpr int64_t shared_live_tiles = 4;  // of a q tile, whose live bits all heads share
 constexpr int64_t shared_live_bound = int64_t(4) << 20;
 constexpr int64_t cost_classes = 64;
-constexpr int64_t jobs_a_thread = 24;  // of a wave: the last one leaves others idle
+constexpr int64_t jobs_a_thread = 64;  // of a wave: all wait for its last one
 
 struct forward_plan {
     bool pairs;
@@ -96,7 +96,7 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     if (p.has_mask && p.batch * p.q_heads > 1)
         f.shared_q_tiles =
             smaller(f.q_tiles, shared_live_bound / (shared_live_tiles * f.live_bytes));
-    f.total = f.units_a_wave * f.unit_bytes + f.order_bytes + f.threads * f.thread_bytes +
+    f.total = f.units_a_wave * (f.unit_bytes + 64) + f.order_bytes + f.threads * f.thread_bytes +
               f.shared_q_tiles * shared_live_tiles * f.live_bytes;
     return f;
 }

@@ -12,6 +12,11 @@ namespace {
 // bf16 weights of a row lie where its scores began: one buffer in L1 instead of two.
 constexpr int64_t weight_ld = 2 * tile_columns;
 
+// How far a unit is packed, in chunks.
+struct alignas(64) packing {
+    int64_t taken, done;
+};
+
 struct forward_run {
     const af_forward_args* args;
     const af_problem* p;
@@ -19,8 +24,9 @@ struct forward_run {
     char *packed, *threads;
     char* shared_live;  // NULL: heads differ, or there is but one
     int32_t* order;
+    packing* packings;  // of the wave's units
     int64_t first_unit;
-    int64_t chunks;  // packing jobs of a unit
+    int64_t chunks;  // that a unit is packed in
     score_scale scale;
 };
 

@@ -211,3 +211,12 @@ void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), vo
     }
     for (int64_t i = 0; i < jobs; ++i) job(context, i, 0);
 }
+
+void af_wait_a_little(int turn) {
+    // A thread that others wait for may not be running: after a microsecond or so it gets the core.
+    constexpr int turns = 64;
+    if (turn >= turns) return std::this_thread::yield();
+#if defined(__x86_64__) || defined(_M_X64)
+    __builtin_ia32_pause();
+#endif
+}

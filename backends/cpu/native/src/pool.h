@@ -9,3 +9,6 @@
 // child, which makes its own threads.
 void af_parallel(int64_t jobs, int threads, void (*job)(void* context, int64_t index, int thread),
                  void* context);
+
+// For who waits until another thread has finished a little work; `turn` counts the calls.
+void af_wait_a_little(int turn);

@@ -48,7 +48,7 @@ inline workspace backward_workspace(const af_problem& p, const std::string& leve
 // src/forward_plan.h, from above.
 inline workspace forward_workspace(const af_problem& p, const std::string& what) {
     const int64_t E = up(p.head_dim, 32), Ev = up(p.value_head_dim, 32);
-    const int64_t head = up(p.kv_length, 32) * ((E + Ev) * 4 + 1) + 192;
+    const int64_t head = up(p.kv_length, 32) * ((E + Ev) * 4 + 1) + 256;
     const int64_t packed =
         p.threads == 1 ? head : std::max(head, std::min(int64_t(64) << 20, p.batch * p.kv_heads * head));
     const int64_t q_tiles = up(p.q_length, 128) / 64;
