@@ -229,6 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = [sys.executable, __file__, "--one-process", *_selection(one)]
             command += ["--json", str(path)]
             environment = {**os.environ, "OMP_NUM_THREADS": threads}
+            # Inductor writes the number of threads into flex attention's code, and finds it again
+            # on disk for another number: buffers of one thread, used by 16, break the heap.
+            cache = Path(tempfile.gettempdir(), f"anyflex-bench-inductor-{threads}-threads")
+            environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
             if args.without_amx:
                 environment |= WITHOUT_AMX
             status = subprocess.run(command, check=False, env=environment).returncode
