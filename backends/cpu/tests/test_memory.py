@@ -104,7 +104,8 @@ class Asked:
         splits = min(-(-128 // units), -(-max(self.keys, 1) // 1024))
         records = self.batch * self.heads * self.length * splits * 4 * (4 + self.value_dim)
         rows = up(group * self.length, 16)
-        thread = rows * (2560 + 6 * self.dim + 8 * self.value_dim) + KIB + self.scratch
+        row_bytes = 2560 + 6 * self.dim + 8 * self.value_dim
+        thread = rows * row_bytes + up(rows, 32) * 2 * self.dim + KIB + self.scratch
         return records + self.threads * thread + KIB
 
     def backward_formula(self, learned: int) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.errors import AnyflexError
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
+from anyflex.runtime.workspace import allocate, give_back, take
 
 __all__ = ["launch_backward", "launch_forward"]
 
@@ -51,18 +52,20 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     if plan.max_scores:
         max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
     saved: tuple[Tensor, ...] = ()
-    workspace: tuple[Tensor, ...] = ()
+    workspace = None
     try:
         if save and plan.saves:
-            saved = _allocate(call, plan.kernel.saved_outputs(call))
+            saved = allocate(query.device, plan.kernel.saved_outputs(call))
         if plan.works:
-            workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
-        outputs = Outputs(out, lse, max_scores, saved, workspace)
+            workspace = take(query.device, plan.kernel.workspace(call, "forward"))
+        outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
         if plan.guard is None and not torch.is_autocast_enabled(plan.device_type):
             plan.kernel.forward(call, outputs)
         else:
             with _guard(plan):
                 plan.kernel.forward(call, outputs)
+        if workspace:
+            give_back(workspace)
     except _THEIR_OWN:
         raise
     except (Exception, SystemExit) as error:
@@ -98,16 +101,18 @@ def launch_backward(
             accumulators.append(torch.zeros_like(tensor))
         else:  # an expanded tensor's gradient is dense
             accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
-    workspace: tuple[Tensor, ...] = ()
+    workspace = None
     try:
         if plan.own_backward and plan.works:
-            workspace = _allocate(call, plan.kernel.workspace(call, "backward"))
-        grads = Grads(dq, dk, dv, tuple(accumulators), workspace)
+            workspace = take(query.device, plan.kernel.workspace(call, "backward"))
+        grads = Grads(dq, dk, dv, tuple(accumulators), workspace.tensors if workspace else ())
         if plan.plain_backward and not torch.is_autocast_enabled(plan.device_type):
             plan.kernel.backward(call, saved, grad, grads)
         else:
             with _guard(plan):
                 _backward(plan, call, saved, grad, grads)
+        if workspace:
+            give_back(workspace)
     except _THEIR_OWN:
         raise
     except (Exception, SystemExit) as error:
@@ -156,22 +161,18 @@ def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Gra
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
     static op, whose outputs can't depend on the backend."""
-    extras = _allocate(call, plan.kernel.saved_outputs(call))
+    device = call.query.device
+    extras = allocate(device, plan.kernel.saved_outputs(call))
     if not extras:  # none for this call
         return extras
-    workspace = _allocate(call, plan.kernel.workspace(call, "forward"))
+    workspace = take(device, plan.kernel.workspace(call, "forward"))
     again = Outputs(
         torch.empty_like(saved.out),
         torch.empty_like(saved.lse),
         torch.empty_like(saved.lse) if "max_scores" in plan.spec.aux else None,
         extras,
-        workspace,
+        workspace.tensors,
     )
     plan.kernel.forward(call, again)
+    give_back(workspace)
     return extras
-
-
-def _allocate(call: Call, wanted: Iterable[TensorSpec]) -> tuple[Tensor, ...]:
-    make: dict[bool, Any] = {True: torch.zeros, False: torch.empty}
-    device = call.query.device
-    return tuple(make[w.zeroed](w.shape, dtype=w.dtype, device=device) for w in wanted)

@@ -28,6 +28,7 @@ struct decode_buffers {
     decode_query query;
     float *query_rows, *out, *before;
     uint16_t* pairs;
+    uint32_t* tiles;
     softmax_state state;
     void* scratch;
     af_error* error;
@@ -49,6 +50,7 @@ decode_buffers decode_buffers_of(const decode_run& run, int thread) {
     b.live.ld = decode_live_ld;
     b.query_rows = reinterpret_cast<float*>(take(d.query_bytes));
     b.pairs = reinterpret_cast<uint16_t*>(take(d.pair_bytes));
+    b.tiles = reinterpret_cast<uint32_t*>(take(d.tile_bytes));
     b.out = reinterpret_cast<float*>(take(d.out_bytes));
     b.before = reinterpret_cast<float*>(take(d.out_bytes));
     char* rows = take(d.row_bytes);
@@ -210,7 +212,8 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     const subnormal_results flushed(false);
     const bool pairs =
         has_pairs && DTYPE == AF_BF16 && (p.key.stride[3] == 1 || p.head_dim == 1);
-    b.query = {b.query_rows, pairs ? b.pairs : nullptr, d.query_width};
+    const bool tiles = has_tiles && pairs && p.head_dim % (2 * VL) == 0;
+    b.query = {b.query_rows, pairs ? b.pairs : nullptr, tiles ? b.tiles : nullptr, d.query_width};
     for (int64_t head = 0; head < d.heads; ++head) {
         const matrix query = matrix_of(p.query, DTYPE, t.job.b, t.job.h + head, 0);
         const int64_t row = head * p.q_length * d.query_width;
@@ -220,6 +223,13 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
         else
             copy_rows(query, p.q_length, p.q_length, p.head_dim, d.query_width,
                       b.query_rows + row);
+    }
+    if constexpr (has_tiles) {
+        if (tiles) {
+            pack_transposed_pairs({b.pairs, d.query_width, 1, AF_BF16}, d.rows, p.head_dim,
+                                  d.query_width, d.rows_padded, b.tiles);
+            pairs_begin();
+        }
     }
     memset(b.out, 0, d.rows * d.value_width * 4);
     memset(b.state.sum, 0, d.rows_padded * VL * 4);
@@ -242,6 +252,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
             softmax_of_tile<true>(run, b, t);
         values_of_tile<DTYPE>(run, b, t);
     }
+    if (tiles) pairs_end();
     float* record = run.records + index * d.rows * d.record;
     for (int64_t r = 0; r < d.rows; ++r, record += d.record) {
         record[0] = b.state.top[r];
