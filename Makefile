@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance sanitize test-arm demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance sanitize test-arm test-xpu demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -25,6 +25,7 @@ help:
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
+	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -56,6 +57,12 @@ sanitize:
 
 test-arm:
 	@bash scripts/native_checks.sh arm
+
+# Needs a torch for XPU: see docs/xpu.md.
+test-xpu:
+	$(READY) test
+	@cd backends/xpu && ../../$(RUN) -m pytest -m xpu $(ARGS)
+	@$(RUN) -m anyflex conformance --backend xpu --require all
 
 demo:
 	$(READY) demo
@@ -102,7 +109,7 @@ docs-serve:
 
 wheels:
 	$(READY) test
-	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu
+	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu
 
 clean:
 	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,6 +10,9 @@ new enough, else the one pinned in constraints-dev.txt.
 
 The CPU backend's library is compiled where there is a C++ compiler; where there is none the
 backend installs without it, and the reference computes.
+
+A torch that asks for a Triton of its own has brought it, and it stays: all flavours install into
+the same folder. Beside a torch without one the tests get the pinned one, where it exists.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 CONSTRAINTS = ROOT / "constraints-dev.txt"
 CPU_BACKEND = "./backends/cpu[jit]"
+# Of this repository too, and so in one command with what they need.
+TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
+TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
-    "test": [".[test]", CPU_BACKEND],
+    "test": [".[test]", CPU_BACKEND, *TRITON_BACKENDS, TRITON],
     "lint": [".", "ruff", "mypy"],
     "docs": [".[docs]"],
-    "demo": [".[demo]", CPU_BACKEND],
+    "demo": [".[demo]", CPU_BACKEND, *TRITON_BACKENDS],
 }
 COMPILERS = ("c++", "g++", "clang++")
 OLDEST_PYTHON = (3, 10)
@@ -42,11 +48,14 @@ FACTS_PROGRAM = """
 import json, sys, sysconfig
 from importlib.util import find_spec
 try:
-    from importlib.metadata import version
+    from importlib.metadata import requires, version
     torch = version("torch") if find_spec("torch") else None
+    asks = [line for line in requires("torch") or [] if "extra ==" not in line] if torch else []
+    brings_triton = any("triton" in line.partition(";")[0] for line in asks)
 except Exception:
-    torch = None
+    torch, brings_triton = None, False
 print(json.dumps({"prefix": sys.prefix, "venv": sys.prefix != sys.base_prefix, "torch": torch,
+                  "brings_triton": brings_triton,
                   "base": getattr(sys, "_base_executable", sys.executable),
                   "version": sys.version_info[:3], "packages": sysconfig.get_path("purelib"),
                   "platform_packages": sysconfig.get_path("platlib")}))
@@ -78,6 +87,13 @@ def choose_torch(facts: dict) -> tuple[str, list[str], bool]:
 def constraint_lines() -> list[str]:
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def constraints_beside(installed: dict) -> list[str]:
+    """Return the pins for an environment with that torch, and with the triton that it brought."""
+    replaced = ("torch==", "triton==") if installed["brings_triton"] else ("torch==",)
+    lines = [line for line in constraint_lines() if not line.startswith(replaced)]
+    return [*lines, f"torch=={installed['torch']}"]
 
 
 def create_venv(facts: dict, reuse: bool) -> None:
@@ -120,6 +136,7 @@ def digest(*facts: object) -> str:
     files = [ROOT / name for name in names]
     cpu = ROOT / "backends" / "cpu"
     files += [cpu / "pyproject.toml", *sorted((cpu / "native").rglob("*"))]
+    files += [ROOT / folder / "pyproject.toml" for folder in TRITON_BACKENDS]
     content = b"".join(each.read_bytes() for each in files if each.is_file())
     own = Path(__file__).read_bytes()
     return hashlib.sha256(content + own + repr(facts).encode()).hexdigest()
@@ -155,11 +172,13 @@ def main(parts: list[str]) -> None:
     if missing:
         print(f"installing what {', '.join(missing)} needs", flush=True)
         # The torch that is there stays, whatever constraints-dev.txt says.
-        installed = interpreter_facts(str(venv_python()))["torch"]
-        lines = [line for line in constraint_lines() if not line.startswith("torch==")]
+        installed = interpreter_facts(str(venv_python()))
+        lines = constraints_beside(installed)
         constraints = VENV / "constraints.txt"
-        constraints.write_text("\n".join([*lines, f"torch=={installed}"]) + "\n", encoding="utf-8")
+        constraints.write_text("\n".join(lines) + "\n", encoding="utf-8")
         requirements = list(dict.fromkeys(line for part in missing for line in PARTS[part]))
+        if installed["brings_triton"]:
+            requirements = [line for line in requirements if line != TRITON]
         editable = [each for line in requirements if line.startswith(".") for each in ("-e", line)]
         plain = [line for line in requirements if not line.startswith(".")]
         pip("-c", str(constraints), *editable, *plain)

@@ -75,6 +75,33 @@ def test_a_fingerprint_that_raises_is_told(command: RunCommand) -> None:
     assert "no compiler" in command("doctor").out
 
 
+def test_it_prints_a_backend_s_notes_whatever_its_probe_said(command: RunCommand) -> None:
+    class Noting(Right):
+        def notes(self) -> list[str]:
+            return [f"seen beside {self.name}"]
+
+    class Refusing(Noting):
+        def probe(self) -> Decision:
+            return Rejected("no such unit; plug one in")
+
+    register("cpu", Noting)
+    register("cpu.refusing", Refusing)
+    result = command("doctor")
+    assert result.code == ExitCode.OK
+    assert "  note: seen beside cpu\n" in result.out
+    assert "  note: seen beside cpu.refusing\n" in result.out
+
+
+def test_notes_that_raise_are_told(command: RunCommand) -> None:
+    class Broken(Right):
+        def notes(self) -> list[str]:
+            raise OSError("no metadata")
+
+    register("cpu", Broken)
+    result = command("doctor")
+    assert "no metadata" in result.out and result.code == ExitCode.OK
+
+
 @pytest.mark.parametrize("backend", [WrongForward, WrongBackward])
 def test_wrong_numbers_fail_the_self_test(command: RunCommand, backend: type[Right]) -> None:
     register("cpu", backend)

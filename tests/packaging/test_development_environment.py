@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.development_environment import choose_torch, constraint_lines
+from scripts.development_environment import (
+    FACTS_PROGRAM,
+    choose_torch,
+    constraint_lines,
+    constraints_beside,
+)
 
 
 def facts(torch: str | None) -> dict[str, Any]:
@@ -45,3 +55,41 @@ def test_a_named_torch_goes_before_the_one_that_is_there(monkeypatch: pytest.Mon
 
 def test_the_development_pins_name_no_address() -> None:
     assert not [line for line in constraint_lines() if "/" in line or "--" in line]
+
+
+def test_a_triton_that_torch_brought_is_not_pinned_to_another() -> None:
+    beside = constraints_beside({"torch": "2.13.0+xpu", "brings_triton": True})
+    assert "torch==2.13.0+xpu" in beside
+    assert not [line for line in beside if line.startswith("triton")]
+    alone = constraints_beside({"torch": "2.13.0+cpu", "brings_triton": False})
+    assert [line for line in alone if line.startswith("triton==")]
+    assert [line for line in alone if line.startswith("torch")] == ["torch==2.13.0+cpu"]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "brings"),
+    [
+        ("triton-xpu==3.7.2", True),
+        ("triton==3.7.1; platform_system == 'Linux'", True),
+        ("numpy; extra == 'triton'", False),
+        ("triton; extra == 'compile'", False),
+    ],
+)
+def test_a_torch_that_asks_for_a_triton_is_found_out(
+    requirement: str, brings: bool, tmp_path: Path
+) -> None:
+    metadata = tmp_path / "torch-2.13.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\nRequires-Dist: {requirement}\n"
+    )
+    (tmp_path / "torch.py").touch()
+    printed = subprocess.run(
+        [sys.executable, "-c", FACTS_PROGRAM],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    ).stdout
+    facts = json.loads(printed)
+    assert (facts["torch"], facts["brings_triton"]) == ("2.13.0", brings)

@@ -105,6 +105,36 @@ def test_the_extra_cpu_of_this_checkout_brings_the_backend_and_llvmlite(
     assert backend["project"]["optional-dependencies"]["jit"] == ["llvmlite>=0.45"]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads TOML")
+@pytest.mark.parametrize("release", [True, False])
+def test_the_extras_of_triton_devices_bring_no_triton(hook: ModuleType, release: bool) -> None:
+    import tomllib
+
+    def project(folder: str) -> Any:
+        return tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+    config = project(".")["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    extras = hook.make_extras(config, ROOT, release=release)
+    mark = ">=" if release else " @ file://"
+    names = {
+        extra: [line.partition(mark)[0] for line in extras[extra]]
+        for extra in ("rocm", "xpu", "xpu-ipex")
+    }
+    assert names == {
+        "rocm": ["anyflex-triton"],
+        "xpu": ["anyflex-xpu", "anyflex-triton"],
+        "xpu-ipex": ["anyflex-xpu[ipex]", "anyflex-triton"],
+    }
+    for folder in ("backends/triton", "backends/xpu"):
+        facts = project(folder)["project"]
+        optional = facts["optional-dependencies"]
+        # Three flavours install into one folder; torch has brought the right one.
+        wanted = [facts["dependencies"], *optional.values()]
+        names_of = [line.partition(">")[0] for lines in wanted for line in lines]
+        assert "anyflex" in names_of and "triton" not in names_of
+    assert optional["ipex"] == ["intel-extension-for-pytorch>=2.8,<2.9"]
+
+
 def test_a_package_without_a_folder_in_the_table_is_refused(
     hook: ModuleType, tmp_path: Path
 ) -> None:

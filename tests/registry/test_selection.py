@@ -93,6 +93,14 @@ def test_an_accelerator_without_its_backend_warns_with_the_install_line(
         assert ask("cuda").backend.name == "reference"
 
 
+def test_without_the_kernels_for_nvidia_the_portable_ones_are_recommended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anyflex.registry.install_hints._extras", lambda: frozenset({"rocm"}))
+    with pytest.warns(PerformanceWarning, match="install cuda.triton: .* ./backends/triton"):
+        ask("cuda")
+
+
 def test_an_extra_that_does_not_exist_yet_is_not_recommended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

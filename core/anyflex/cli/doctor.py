@@ -91,6 +91,7 @@ def _backend(backend: dict[str, Any]) -> list[str]:
     lines += _why(backend)
     if backend["fingerprint"]:
         lines.append(f"  kernels of: {backend['fingerprint']}")
+    lines += ["  note: " + note for note in backend["notes"]]
     lines += ["  " + test["text"] for test in backend["self_tests"]]
     for option in backend["options"]:
         choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""

@@ -107,6 +107,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     facts["requires"] = _requirements(row.distribution)
     facts["self_tests"] = []
     facts["fingerprint"] = ""
+    facts["notes"] = []
     entry = table.current().get(row.name)
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
@@ -118,6 +119,8 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
             if device_type in device_types
         ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
+    if backend is not None:
+        facts["notes"] = _notes(row, backend)
     return facts
 
 
@@ -128,6 +131,15 @@ def _fingerprint(row: BackendRow, backend: Backend) -> str:
             return str(backend.fingerprint())
     except AnyflexError as error:
         return first_line(error)
+
+
+def _notes(row: BackendRow, backend: Backend) -> list[str]:
+    """What the backend has to say beside its state."""
+    try:
+        with isolation.plugin_code(row.name, row.distribution, "notes()"):
+            return [str(note) for note in backend.notes()]
+    except AnyflexError as error:
+        return [first_line(error)]
 
 
 def _requirements(package: str) -> list[str]:

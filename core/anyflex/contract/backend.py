@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from anyflex.contract.artifacts import Artifacts
@@ -71,6 +71,11 @@ class Backend(abc.ABC):
     def fingerprint(self) -> str:
         """Name toolchain, driver and instruction set: part of the disk cache's key."""
         return ""
+
+    def notes(self) -> Sequence[str]:
+        """Return lines for ``anyflex doctor``: what else was found here that its user should know.
+        They decide nothing. Asked whatever `probe` answered; it may start the device."""
+        return ()
 
     def supports(self, spec: Spec) -> Decision:
         """Tell whether the backend takes this spec. Must agree with `capabilities`; override it

@@ -281,6 +281,7 @@ def unknown_variables() -> list[tuple[str, str | None]]:
         "ANYFLEX_CPU_REQUIRE_LIBRARY",
         "ANYFLEX_RELEASE",
         "ANYFLEX_TORCH",
+        "ANYFLEX_XPU_IPEX",
     }
     found = []
     for name in sorted(os.environ):

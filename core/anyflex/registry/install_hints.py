@@ -28,9 +28,13 @@ def install_line(name: str) -> str:
     extra = EXTRAS.get(name)
     if name == "cuda" and torch.version.hip is not None:
         extra = "rocm"
+    extras = _extras()
+    if extra == "cuda" and extra not in extras and "rocm" in extras:
+        # The portable kernels without those for one vendor; torch has brought Triton.
+        return "install cuda.triton: pip install . ./backends/triton in a checkout of anyflex"
     if extra is None:
         return f"anyflex has no backend {name!r} of its own: install a plugin that has one"
-    if extra not in _extras():
+    if extra not in extras:
         return f"backend {name!r} is not in this version of anyflex"
     return f'install it: pip install ".[{extra}]" in a checkout of anyflex'
 

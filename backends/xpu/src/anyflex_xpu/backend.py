@@ -1,0 +1,50 @@
+"""The entry point: the portable Triton kernels, for Intel GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from anyflex.plugin import Accepted, Decision, Rejected
+from anyflex_triton.backend import TritonBackend
+from anyflex_xpu import ipex, probing
+
+__all__ = ["XpuBackend"]
+
+_NEVER_RUN = (
+    "the project has never run this backend on an Intel GPU; `anyflex conformance --backend xpu "
+    "--require all` holds it to the contract on yours"
+)
+
+
+class XpuBackend(TritonBackend):
+    """The portable kernels with Intel's configurations. What they take and their options are
+    `cuda.triton`'s."""
+
+    # Nobody else is the default of this device type.
+    priority = 0
+
+    def target(self) -> str:
+        return "xpu"
+
+    def probe(self) -> Decision:
+        """Look for an Intel GPU and for a Triton that compiles for it, without starting either."""
+        reason = probing.missing()
+        return Accepted() if reason is None else Rejected(reason)
+
+    def fingerprint(self) -> str:
+        """Triton's flavour, and each device with its driver beside what the kernels depend on."""
+        flavours = ", ".join(map(str, probing.triton_flavours())) or "triton of no distribution"
+        parts = [super().fingerprint(), flavours, *dict.fromkeys(map(str, probing.devices()))]
+        return "; ".join(part for part in parts if part)
+
+    def notes(self) -> list[str]:
+        """What doctor says beside the state: missing matrix units, IPEX, what is untried."""
+        lines = [
+            f"{device.name} has no matrix units (DPAS): products run slowly on its vector units"
+            for device in probing.devices()
+            if not device.matrix_units
+        ]
+        lines += ipex.notes()
+        if torch.xpu.is_available():
+            lines.append(_NEVER_RUN)
+        return lines

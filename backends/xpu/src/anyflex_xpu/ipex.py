@@ -1,0 +1,114 @@
+"""intel-extension-for-pytorch (IPEX): found through metadata, told by `anyflex doctor`, not used.
+
+Its development ended with 2.8; Intel GPUs are in torch itself since. What it has beyond torch,
+attention over paged and packed keys, has no call to serve: contract 1 reserves those layouts, and
+no spec has them yet. So there is no delegate here. What is here says, of each installation that
+somebody may still have, what it is and why it is not used.
+
+An IPEX of another torch breaks at its import, and not by an ImportError: 2.8.0 prints an error
+and then raises AttributeError. So versions are compared first, and it is imported only where they
+agree and ``ANYFLEX_XPU_IPEX=1`` asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+import torch
+
+__all__ = ["VARIABLE", "Ipex", "find", "notes"]
+
+VARIABLE = "ANYFLEX_XPU_IPEX"
+DISTRIBUTION = "intel-extension-for-pytorch"
+MODULE = "intel_extension_for_pytorch"
+_LAYERS = ("PagedAttention", "VarlenAttention")
+
+
+@dataclass(frozen=True, slots=True)
+class Ipex:
+    """An installed IPEX.
+
+    Args:
+        version: as its metadata has it (``"2.8.10+xpu"``), or as the imported module has it.
+        build: what it is compiled for. The package index has CPU builds without a local version.
+        for_torch: major and minor version of the torch that it is for.
+        imported: this process has imported it already.
+    """
+
+    version: str
+    build: Literal["xpu", "cpu"]
+    for_torch: str
+    imported: bool
+
+    @property
+    def fits(self) -> bool:
+        """It is for the torch that runs."""
+        return self.for_torch == _major_minor(torch.__version__)
+
+    def __str__(self) -> str:
+        return f"{DISTRIBUTION} {self.version}"
+
+
+def find() -> Ipex | None:
+    """Return the installed IPEX, or None. Imports nothing."""
+    module = sys.modules.get(MODULE)
+    version = getattr(module, "__version__", None)
+    if not isinstance(version, str):
+        try:
+            version = metadata.version(DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            return None
+    local = version.partition("+")[2]
+    build: Literal["xpu", "cpu"] = "xpu" if local.startswith("xpu") else "cpu"
+    return Ipex(version, build, _major_minor(version), module is not None)
+
+
+def notes() -> list[str]:
+    """Return what doctor says of IPEX: one line, none where there is nothing to say.
+
+    Under ``ANYFLEX_XPU_IPEX=1`` an XPU build for this torch is imported, to say whether it can be.
+    """
+    text = os.environ.get(VARIABLE, "")
+    lines = []
+    if text not in ("", "0", "1"):
+        lines.append(f"{VARIABLE}={text!r} is not 0 or 1, and counts as unset")
+    asked, found = text == "1", find()
+    if found is not None:
+        lines.append(_verdict(found, asked=asked))
+    elif asked:
+        lines.append(f"{VARIABLE}=1 is set, and {DISTRIBUTION} is not installed: without effect")
+    return lines
+
+
+def _verdict(found: Ipex, *, asked: bool) -> str:
+    what = f"{found} is {'imported already' if found.imported else 'present'}"
+    if found.build == "cpu":
+        return f"{what}, a CPU build: it has nothing for Intel GPUs and is not used"
+    if not found.fits:
+        breaks = "" if found.imported else ": it would break at its import"
+        return (
+            f"{what}, for torch {found.for_torch}, and this is torch {torch.__version__}{breaks}. "
+            f"It is not used; its development has ended: pip uninstall {DISTRIBUTION}"
+        )
+    if not asked:
+        return f"{what} and fits torch {torch.__version__}; it is not used unless {VARIABLE}=1"
+    try:
+        layers = importlib.import_module(f"{MODULE}.llm.modules")
+    # Whatever its import does, it may not end doctor: releases differ in how they give up.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{what}, but can't be imported ({reason}): it is not used"
+    there = [name for name in _LAYERS if hasattr(layers, name)]
+    return (
+        f"{what} and has {' and '.join(there) or 'neither ' + ' nor '.join(_LAYERS)}; it computes "
+        "nothing: contract 1 has no paged or packed calls to hand it"
+    )
+
+
+def _major_minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,34 @@
+"""A made-up machine for each test that asks for one; tests for owners of a GPU skip elsewhere."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from machine import Machine
+
+from anyflex.plugin import register
+from anyflex_xpu.backend import XpuBackend
+
+REAL = torch.xpu.is_available()
+
+
+def pytest_configure() -> None:
+    if not any(point.name == "xpu" for point in entry_points(group="anyflex.backends.v1")):
+        register("xpu", XpuBackend)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = "no Intel GPU: torch.xpu.is_available() is False"
+    for item in items:
+        if not REAL and item.get_closest_marker("xpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    site = tmp_path / "site"
+    site.mkdir()
+    return Machine(monkeypatch, site)

@@ -1,0 +1,164 @@
+"""Rules that kernels for Intel GPUs keep, checked on their source: what Intel's compiler lacks,
+doesn't compile well, or understands otherwise.
+
+A *kernel* is a function under ``@triton.jit``; ``tl`` stands for whatever name the module gives
+to ``triton.language``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Violation", "violations"]
+
+BANNED_NAMES = {
+    "make_block_ptr": "block pointers are gone since Triton 3.9: use a tensor descriptor",
+    "advance": "block pointers are gone since Triton 3.9: use a tensor descriptor",
+    "inline_asm_elementwise": "inline assembly is one vendor's",
+    "async_task": "warp specialisation is NVIDIA's",
+    "TensorDescriptor": "a descriptor is made on the device, in the function that uses it",
+}
+BANNED_KEYWORDS = {
+    "warp_specialize": "warp specialisation is NVIDIA's",
+    "num_ctas": "clusters are NVIDIA's",
+    "maxnreg": "Intel's compiler has grf_mode instead",
+}
+VENDORS = ("cuda", "hip", "intel")
+"""Below ``triton.language.extra``; ``triton.language.extra.libdevice`` is for all of them."""
+BANNED_MODULES = ("triton.tools.tensor_descriptor", "triton.experimental")
+ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "atomic_min")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Where a rule is broken, and which."""
+
+    line: int
+    rule: str
+
+
+def violations(source: str) -> list[Violation]:
+    """Return what a module's source breaks, in the order of its lines."""
+    tree = ast.parse(source)
+    found = [*_everywhere(tree)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and _is_kernel(node):
+            found += [*_in_kernel(node)]
+    return sorted(found, key=lambda each: (each.line, each.rule))
+
+
+def _everywhere(tree: ast.Module) -> Iterator[Violation]:
+    docstrings = set(_docstrings(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for module in _imported(node):
+                if reason := _module_problem(module):
+                    yield Violation(node.lineno, reason)
+        elif isinstance(node, ast.Attribute):
+            if node.attr in BANNED_NAMES and not _of_a_mapping(node):
+                yield Violation(node.lineno, BANNED_NAMES[node.attr])
+            if node.attr in VENDORS and _last(node.value) == "extra":
+                yield Violation(node.lineno, f"triton.language.extra.{node.attr} is one vendor's")
+        elif isinstance(node, ast.Name) and node.id in BANNED_NAMES:
+            yield Violation(node.lineno, BANNED_NAMES[node.id])
+        elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+            # Source text that the package writes.
+            yield from _in_text(str(node.value), node.lineno)
+
+
+def _in_text(text: str, line: int) -> Iterator[Violation]:
+    words = {*(name for name in BANNED_NAMES if name != "advance"), "warp_specialize"}
+    for word in sorted(words):
+        if word in text:
+            yield Violation(line, BANNED_NAMES.get(word) or BANNED_KEYWORDS[word])
+    for vendor in VENDORS:
+        if f"extra.{vendor}" in text:
+            yield Violation(line, f"triton.language.extra.{vendor} is one vendor's")
+
+
+def _in_kernel(kernel: ast.FunctionDef) -> Iterator[Violation]:
+    made = {
+        target.id
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Assign) and _makes_descriptor(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    accessed = set()
+    for node in ast.walk(kernel):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _last(node.func)
+        for keyword in node.keywords:
+            if keyword.arg in BANNED_KEYWORDS:
+                yield Violation(node.lineno, BANNED_KEYWORDS[keyword.arg])
+        if name == "dot" and not any(each.arg == "input_precision" for each in node.keywords):
+            yield Violation(node.lineno, "a dot names its input_precision: float32's is tf32 else")
+        if name in ACCESSES and isinstance(node.func, ast.Attribute):
+            receiver = node.func.value
+            if isinstance(receiver, ast.Name) and receiver.id in made:
+                accessed.add(id(receiver))
+            elif _last(receiver) not in ("tl", "gl"):
+                yield Violation(node.lineno, "a descriptor is used in the function that makes it")
+    for node in ast.walk(kernel):
+        read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in made
+        if read and id(node) not in accessed:
+            yield Violation(node.lineno, "a descriptor is used in the function that makes it")
+        if _makes_descriptor(node) and not _assigned(kernel, node):
+            yield Violation(node.lineno, "a descriptor gets a name, and is used in its function")
+
+
+def _makes_descriptor(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _last(node.func) == "make_tensor_descriptor"
+
+
+def _assigned(kernel: ast.FunctionDef, call: ast.AST) -> bool:
+    return any(
+        isinstance(node, ast.Assign)
+        and node.value is call
+        and all(isinstance(target, ast.Name) for target in node.targets)
+        for node in ast.walk(kernel)
+    )
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    decorators = [
+        each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
+    ]
+    return any(_last(each) == "jit" for each in decorators)
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
+def _module_problem(module: str) -> str | None:
+    for vendor in VENDORS:
+        if f"{module}.".startswith(f"triton.language.extra.{vendor}."):
+            return f"triton.language.extra.{vendor} is one vendor's"
+    for banned in BANNED_MODULES:
+        if f"{module}.".startswith(f"{banned}."):
+            return f"{banned} is not for every device"
+    return None
+
+
+def _of_a_mapping(node: ast.Attribute) -> bool:
+    """`advance` is a common word: only `tl.advance` is meant."""
+    return node.attr == "advance" and _last(node.value) not in ("tl", "language")
+
+
+def _last(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _docstrings(tree: ast.Module) -> Iterator[int]:
+    """Ids of strings that stand alone: they are documentation."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield id(node.value)

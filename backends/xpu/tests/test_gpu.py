@@ -1,0 +1,38 @@
+"""For owners of an Intel GPU: results on it. Skipped, with the reason, elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import anyflex
+from anyflex.testing import Conformance
+
+pytestmark = pytest.mark.xpu
+
+
+class TestConformance(Conformance):
+    """The quick subset; `anyflex conformance --backend xpu --require all` runs everything."""
+
+    backend = "xpu"
+    require = ("forward", "backward", "decode")
+    quick = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_call_on_the_device_is_computed_by_this_backend(dtype: torch.dtype) -> None:
+    query = torch.randn(1, 4, 300, 64, dtype=dtype, device="xpu", requires_grad=True)
+    key, value = (torch.randn(1, 2, 500, 64, dtype=dtype, device="xpu") for _ in range(2))
+    found = anyflex.explain(query, key, value, enable_gqa=True)
+    assert found.to_dict()["backend"] == "xpu"
+
+
+def test_products_of_float32_are_not_rounded_to_tf32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 1, 256, 64, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
+    right = torch.softmax(query @ key.mT / 8, dim=-1) @ value
+    out = anyflex.flex_attention(*(each.float().to("xpu") for each in (query, key, value)))
+    # tf32 keeps 10 bits of mantissa, and errs by 1e-3 here.
+    torch.testing.assert_close(out.cpu().double(), right, rtol=0, atol=2e-5)

@@ -1,0 +1,99 @@
+"""The sources that run on Intel GPUs keep the rules of `kernel_rules`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernel_rules import violations
+
+import anyflex_triton
+import anyflex_xpu
+
+FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]
+FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(pointer, other, n):
+{body}
+"""
+MADE = "d = tl.make_tensor_descriptor(pointer, [n, 64], [64, 1], [16, 64])"
+
+
+def broken_by(*body: str) -> list[str]:
+    source = KERNEL.format(body="\n".join(f"    {line}" for line in body))
+    return [violation.rule for violation in violations(source)]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_a_source_keeps_the_rules(file: Path) -> None:
+    assert violations(file.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("p = tl.make_block_ptr(pointer, [n], [1], [0], [16], [0])", "block pointers are gone"),
+        ("p = tl.advance(pointer, [16])", "block pointers are gone"),
+        ("x = tl.inline_asm_elementwise('', '=r', [n], tl.int32, True, 1)", "inline assembly"),
+        ("x = tl.extra.cuda.libdevice.tanh(n)", "extra.cuda is one vendor's"),
+        ("x = tl.extra.hip.libdevice.tanh(n)", "extra.hip is one vendor's"),
+        ("for i in tl.range(0, n, warp_specialize=True): pass", "warp specialisation"),
+        ("kernel[(1,)](pointer, other, n, num_ctas=2)", "clusters"),
+        ("kernel[(1,)](pointer, other, n, maxnreg=128)", "grf_mode instead"),
+        ("x = tl.dot(pointer, other)", "names its input_precision"),
+        ("x = pointer.load([0, 0])", "used in the function that makes it"),
+        ("pointer.store([0, 0], n)", "used in the function that makes it"),
+    ],
+)
+def test_a_banned_construct_is_found(line: str, rule: str) -> None:
+    (found,) = broken_by(line)
+    assert rule in found
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        ("from triton.language.extra.cuda import libdevice", "extra.cuda is one vendor's"),
+        ("import triton.language.extra.hip.libdevice", "extra.hip is one vendor's"),
+        ("from triton.language.extra import cuda", "extra.cuda is one vendor's"),
+        ("from triton.tools.tensor_descriptor import TensorDescriptor", "not for every device"),
+        ("from triton.experimental import gluon", "not for every device"),
+        ("TABLE = {'tanh': 'tl.extra.cuda.libdevice.tanh({0})'}", "extra.cuda is one vendor's"),
+        ("TABLE = {'exp': 'tl.inline_asm_elementwise({0})'}", "inline assembly"),
+    ],
+)
+def test_a_banned_import_or_text_is_found(line: str, rule: str) -> None:
+    (found,) = violations(line)
+    assert rule in found.rule
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "x = inner(d, n)",
+        "x = (d, n)",
+        "return d",
+        "inner(tl.make_tensor_descriptor(pointer, [n, 64], [64, 1], [16, 64]), n)",
+    ],
+)
+def test_a_descriptor_that_leaves_its_function_is_found(use: str) -> None:
+    rules = broken_by(MADE, "x = d.load([0, 0])", use)
+    assert len(rules) == 1 and "descriptor" in rules[0]
+
+
+def test_what_every_device_has_is_no_violation() -> None:
+    assert not violations("from triton.language.extra import libdevice")
+    assert not violations('"""Neither tl.make_block_ptr nor warp_specialize."""')
+    assert not broken_by(
+        MADE,
+        "x = d.load([0, 0])",
+        "y = tl.load(other + tl.arange(0, 16))",
+        "d.store([0, 0], tl.dot(x, x.T, input_precision='ieee'))",
+        "tl.atomic_add(other, y)",
+        "tl.store(other, n)",
+    )
