@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from anyflex.plugin import Accepted, Decision, Rejected
 from anyflex_triton.backend import TritonBackend
 from anyflex_xpu import ipex, probing
+
+if TYPE_CHECKING:
+    from anyflex_triton.configs import Target
 
 __all__ = ["XpuBackend"]
 
@@ -23,7 +28,8 @@ class XpuBackend(TritonBackend):
     # Nobody else is the default of this device type.
     priority = 0
 
-    def target(self) -> str:
+    def target(self) -> Target:
+        """Intel's entries of the config table."""
         return "xpu"
 
     def probe(self) -> Decision:
