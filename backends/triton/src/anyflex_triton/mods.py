@@ -1,0 +1,589 @@
+"""Mods as Triton source: the table, and the functions around it.
+
+A value is held in its node's type, with two exceptions: float16 and bfloat16 are float32 that is
+rounded after each operation, and an int64 that provably fits is int32 (`_ranges`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from anyflex.plugin import Derivative, Lowering, ModGraph, Node, Spec, differentiate, simplify
+
+__all__ = ["LONGEST", "MOST_HEADS", "TRITON", "load_source", "write_source"]
+
+LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
+"""A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
+
+MOST_HEADS = 1 << 20
+"""A call's batch and heads stay below this."""
+
+_LANGUAGE = "tl"
+"""What the text calls the language's module, whose functions it uses: ``tl.where``."""
+
+_HEADER = f"""\
+from __future__ import annotations
+
+import triton
+import triton.language as {_LANGUAGE}
+
+from anyflex_triton import operations as ops
+"""
+_JIT = "triton.jit"
+
+_TYPES = {
+    torch.bool: "int1",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float32",
+    torch.bfloat16: "float32",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+"""The language's type that holds a value."""
+
+_ROUNDINGS = {torch.float16: "ops.float16", torch.bfloat16: "ops.bfloat16"}
+_EXACT = frozenset("neg abs minimum maximum where sign floor ceil round trunc detach".split())
+"""Operations that give values of the operands' type without rounding."""
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+# Which int64 values fit int32
+
+
+class _Range(NamedTuple):
+    """low <= value <= high."""
+
+    low: int
+    high: int
+
+
+def _corners(x: _Range, y: _Range, apply: Callable[[int, int], int]) -> _Range:
+    values = [apply(i, j) for i in x for j in y]
+    return _Range(min(values), max(values))
+
+
+def _modulo(x: _Range, y: _Range) -> _Range | None:
+    if x.low >= 0 and y.low > 0:
+        return _Range(0, min(x.high, y.high - 1))
+    return _Range(min(y.low + 1, 0), max(y.high - 1, 0)) if y.low > 0 or y.high < 0 else None
+
+
+def _bits(x: _Range, y: _Range) -> _Range:
+    """No result has more bits than the longer operand."""
+    bits = max(max(end, ~end).bit_length() for side in (x, y) for end in side)
+    return _Range(0 if min(x.low, y.low) >= 0 else -(1 << bits), (1 << bits) - 1)
+
+
+_RANGE_RULES: dict[str, Callable[..., _Range | None]] = {
+    "add": lambda x, y: _Range(x.low + y.low, x.high + y.high),
+    "sub": lambda x, y: _Range(x.low - y.high, x.high - y.low),
+    "mul": lambda x, y: _corners(x, y, lambda i, j: i * j),
+    "floordiv": lambda x, y: _corners(x, y, lambda i, j: i // j) if y.low > 0 else None,
+    "mod": _modulo,
+    "neg": lambda x: _Range(-x.high, -x.low),
+    "abs": lambda x: _Range(0 if x.low <= 0 <= x.high else min(map(abs, x)), max(map(abs, x))),
+    "sign": lambda x: _Range(-1, 1),
+    "minimum": lambda x, y: _Range(min(x.low, y.low), min(x.high, y.high)),
+    "maximum": lambda x, y: _Range(max(x.low, y.low), max(x.high, y.high)),
+    "and": lambda x, y: _Range(0, y.high) if y.low >= 0 else _bits(x, y),
+    "or": _bits,
+    "xor": _bits,
+    "not": lambda x: _Range(~x.high, ~x.low),
+    "shl": lambda x, y: (
+        _corners(x, y, lambda i, j: i << j) if y.low >= 0 and y.high < 32 else None
+    ),
+    "shr": lambda x, y: _Range(min(x.low, 0), max(x.high, 0)),
+    "where": lambda c, x, y: _Range(min(x.low, y.low), max(x.high, y.high)),
+    "cast": lambda x: x,
+    "detach": lambda x: x,
+}
+
+
+def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, _Range]:
+    """Ranges of integers and bools, where they are known whatever the captured tensors hold.
+
+    A range lies inside the node's type: nothing in it has wrapped.
+    """
+    longest = LONGEST[spec.index_width] + (1 << 10)
+    known: dict[Node, _Range] = {}
+    for node in nodes:
+        if node.dtype.is_floating_point:
+            continue
+        operands = [known.get(nodes[argument]) for argument in node.arguments]
+        found = None
+        if node.operation == "input":
+            indices = node.attribute in ("q_idx", "kv_idx")
+            found = _Range(0, (longest if indices else MOST_HEADS) - 1)
+        elif node.operation == "const":
+            found = _Range(int(_held(node)), int(_held(node)))
+        elif node.operation == "mod" and operands[1] is not None:
+            found = _modulo(operands[0] or _whole(torch.int64), operands[1])
+        elif node.operation in _RANGE_RULES and None not in operands:
+            found = _RANGE_RULES[node.operation](*operands)
+        whole = _whole(node.dtype)
+        if found is not None and whole.low <= found.low and found.high <= whole.high:
+            known[node] = found
+        elif node.dtype is not torch.int64:
+            known[node] = whole
+    return known
+
+
+def _whole(dtype: torch.dtype) -> _Range:
+    if dtype is torch.bool:
+        return _Range(0, 1)
+    limits = torch.iinfo(dtype)
+    return _Range(limits.min, limits.max)
+
+
+def _held(node: Node) -> int | float:
+    """A constant as its type holds it."""
+    value = node.attribute
+    assert isinstance(value, (bool, int, float))
+    if node.dtype is torch.bool:
+        return bool(value)
+    if not node.dtype.is_floating_point:
+        # A number beyond the type's range wraps.
+        limits = torch.iinfo(node.dtype)
+        return (int(value) - limits.min) % (1 << limits.bits) + limits.min
+    if abs(value) > torch.finfo(node.dtype).max:
+        return math.copysign(math.inf, value)
+    return float(torch.tensor(value, dtype=node.dtype).item())
+
+
+# The program of one function
+
+
+@dataclass
+class _Program:
+    """The lines of one function, and what its rules read.
+
+    Args:
+        nodes: that are lowered.
+        ranges: of `_ranges`.
+        first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
+        first_number: where in ``ints`` the closed-over numbers begin.
+        types: name of a value -> the language's type that holds it.
+    """
+
+    nodes: Sequence[Node]
+    ranges: Mapping[Node, _Range]
+    first_size: tuple[int, ...]
+    first_number: int
+    lines: list[str] = field(default_factory=list)
+    types: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: Spec, nodes: Sequence[Node]) -> _Program:
+        first, places = 0, []
+        for facts in spec.captured:
+            places.append(first)
+            first += 2 * facts.rank
+        return cls(nodes, _ranges(nodes, spec), tuple(places), first)
+
+    def emit(self, text: str, type_: str) -> str:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        self.types[name] = type_
+        return name
+
+    def cast(self, value: str, type_: str) -> str:
+        if self.types.get(value) == type_:
+            return value
+        return self.emit(f"{_LANGUAGE}.cast({value}, {_LANGUAGE}.{type_})", type_)
+
+    def rounded(self, value: str, dtype: torch.dtype) -> str:
+        rounding = _ROUNDINGS.get(dtype)
+        return value if rounding is None else self.emit(f"{rounding}({value})", "float32")
+
+    def type_of(self, node: Node) -> str:
+        """The type that holds the node's value."""
+        if node.dtype is torch.int64 and node in self.ranges:
+            found, narrow = self.ranges[node], _whole(torch.int32)
+            if narrow.low <= found.low and found.high <= narrow.high:
+                return "int32"
+        return _TYPES[node.dtype]
+
+    def is_up(self, node: Node) -> bool:
+        """Never negative."""
+        return node in self.ranges and self.ranges[node].low >= 0
+
+    def number(self, position: int) -> int | None:
+        """The value of an integer constant."""
+        node = self.nodes[position]
+        whole = node.operation == "const" and not node.dtype.is_floating_point
+        return int(_held(node)) if whole else None
+
+    def full(self, value: str, type_: str) -> str:
+        return self.emit(f"{_LANGUAGE}.full((), {value}, {_LANGUAGE}.{type_})", type_)
+
+    def nonempty(self, captured: int, rank: int) -> str:
+        """Whether a captured tensor has elements."""
+        sizes = [f"ints[{self.first_size[captured] + axis}]" for axis in range(rank)]
+        if not sizes:
+            return self.full("True", "int1")
+        product = " * ".join(f"{_LANGUAGE}.cast({size}, {_LANGUAGE}.int64)" for size in sizes)
+        return self.emit(f"({product}) != 0", "int1")
+
+    def place(self, position: int, index: str, size: str) -> str:
+        """An index into a dimension, wrapped and clamped."""
+        if self.types[index] not in ("int32", "int64"):
+            index = self.cast(index, "int32")
+        name = "place_up" if self.is_up(self.nodes[position]) else "place"
+        return self.emit(f"ops.{name}({index}, {size})", self.types[index])
+
+
+_Rule = Callable[[_Program, Node, Sequence[str]], str]
+
+
+def _unified(program: _Program, node: Node, operands: Sequence[str]) -> tuple[list[str], str]:
+    """(the operands in the type that the node is computed in, that type)."""
+    held = program.type_of(node)
+    sources = [program.nodes[argument].dtype for argument in node.arguments]
+    wide = held == "int64" or any(program.types[operand] == "int64" for operand in operands)
+    index_type = "int64" if wide else "int32"
+    unified = [
+        program.cast(operand, index_type) if dtype is torch.int64 else operand
+        for operand, dtype in zip(operands, sources, strict=True)
+    ]
+    if held == "int32" and node.dtype is torch.int64:
+        return unified, index_type
+    return unified, held
+
+
+def _finished(program: _Program, node: Node, value: str) -> str:
+    if node.operation not in _EXACT:
+        value = program.rounded(value, node.dtype)
+    return program.cast(value, program.type_of(node))
+
+
+def _plain(text: str) -> _Rule:
+    """A rule of text with ``{0}`` and ``{1}`` for the operands, ``{bits}`` for the width."""
+
+    def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
+        unified, type_ = _unified(program, node, operands)
+        bits = "".join(filter(str.isdigit, type_))
+        value = program.emit(text.format(*unified, bits=bits, tl=_LANGUAGE), type_)
+        return _finished(program, node, value)
+
+    return rule
+
+
+# Leaves, conversions, reads
+
+
+def _input(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    type_ = program.type_of(node)
+    value = program.emit(f"{_LANGUAGE}.cast({node.attribute}, {_LANGUAGE}.{type_})", type_)
+    return program.rounded(value, node.dtype)
+
+
+def _const(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    value, type_ = _held(node), program.type_of(node)
+    if isinstance(value, float) and not math.isfinite(value):
+        return program.full(f'float("{value}")', type_)
+    if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
+        # `full` knows one zero only.
+        return program.emit(f"{program.full('-1.0', type_)} * 0.0", type_)
+    return program.full(repr(value), type_)
+
+
+def _number(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    slot, type_ = str(node.attribute), program.type_of(node)
+    position = int(slot[1:])
+    source = (
+        f"ints[{program.first_number + position}]" if slot[0] == "i" else f"floats[{position}]"
+    )
+    value = program.emit(f"{_LANGUAGE}.cast({source}, {_LANGUAGE}.{type_})", type_)
+    return program.rounded(value, node.dtype)
+
+
+def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    """A wrapped and clamped index, so that nothing outside is read; an empty tensor gives 0."""
+    captured, rank = node.attribute, len(operands)
+    assert isinstance(captured, int)
+    pointer, first = f"tables[{captured}]", program.first_size[captured]
+    for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=True)):
+        place = program.place(position, index, f"ints[{first + axis}]")
+        pointer = program.emit(
+            f"ops.moved({pointer}, {place}, ints[{first + rank + axis}])", "pointer"
+        )
+    if rank:
+        text = f"{_LANGUAGE}.load({pointer}, mask={program.nonempty(captured, rank)}, other=0)"
+    else:
+        text = f"{_LANGUAGE}.load({pointer})"
+    return program.cast(program.emit(text, ""), program.type_of(node))
+
+
+def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    (value,) = operands
+    source = program.nodes[node.arguments[0]].dtype
+    if source.is_floating_point and node.dtype in (torch.uint8, torch.int8, torch.int16):
+        # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
+        value = program.cast(value, "int32")
+    value = program.cast(value, program.type_of(node))
+    return value if source is node.dtype else program.rounded(value, node.dtype)
+
+
+def _detach(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    return operands[0]
+
+
+# Integers
+
+
+def _division(power_of_2: str, up: str, by_number: str, by_any: str) -> _Rule:
+    """Rules for a constant that is a power of 2 (``{shift}``, ``{rest}``), for operands that
+    aren't negative with a positive constant, for a constant but 0 and -1, and for the rest."""
+
+    def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
+        number = program.number(node.arguments[1])
+        text = by_any
+        if number is not None and number not in (0, -1):
+            text = by_number
+            if number > 0 and program.is_up(program.nodes[node.arguments[0]]):
+                text = up
+            if number > 0 and number & (number - 1) == 0 and power_of_2:
+                shift, rest = str(number.bit_length() - 1), str(number - 1)
+                text = power_of_2.replace("{shift}", shift).replace("{rest}", rest)
+        return _plain(text)(program, node, operands)
+
+    return rule
+
+
+def _shift(direct: str, any_amount: str) -> _Rule:
+    def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
+        number = program.number(node.arguments[1])
+        # Below 8 is within every type.
+        inside = number is not None and 0 <= number < 8
+        return _plain(direct if inside else any_amount)(program, node, operands)
+
+    return rule
+
+
+def _product(value: str, exponent: int) -> str:
+    """Text of a small whole power."""
+    return " * ".join([value] * exponent)
+
+
+def _integer_power(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    number = program.number(node.arguments[1])
+    if number is not None and 1 <= number <= 4:
+        return _plain(_product("{0}", number))(program, node, operands)
+    return _plain("ops.integer_power({0}, {1}, {bits})")(program, node, operands)
+
+
+def _not(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    # The interpreter has no byte of ones.
+    text = "{0} ^ 255" if node.dtype is torch.uint8 else "~{0}"
+    return _plain(text)(program, node, operands)
+
+
+# Floats
+
+_POWERS = {
+    0.5: "{tl}.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    -0.5: "ops.rsqrt({0})",
+    -1.0: "1.0 / {0}",
+    -2.0: "1.0 / ({0} * {0})",
+}
+"""What torch computes for these exponents."""
+
+
+def _power(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    exponent = program.nodes[node.arguments[1]]
+    text = "ops.power({0}, {1})"
+    if exponent.operation == "const":
+        text = _POWERS.get(_held(exponent), text)
+    return _plain(text)(program, node, operands)
+
+
+_EVERY = "{tl}.PropagateNan.ALL"
+
+TRITON: Lowering[_Program, str] = Lowering(
+    "Triton",
+    {
+        "input": _input,
+        "number": _number,
+        "const": _const,
+        "load": _load,
+        "cast": _cast,
+        "detach": _detach,
+        "where": _plain("{tl}.where({0}, {1}, {2})"),
+        "add": _plain("{0} + {1}"),
+        "sub": _plain("{0} - {1}"),
+        "mul": _plain("{0} * {1}"),
+        "truediv": _plain("{0} / {1}"),
+        "floordiv:int": _division(
+            "{0} >> {shift}",
+            "{0} // {1}",
+            "ops.floor_divide_by({0}, {1})",
+            "ops.integer_floor_divide({0}, {1})",
+        ),
+        "floordiv:float": _plain("ops.floor_divide({0}, {1})"),
+        "mod:int": _division(
+            "{0} & {rest}", "{0} % {1}", "ops.mod_by({0}, {1})", "ops.integer_mod({0}, {1})"
+        ),
+        "mod:float": _plain("ops.remainder({0}, {1})"),
+        "fmod:int": _division("", "{0} % {1}", "{0} % {1}", "ops.integer_fmod({0}, {1})"),
+        "fmod:float": _plain("ops.fmod({0}, {1})"),
+        "pow:int": _integer_power,
+        "pow:float": _power,
+        "atan2": _plain("ops.atan2({0}, {1})"),
+        "minimum:int": _plain("{tl}.minimum({0}, {1})"),
+        "maximum:int": _plain("{tl}.maximum({0}, {1})"),
+        "minimum:float": _plain(f"{{tl}}.minimum({{0}}, {{1}}, propagate_nan={_EVERY})"),
+        "maximum:float": _plain(f"{{tl}}.maximum({{0}}, {{1}}, propagate_nan={_EVERY})"),
+        "neg:int": _plain("-{0}"),
+        # `-x` is 0 - x to Triton, which has no -0.0.
+        "neg:float": _plain("{0} * -1.0"),
+        "abs": _plain("{tl}.abs({0})"),
+        "sign": _plain("ops.sign({0})"),
+        "and": _plain("{0} & {1}"),
+        "or": _plain("{0} | {1}"),
+        "xor": _plain("{0} ^ {1}"),
+        "not": _not,
+        "shl": _shift("{0} << {1}", "ops.shifted_left({0}, {1}, {bits})"),
+        "shr": _shift("{0} >> {1}", "ops.shifted_right({0}, {1}, {bits})"),
+        **{name: _plain(f"{{0}} {sign} {{1}}") for name, sign in _COMPARISONS.items()},
+        # To a signed type of one bit True is -1.
+        "lt:bool": _plain("~{0} & {1}"),
+        "le:bool": _plain("~{0} | {1}"),
+        "gt:bool": _plain("{0} & ~{1}"),
+        "ge:bool": _plain("{0} | ~{1}"),
+        "round": _plain("ops.round_to_even({0})"),
+        **{
+            name: _plain(f"{{tl}}.{name}({{0}})")
+            for name in "floor ceil exp2 log log2 sqrt sin cos erf".split()
+        },
+        **{
+            name: _plain(f"ops.{name}({{0}})")
+            for name in (
+                "trunc exp expm1 log10 log1p rsqrt tan asin acos atan sinh cosh tanh asinh acosh "
+                "atanh sigmoid erfc"
+            ).split()
+        },
+    },
+)
+
+# The functions
+
+_INDICES = "b, h, q_idx, kv_idx"
+_CALL = "tables, ints, floats"
+
+
+def _function(name: str, arguments: str, program: _Program, last: str) -> list[str]:
+    body = [f"    {line}" for line in (*program.lines, last)]
+    return ["", "", f"@{_JIT}", f"def {name}({arguments}):", *body]
+
+
+def _score_mod(spec: Spec, nodes: Sequence[Node], output: int | None) -> tuple[_Program, str]:
+    """A program whose result is float32 in the score's shape; None is 0."""
+    program = _Program.of(spec, nodes)
+    if output is None:
+        value = program.full("0.0", "float32")
+    else:
+        value = TRITON.lower(nodes, program, [output])[output]
+    return program, f"return ops.spread({value}, score)"
+
+
+def _mask_mod(spec: Spec, graph: ModGraph) -> tuple[_Program, str]:
+    program = _Program.of(spec, graph.nodes)
+    value = TRITON.lower(graph.nodes, program, [graph.output])[graph.output]
+    return program, f"return {program.cast(value, 'int1')}"
+
+
+def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, str]:
+    program = _Program.of(spec, derivative.nodes)
+    learned = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
+    wanted = [node for s in derivative.scatters for node in (*s.indices, s.value)]
+    values = TRITON.lower(derivative.nodes, program, wanted)
+    for scatter in derivative.scatters:
+        first = program.first_size[scatter.captured]
+        offset = ""
+        for axis, position in enumerate(scatter.indices):
+            size = f"ints[{first + axis}]"
+            place = program.place(position, values[position], size)
+            if axis == 0:
+                offset = program.cast(place, "int64")
+            else:
+                offset = program.emit(f"ops.next_index({offset}, {size}, {place})", "int64")
+        inside = program.nonempty(scatter.captured, len(scatter.indices))
+        total = f"totals[{learned.index(scatter.captured)}]"
+        program.lines.append(
+            f"ops.accumulate({total}, {offset or program.full('0', 'int64')}, {inside}, "
+            f"{values[scatter.value]}, live)"
+        )
+    return program, "return"
+
+
+def write_source(spec: Spec) -> str:
+    """Return the text of a module with those of these functions that `spec` needs; all are
+    ``triton.jit``. Shapes below are those of a tile of scores: [M, N] or its transpose.
+
+    ``score_mod(score, b, h, q_idx, kv_idx, tables, ints, floats)``
+        The new score, float32, of the score's shape.
+    ``mask_mod(b, h, q_idx, kv_idx, tables, ints, floats)``
+        int1, of any shape that broadcasts.
+    ``score_mod_backward(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)``
+        The gradient of the score that came in, float32, of its shape.
+    ``captured_gradients(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)``
+        Adds to ``totals``, a contiguous accumulator for each captured tensor that learns, by
+        atomic additions; ``live``, int1 of the score's shape, says where.
+
+    ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
+    score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: of each captured
+    tensor its sizes, then its strides; then the call's ints. ``floats``: the call's floats.
+    """
+    lines = _HEADER.splitlines()
+    if spec.score_graph is not None:
+        graph = simplify(spec.score_graph)
+        arguments = f"score, {_INDICES}, {_CALL}"
+        lines += _function("score_mod", arguments, *_score_mod(spec, graph.nodes, graph.output))
+        learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+        if spec.needs_backward:
+            slope = differentiate(graph, wanted_captured=learned)
+            arguments = f"grad, score, {_INDICES}, {_CALL}"
+            program = _score_mod(spec, slope.nodes, slope.score)
+            lines += _function("score_mod_backward", arguments, *program)
+        if learned:
+            arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
+            program = _captured_gradients(spec, slope)
+            lines += _function("captured_gradients", arguments, *program)
+    if spec.mask_graph is not None:
+        graph = simplify(spec.mask_graph)
+        lines += _function("mask_mod", f"{_INDICES}, {_CALL}", *_mask_mod(spec, graph))
+    return "\n".join([*lines, ""])
+
+
+def load_source(text: str) -> types.ModuleType:
+    """Return the module of `write_source`'s text, the same one for the same text.
+
+    Triton reads the source of a function again: it is found in `linecache`, no file is written.
+    The module's name, which is part of Triton's keys, depends on the text alone.
+    """
+    name = f"anyflex_triton.mods_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
+    module = types.ModuleType(name)
+    module.__file__ = f"{name}.py"
+    linecache.cache[module.__file__] = (len(text), None, text.splitlines(True), module.__file__)
+    exec(compile(text, module.__file__, "exec"), module.__dict__)
+    return sys.modules.setdefault(name, module)
