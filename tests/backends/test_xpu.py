@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ FILES = sorted([*FOLDER.glob("xpu/src/**/*.py"), *FOLDER.glob("xpu/tests/*.py")]
 
 def test_its_own_tests_pass(tmp_path: Path) -> None:
     assert " passed" in run_tests("xpu", tmp_path, "-m", "not xpu")
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton on this machine")
+def test_its_configurations_give_the_right_numbers_in_the_interpreter(tmp_path: Path) -> None:
+    printed = run_tests("xpu", tmp_path, "tests/test_interpreter.py", TRITON_INTERPRET="1")
+    assert " passed" in printed and " skipped" not in printed
 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="this machine has an Intel GPU")
