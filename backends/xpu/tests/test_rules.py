@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from kernel_rules import violations
 
+import anyflex
 import anyflex_triton
 import anyflex_xpu
+from anyflex.testing import posing
+from anyflex_triton.mods import write_source
 
 FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]
 FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
+
+
+def test_what_is_written_for_mods_keeps_the_rules() -> None:
+    """Functions that a vendor's library has too, and a captured tensor that learns."""
+    slopes = torch.zeros(2, requires_grad=True)
+    query = torch.zeros(1, 2, 32, 16, requires_grad=True)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        s = torch.tanh(s) + torch.exp2(s) + torch.log1p(s * s) + torch.erf(s) + torch.sin(s)
+        return torch.where(q % 7 > k // 3, s.pow(2.5), torch.sqrt(s * s)) + slopes[h] * (k - q)
+
+    mask = anyflex.create_block_mask(lambda b, h, q, k: (q >= k) | (k < 3), None, None, 32, 32)
+    with posing("xpu"):
+        found = anyflex.explain(query, query, query, score, mask, backend="xpu")
+    source = write_source(found.selection.spec)
+    assert "score_mod_backward" in source and "captured_gradients" in source
+    assert violations(source) == []
+
 
 KERNEL = """
 import triton
