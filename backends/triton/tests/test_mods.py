@@ -1,39 +1,21 @@
-"""Mods as Triton source, run by Triton's interpreter against core's evaluation."""
+"""Operations, conversions and constants as Triton source, against core's evaluation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
+from tile_case import Case, M, N
+from torch import Tensor
 
-from anyflex.plugin import (
-    DTYPES,
-    OPERATIONS,
-    CapturedFacts,
-    ModGraph,
-    Node,
-    Spec,
-    differentiate,
-    evaluate,
-    operand_classes,
-    parse_graph,
-    simplify,
-)
-
-triton = pytest.importorskip("triton", reason="triton is not installed")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
-
-import triton.language as tl  # noqa: E402
-from anyflex_triton.mods import TRITON, load_source, write_source  # noqa: E402
+from anyflex.plugin import DTYPES, OPERATIONS, ModGraph, Node, operand_classes, parse_graph
+from anyflex_triton.mods import TRITON, write_source
 
 # numpy says what it divides by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-M, N = 16, 32
 FLOATS = [0.0, -0.0, 0.5, -0.5, 1.0, -1.0, 1.5, -1.5, 2.5, -2.5, 3.0, -7.25, 0.3, -0.04, 1e-4]
 FLOATS += [20.25, -30.5, 88.0, 1000.0, math.inf, -math.inf, math.nan]
 INTEGERS = [0, 1, -1, 2, -2, 3, -3, 5, 7, 8, -9, 31, 32, -32, 63, 64, -65, 100, 127, -128]
@@ -45,127 +27,7 @@ OPERAND_TYPES = {
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-@triton.jit
-def on_a_tile(
-    scores, grads, lives, out, b, h, first_q, first_k, tables, ints, floats, totals,
-    MOD: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One of the functions, on scores [M, N] whose rows are queries, or keys if TRANSPOSED."""
-    places = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
-    score = tl.load(scores + places)
-    grad = tl.load(grads + places)
-    live = tl.load(lives + places) != 0
-    if TRANSPOSED:
-        kv_idx = first_k + tl.arange(0, M)[:, None]
-        q_idx = first_q + tl.arange(0, N)[None, :]
-    else:
-        q_idx = first_q + tl.arange(0, M)[:, None]
-        kv_idx = first_k + tl.arange(0, N)[None, :]
-    if ROWS:
-        h = h + tl.arange(0, M)[:, None] % 2
-    if KIND == "score":
-        found = MOD(score, b, h, q_idx, kv_idx, tables, ints, floats)
-        tl.store(out + places, found)
-    if KIND == "mask":
-        kept = MOD(b, h, q_idx, kv_idx, tables, ints, floats)
-        tl.store(out + places, tl.broadcast_to(tl.where(kept, 1.0, 0.0), [M, N]))
-    if KIND == "backward":
-        found = MOD(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)
-        tl.store(out + places, found)
-    if KIND == "captured":
-        MOD(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)
-
-
-class Case:
-    """A spec, and a tile of values to run it on."""
-
-    def __init__(
-        self,
-        score: ModGraph | None,
-        mask: ModGraph | None = None,
-        captured: Sequence[torch.Tensor] = (),
-        learned: Sequence[int] = (),
-        ints: Sequence[int] = (),
-        floats: Sequence[float] = (),
-        *,
-        b: int = 0,
-        h: int = 0,
-        first_q: int = 0,
-        first_k: int = 0,
-        transposed: bool = False,
-        rows: bool = False,
-    ) -> None:
-        self.captured, self.ints, self.floats = tuple(captured), tuple(ints), tuple(floats)
-        self.learned = tuple(learned)
-        self.spec = Spec(
-            "cuda",
-            "sm_90",
-            torch.float32,
-            64,
-            64,
-            score_graph=score,
-            mask_graph=mask,
-            captured=tuple(
-                CapturedFacts(tensor.dtype, tensor.dim(), i in self.learned)
-                for i, tensor in enumerate(self.captured)
-            ),
-            gradients=("q",),
-        )
-        generator = torch.Generator().manual_seed(5)
-        self.score = torch.randn(M, N, generator=generator) * 2
-        self.grad = torch.randn(M, N, generator=generator)
-        self.live = torch.rand(M, N, generator=generator) < 0.8
-        self.b, self.h, self.first_q, self.first_k = b, h, first_q, first_k
-        self.transposed, self.rows = transposed, rows
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        rows, columns = torch.arange(M)[:, None], torch.arange(N)[None]
-        q_idx, kv_idx = (columns, rows) if self.transposed else (rows, columns)
-        h = torch.tensor(self.h) + (rows % 2 if self.rows else 0)
-        return {
-            "score": self.score,
-            "grad": self.grad,
-            "b": torch.tensor(self.b),
-            "h": h,
-            "q_idx": q_idx + self.first_q,
-            "kv_idx": kv_idx + self.first_k,
-        }
-
-    def run(self, name: str, kind: str, totals: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
-        out = torch.full((M, N), math.nan)
-        numbers: list[int] = []
-        for tensor in self.captured:
-            numbers += [*tensor.shape, *tensor.stride()]
-        tables = tuple(
-            tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor
-            for tensor in self.captured
-        )
-        module = load_source(write_source(self.spec))
-        on_a_tile[(1,)](
-            self.score, self.grad, self.live.to(torch.int32), out, self.b, self.h, self.first_q,
-            self.first_k, tables, (*numbers, *self.ints), self.floats, totals,
-            MOD=getattr(module, name), KIND=kind, M=M, N=N, TRANSPOSED=self.transposed,
-            ROWS=self.rows,
-        )  # fmt: skip
-        return out
-
-    def evaluated(self, nodes: Sequence[Node], wanted: Sequence[int]) -> list[torch.Tensor]:
-        return evaluate(
-            nodes,
-            wanted,
-            inputs=self.inputs(),
-            captured=self.captured,
-            ints=self.ints,
-            floats=self.floats,
-        )
-
-    def value(self, graph: ModGraph) -> torch.Tensor:
-        (value,) = self.evaluated(graph.nodes, [graph.output])
-        return value.expand(M, N)
-
-
-def values_of(name: str) -> torch.Tensor:
+def values_of(name: str) -> Tensor:
     dtype = DTYPES[name]
     if name == "bool":
         return torch.tensor([False, True])
@@ -176,7 +38,7 @@ def values_of(name: str) -> torch.Tensor:
     return torch.tensor([*kept, limits.min, limits.max, limits.max - 1], dtype=dtype)
 
 
-def pairs(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs(name: str) -> tuple[Tensor, Tensor]:
     """[M * N] values: all pairs of tricky ones, some again."""
     values = values_of(name)
     first, second = torch.meshgrid(values, values, indexing="ij")
@@ -200,7 +62,7 @@ def operation_nodes(operation: str, name: str) -> list[Node]:
     return nodes
 
 
-def checked(nodes: list[Node], captured: Sequence[torch.Tensor], skip: Any = None) -> None:
+def checked(nodes: list[Node], captured: Sequence[Tensor], skip: Tensor | None = None) -> None:
     """The last node's value is core's."""
     result = nodes[-1].dtype
     last = len(nodes) - 1
@@ -246,3 +108,152 @@ def test_an_operation_has_torch_s_meaning(operation: str, name: str) -> None:
         skip = (second == 0) | ((first == torch.iinfo(DTYPES[name]).min) & (second + 1 == 0))
         second = torch.where(skip, 1, second)
     checked(operation_nodes(operation, name), [first, second], skip)
+
+
+def test_the_table_lacks_no_operation() -> None:
+    assert TRITON.missing() == []
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_a_cast_has_torch_s_meaning(source: str, target: str) -> None:
+    first, _ = pairs(source)
+    first = first.repeat_interleave(len(values_of(source)))[: M * N]
+    if DTYPES[source].is_floating_point and not DTYPES[target].is_floating_point:
+        # A number that the integer can't hold becomes anything.
+        bound = 1e9 if target in ("i32", "i64") else 1e4
+        held = first.isfinite() & (first.double().abs() < bound)
+        first = torch.where(held | (DTYPES[target] is torch.bool), first, 1)
+    nodes = [*parse_graph(f"{PAIR};=4").nodes, Node("load", DTYPES[source], (4,), 0)]
+    checked([*nodes, Node("cast", DTYPES[target], (5,))], [first])
+
+
+CONSTANTS = [
+    ("f32", -0.0), ("f32", math.inf), ("f32", math.nan), ("f32", 1e300), ("f32", 0.1),
+    ("f16", 1e5), ("f16", 0.1), ("bf16", 0.1), ("bf16", -1e39), ("f64", 0.1), ("f64", 1e300),
+    ("i8", 300), ("u8", -1), ("i32", 1 << 31), ("i64", 1 << 63), ("i64", -(1 << 63)),
+    ("i64", 1 << 40), ("i64", -5), ("bool", True), ("bool", False), ("i16", -1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), CONSTANTS)
+def test_a_constant_is_as_its_type_holds_it(name: str, value: float) -> None:
+    nodes = list(parse_graph(f"{PAIR};=4").nodes)
+    checked([*nodes, Node("const", DTYPES[name], (), value)], [])
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "name"),
+    [
+        (operation, number, name)
+        for operation in ("floordiv", "mod", "fmod", "shl", "shr", "pow", "mul")
+        for number in (1, -1, 2, 3, -3, 7, 8, 64, -8, 100, 0)
+        for name in ("i64", "i32", "i8", "u8")
+        # Division by 0 gives something, and a negative power isn't a constant's in torch.
+        if number != 0 or operation not in ("floordiv", "mod", "fmod")
+        if number >= 0 or (name != "u8" and operation != "pow")
+    ],
+)
+def test_an_integer_operation_with_a_constant_has_torch_s_meaning(
+    operation: str, number: int, name: str
+) -> None:
+    dtype = DTYPES[name]
+    for first in (pairs(name)[0], None):
+        nodes = list(parse_graph(f"{PAIR};=4").nodes)
+        # Of any value, and of indices, whose range is known.
+        place = 4 if first is None else 5
+        nodes.append(Node("load", dtype, (4,), 0))
+        if first is None:
+            if name != "i64":
+                continue
+            nodes[-1] = Node("sub", torch.int64, (0, 1))
+            place = 5
+        nodes.append(Node("const", dtype, (), number))
+        least = first is not None and number == -1
+        skip = first == torch.iinfo(dtype).min if least else None
+        checked(
+            [*nodes, Node(operation, dtype, (place, 6))], [] if first is None else [first], skip
+        )
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0, 0.0, 4.0, 1.5, -3.0])
+@pytest.mark.parametrize("name", OPERAND_TYPES["float"])
+def test_a_power_with_a_constant_is_torch_s(exponent: float, name: str) -> None:
+    dtype = DTYPES[name]
+    nodes = [*parse_graph(f"{PAIR};=4").nodes, Node("load", dtype, (4,), 0)]
+    nodes.append(Node("const", dtype, (), exponent))
+    checked([*nodes, Node("pow", dtype, (5, 6))], [pairs(name)[0]])
+
+
+@pytest.mark.parametrize(
+    ("operation", "low", "high"),
+    [
+        ("exp", -87, 88), ("expm1", -5, 88), ("exp2", -120, 120), ("log10", 1e-30, 1e30),
+        ("log1p", -0.99, 1e4), ("tanh", -10, 10), ("sigmoid", -80, 80), ("sinh", -85, 85),
+        ("cosh", -85, 85), ("asinh", -1e4, 1e4), ("acosh", 1, 1e4), ("atanh", -0.999, 0.999),
+        ("asin", -1, 1), ("acos", -1, 1), ("atan", -50, 50), ("tan", -1.5, 1.5),
+        ("erfc", -4, 9), ("rsqrt", 1e-3, 1e3), ("erf", -4, 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["f32", "f64"])
+def test_functions_are_right_to_a_few_units_in_the_last_place(
+    operation: str, low: float, high: float, name: str
+) -> None:
+    dtype = DTYPES[name]
+    half = M * N // 2
+    even = torch.linspace(low, high, half, dtype=torch.float64)
+    # From tiny numbers up, where relative errors show.
+    small = torch.logspace(-12, 0, half, dtype=torch.float64) * min(
+        abs(high), abs(low) or 1.0, 1.0
+    )
+    small = small * torch.tensor([1.0, -1.0]).repeat(half // 2) if low < 0 else small + max(low, 0)
+    x = torch.cat([even, small]).to(dtype)
+    nodes = [*parse_graph(f"{PAIR};=4").nodes, Node("load", dtype, (4,), 0)]
+    nodes.append(Node(operation, dtype, (5,)))
+    wide = [*nodes[:5], Node("load", torch.float64, (4,), 0), Node(operation, torch.float64, (5,))]
+    (exact,) = Case(None, captured=[x.double()]).evaluated(wide, [6])
+    if name == "f32":
+        found = Case(ModGraph(tuple(nodes), 6), captured=[x]).run("score_mod", "score").double()
+        error, unit = (found - exact).abs() / exact.abs().clamp_min(1e-300), 2.0**-23
+    else:
+        # The difference is taken in the mod.
+        nodes += [Node("load", dtype, (4,), 1), Node("sub", dtype, (6, 7))]
+        nodes.append(Node("truediv", dtype, (8, 7)))
+        case = Case(ModGraph(tuple(nodes), 9), captured=[x, exact.reshape(-1).contiguous()])
+        error = case.run("score_mod", "score").double().abs()
+        error, unit = torch.where(exact == 0, 0.0, error), 2.0**-52
+    assert error.max() <= (4 if name == "f32" else 24) * unit, (
+        x[error.argmax()],
+        error.max() / unit,
+    )
+
+
+def test_powers_are_right_to_a_few_units_in_the_last_place() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.rand(M * N, generator=generator, dtype=torch.float64) * 12 - 6).exp().float()
+    y = (torch.rand(M * N, generator=generator) * 28 - 14).float()
+    nodes = operation_nodes("pow", "f32")
+    found = Case(ModGraph(tuple(nodes), 7), captured=[x, y]).run("score_mod", "score").double()
+    exact = torch.pow(x.double(), y.double()).view(M, N)
+    held = (exact < 3e38) & (exact > 2e-38)
+    assert ((found - exact).abs() / exact)[held].max() < 4 * 2.0**-23
+
+
+def test_powers_of_ten_have_whole_logarithms() -> None:
+    x = torch.tensor([10.0**k for k in range(-30, 31)]).repeat(9)[: M * N]
+    nodes = [*parse_graph(f"{PAIR};=4").nodes, Node("load", torch.float32, (4,), 0)]
+    nodes.append(Node("log10", torch.float32, (5,)))
+    found = Case(ModGraph(tuple(nodes), 6), captured=[x]).run("score_mod", "score")
+    assert found.flatten()[30:61].tolist() == [float(k) for k in range(31)]
+
+
+def test_the_text_is_the_same_for_the_same_spec_and_int64_appears_where_it_must() -> None:
+    short = parse_graph("input i64 - q_idx;input i64 - kv_idx;sub i64 0,1 -;const i64 - 8;"
+                        "lt bool 2,3 -;=4")  # fmt: skip
+    wide = parse_graph("input i64 - q_idx;const i64 - 104729;mul i64 0,1 -;const i64 - 97;"
+                       "mod i64 2,3 -;const i64 - 40;lt bool 4,5 -;=6")  # fmt: skip
+    assert "int64" not in write_source(Case(None, short).spec)
+    assert "int64" in write_source(Case(None, wide).spec)
+    assert write_source(Case(None, wide).spec) == write_source(Case(None, wide).spec)
+    case = Case(None, wide, first_q=100_000_000)
+    assert torch.equal(case.run("mask_mod", "mask"), case.value(wide).float())

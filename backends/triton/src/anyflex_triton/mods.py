@@ -6,11 +6,7 @@ rounded after each operation, and an int64 that provably fits is int32 (`_ranges
 
 from __future__ import annotations
 
-import hashlib
-import linecache
 import math
-import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +15,7 @@ import torch
 
 from anyflex.plugin import Derivative, Lowering, ModGraph, Node, Spec, differentiate, simplify
 
-__all__ = ["LONGEST", "MOST_HEADS", "TRITON", "load_source", "write_source"]
+__all__ = ["LONGEST", "MOST_HEADS", "TRITON", "write_source"]
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
 """A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
@@ -164,6 +160,16 @@ def _held(node: Node) -> int | float:
     return float(torch.tensor(value, dtype=node.dtype).item())
 
 
+def _dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
+    """Which of the inputs that differ within a tile each node needs."""
+    found: dict[Node, frozenset[str]] = {}
+    for node in nodes:
+        own = {str(node.attribute)} if node.operation == "input" else set()
+        needed = own.union(*(found[nodes[argument]] for argument in node.arguments))
+        found[node] = frozenset(needed & {"score", "grad", "q_idx", "kv_idx"})
+    return found
+
+
 # The program of one function
 
 
@@ -174,6 +180,7 @@ class _Program:
     Args:
         nodes: that are lowered.
         ranges: of `_ranges`.
+        needs: of `_dependences`.
         first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
         first_number: where in ``ints`` the closed-over numbers begin.
         types: name of a value -> the language's type that holds it.
@@ -181,6 +188,7 @@ class _Program:
 
     nodes: Sequence[Node]
     ranges: Mapping[Node, _Range]
+    needs: Mapping[Node, frozenset[str]]
     first_size: tuple[int, ...]
     first_number: int
     lines: list[str] = field(default_factory=list)
@@ -192,7 +200,7 @@ class _Program:
         for facts in spec.captured:
             places.append(first)
             first += 2 * facts.rank
-        return cls(nodes, _ranges(nodes, spec), tuple(places), first)
+        return cls(nodes, _ranges(nodes, spec), _dependences(nodes), tuple(places), first)
 
     def emit(self, text: str, type_: str) -> str:
         name = f"v{len(self.lines)}"
@@ -282,6 +290,16 @@ def _plain(text: str) -> _Rule:
     return rule
 
 
+def _comparison(sign: str) -> _Rule:
+    def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
+        of_floats = program.nodes[node.arguments[0]].dtype.is_floating_point
+        text = f"{{0}} {sign} {{1}}"
+        scalar = of_floats and not program.needs[node]
+        return _plain(f"ops.truth({text})" if scalar else text)(program, node, operands)
+
+    return rule
+
+
 # Leaves, conversions, reads
 
 
@@ -335,6 +353,8 @@ def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
         # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
         value = program.cast(value, "int32")
     value = program.cast(value, program.type_of(node))
+    if node.dtype is torch.bool and source.is_floating_point and not program.needs[node]:
+        value = program.emit(f"ops.truth({value})", "int1")
     return value if source is node.dtype else program.rounded(value, node.dtype)
 
 
@@ -409,9 +429,31 @@ _POWERS = {
 def _power(program: _Program, node: Node, operands: Sequence[str]) -> str:
     exponent = program.nodes[node.arguments[1]]
     text = "ops.power({0}, {1})"
-    if exponent.operation == "const":
+    # Of float16 torch takes no square roots: they differ for -0.0 and -infinity.
+    if exponent.operation == "const" and node.dtype is not torch.float16:
         text = _POWERS.get(_held(exponent), text)
     return _plain(text)(program, node, operands)
+
+
+def _of_indices(program: _Program, node: Node) -> bool:
+    """Whether a float32 value may be a step's: exact where torch's is, like q_idx / 3 at 6."""
+    of_scores = program.needs[node] & {"score", "grad"}
+    return not of_scores and _TYPES[node.dtype] == "float32"
+
+
+def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    if _of_indices(program, node):
+        return _plain("{tl}.div_rn({0}, {1})")(program, node, operands)
+    if program.needs[program.nodes[node.arguments[1]]] or node.dtype is torch.float64:
+        return _plain("{0} / {1}")(program, node, operands)
+    # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
+    inverse = program.emit(f"1.0 / {operands[1]}", "float32")
+    return _plain("{0} * {1}")(program, node, (operands[0], inverse))
+
+
+def _sqrt(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    name = "sqrt_rn" if _of_indices(program, node) else "sqrt"
+    return _plain(f"{{tl}}.{name}({{0}})")(program, node, operands)
 
 
 _EVERY = "{tl}.PropagateNan.ALL"
@@ -429,7 +471,8 @@ TRITON: Lowering[_Program, str] = Lowering(
         "add": _plain("{0} + {1}"),
         "sub": _plain("{0} - {1}"),
         "mul": _plain("{0} * {1}"),
-        "truediv": _plain("{0} / {1}"),
+        "truediv": _true_division,
+        "sqrt": _sqrt,
         "floordiv:int": _division(
             "{0} >> {shift}",
             "{0} // {1}",
@@ -461,7 +504,7 @@ TRITON: Lowering[_Program, str] = Lowering(
         "not": _not,
         "shl": _shift("{0} << {1}", "ops.shifted_left({0}, {1}, {bits})"),
         "shr": _shift("{0} >> {1}", "ops.shifted_right({0}, {1}, {bits})"),
-        **{name: _plain(f"{{0}} {sign} {{1}}") for name, sign in _COMPARISONS.items()},
+        **{name: _comparison(sign) for name, sign in _COMPARISONS.items()},
         # To a signed type of one bit True is -1.
         "lt:bool": _plain("~{0} & {1}"),
         "le:bool": _plain("~{0} | {1}"),
@@ -470,7 +513,7 @@ TRITON: Lowering[_Program, str] = Lowering(
         "round": _plain("ops.round_to_even({0})"),
         **{
             name: _plain(f"{{tl}}.{name}({{0}})")
-            for name in "floor ceil exp2 log log2 sqrt sin cos erf".split()
+            for name in "floor ceil exp2 log log2 sin cos erf".split()
         },
         **{
             name: _plain(f"ops.{name}({{0}})")
@@ -570,20 +613,3 @@ def write_source(spec: Spec) -> str:
         graph = simplify(spec.mask_graph)
         lines += _function("mask_mod", f"{_INDICES}, {_CALL}", *_mask_mod(spec, graph))
     return "\n".join([*lines, ""])
-
-
-def load_source(text: str) -> types.ModuleType:
-    """Return the module of `write_source`'s text, the same one for the same text.
-
-    Triton reads the source of a function again: it is found in `linecache`, no file is written.
-    The module's name, which is part of Triton's keys, depends on the text alone.
-    """
-    name = f"anyflex_triton.mods_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        return loaded
-    module = types.ModuleType(name)
-    module.__file__ = f"{name}.py"
-    linecache.cache[module.__file__] = (len(text), None, text.splitlines(True), module.__file__)
-    exec(compile(text, module.__file__, "exec"), module.__dict__)
-    return sys.modules.setdefault(name, module)

@@ -62,10 +62,21 @@ __all__ = [
     "tan",
     "tanh",
     "trunc",
+    "truth",
 ]
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The functions are run by numpy."""
+
+
+@triton.jit
+def truth(x):
+    """An int1 that came of a comparison of scalars. The interpreter holds one of floats as a
+    float, and has no `&` for it in a tile; there, two operands are broadcast before they are
+    compared, too."""
+    if INTERPRETED:
+        x = tl.where(x, 1, 0) != 0
+    return x
 
 
 # Rounding
@@ -153,6 +164,7 @@ def divided(x, y):
 @triton.jit
 def fmod(x, y):
     """The remainder of trunc(x / y). Exact up to quotients of 2^48 (float64: 2^106)."""
+    x, y = tl.broadcast(x, y)
     size, by = tl.abs(x), tl.abs(y)
     if INTERPRETED and x.dtype == tl.float64:
         rest = size % by
@@ -177,6 +189,7 @@ def rest_of(size, by):
 @triton.jit
 def remainder(x, y):
     """The remainder with the divisor's sign."""
+    x, y = tl.broadcast(x, y)
     rest = fmod(x, y)
     return tl.where((rest != 0.0) & ((y < 0.0) != (rest < 0.0)), rest + y, rest)
 
@@ -184,6 +197,7 @@ def remainder(x, y):
 @triton.jit
 def floor_divide(x, y):
     """The whole number nearest to (x - remainder) / y: division alone may round up to the next."""
+    x, y = tl.broadcast(x, y)
     rest = fmod(x, y)
     ratio = (x - rest) / y
     ratio = tl.where((rest != 0.0) & ((y < 0.0) != (rest < 0.0)), ratio - 1.0, ratio)
@@ -321,8 +335,14 @@ def log1p(x):
 
 @triton.jit
 def leading(x):
-    """The first 12 bits of float32 numbers. What made `x` is not contracted past this."""
-    return tl.cast(tl.cast(x, tl.int32, bitcast=True) & -0x1000, tl.float32, bitcast=True)
+    """The first 12 bits (float64: 26). What made `x` is not contracted past this."""
+    if x.dtype == tl.float64:
+        bits = tl.cast(x, tl.int64, bitcast=True) & -0x8000000
+        result = tl.cast(bits, tl.float64, bitcast=True)
+    else:
+        bits = tl.cast(x, tl.int32, bitcast=True) & -0x1000
+        result = tl.cast(bits, tl.float32, bitcast=True)
+    return result
 
 
 @triton.jit
@@ -386,6 +406,7 @@ def is_negative(x):
 @triton.jit
 def power(x, y):
     """x ** y with the special cases of C's pow. float64: |y log2(x)| times exp2's error."""
+    x, y = tl.broadcast(x, y)
     size = tl.abs(x)
     if x.dtype == tl.float64:
         result = tl.exp2(y * tl.log2(size))
@@ -426,8 +447,10 @@ def tanh(x):
         u = expm1(size * -2.0)
         found = (0.0 - u) / (u + 2.0)
     else:
-        # 2 / ln(2); an infinite power gives 1.
-        far = 1.0 - 2.0 / (tl.exp2(size * 2.8853900817779268) + 1.0)
+        # 1 - 2 / (e^(2 |x|) + 1). A reciprocal square root, squared, is quicker than a division,
+        # which looks at its operands' ranges. An infinite power gives 1.
+        root = tl.rsqrt(tl.exp2(size * 2.8853900817779268) + 1.0)
+        far = 1.0 - 2.0 * (root * root)
         # tanh(x) / x - 1 in x^2 for |x| <= 0.55: 3.8e-8. 1 - 2 / (...) has lost digits there.
         z = x * x
         p = 0.13320942223072052 + z * (-0.05268413573503494 + z * 0.016458744183182716)
@@ -438,7 +461,8 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + exp(x * -1.0))
+    root = rsqrt(1.0 + exp(x * -1.0))
+    return root * root
 
 
 @triton.jit
@@ -528,6 +552,7 @@ def atan(x):
 
 @triton.jit
 def atan2(y, x):
+    y, x = tl.broadcast(y, x)
     rise, run = tl.abs(y), tl.abs(x)
     steep = rise > run
     large = tl.where(steep, rise, run)
@@ -574,7 +599,6 @@ def erfc(x):
         p = 0.16405128003363212 + t * (-0.05422000099101933 + t * p)
         p = -0.09276382658574671 + t * (-0.1660303976153083 + t * p)
         p = 1.2769783815525289 + t * p
-        bell = tl.exp(-size * size)
     else:
         size = tl.where(size > 10.2, 10.2, size)
         t = (size - 2.0) / (size + 2.0)
@@ -584,10 +608,9 @@ def erfc(x):
         p = -0.054203882813453674 + t * (-0.008060143329203129 + t * p)
         p = -0.16603146493434906 + t * (0.16405542194843292 + t * p)
         p = 1.2769783735275269 + t * (-0.0927639827132225 + t * p)
-        # The square in two parts.
-        head = leading(size * size)
-        rest = fused(size, size, -head)
-        bell = exp(-head) * exp(-rest)
+    # Of the square's two parts the first is exact.
+    head = leading(size)
+    bell = exp(-head * head) * exp((head - size) * (head + size))
     found = bell * p / (1.0 + 2.0 * size)
     return tl.where(x < 0.0, 2.0 - found, found)
 

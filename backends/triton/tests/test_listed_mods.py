@@ -1,0 +1,72 @@
+"""Every mod of core's lists, traced, on tiles: values and slopes against core's evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tile_case import Case, M, N
+
+from anyflex.mod_graph.trace import trace_mod
+from anyflex.plugin import differentiate, parse_graph, simplify
+from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
+from anyflex.testing.mods.mask_mods import MASK_MODS
+from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.operation_mods import OPERATION_MODS
+from anyflex.testing.mods.score_mods import SCORE_MODS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SIZES = Sizes(2, 4, 2, 48, 80)
+SCORES = {**SCORE_MODS, **KIT_MODS, **OPERATION_MODS}
+MASKS = {**MASK_MODS, **KIT_MASKS}
+TILES = [
+    {"b": 1, "h": 2, "first_q": 16, "first_k": 32},
+    {"b": 0, "h": 1, "first_q": 40, "first_k": 8, "transposed": True},
+    {"b": 1, "h": 0, "first_q": 0, "first_k": 0, "rows": True},
+]
+
+
+def case_of(entry: Entry, kind: str, tile: dict[str, int | bool]) -> Case:
+    mod = entry.make(SIZES, torch.Generator().manual_seed(3))
+    traced = trace_mod(mod.function(), kind)  # type: ignore[arg-type]
+    graph = simplify(parse_graph(traced.text))
+    return Case(
+        graph if kind == "score" else None,
+        graph if kind == "mask" else None,
+        traced.captured,
+        [i for i, tensor in enumerate(traced.captured) if tensor.requires_grad],
+        traced.ints,
+        traced.floats,
+        **tile,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
+    for tile in TILES:
+        case = case_of(MASKS[name], "mask", tile)
+        assert case.spec.mask_graph is not None
+        found = case.run("mask_mod", "mask")
+        assert torch.equal(found.bool(), case.value(case.spec.mask_graph).bool())
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_mod_and_its_slope_are_core_s(name: str) -> None:
+    for tile in TILES:
+        case = case_of(SCORES[name], "score", tile)
+        graph = case.spec.score_graph
+        assert graph is not None
+        with torch.no_grad():
+            near = {"rtol": 4e-6, "atol": 2e-6, "equal_nan": True}
+            found = case.run("score_mod", "score")
+            torch.testing.assert_close(found, case.value(graph).float(), **near)
+            slope = differentiate(graph, wanted_captured=frozenset(case.learned))
+            wanted = torch.zeros(M, N)
+            if slope.score is not None:
+                (wanted,) = case.evaluated(slope.nodes, [slope.score])
+            found = case.run("score_mod_backward", "backward")
+            torch.testing.assert_close(found, wanted.expand(M, N).float(), **near)
+            totals = tuple(torch.zeros(case.captured[i].shape) for i in case.learned)
+            if totals:
+                case.run("captured_gradients", "captured", totals)
+                assert all(total.isfinite().all() for total in totals)
