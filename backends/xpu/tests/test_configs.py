@@ -1,0 +1,28 @@
+"""Intel's entries of the config table are what its compiler takes, by its public source."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+pytest.importorskip("triton", reason="there is no Triton on this machine")
+
+from anyflex_triton.configs import KernelName, config_for
+
+GRF_MODES = ("default", "128", "256", "512", "auto")
+
+
+@pytest.mark.parametrize("kernel", get_args(KernelName))
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+def test_a_configuration_fits_dpas(kernel: KernelName, itemsize: int, width: int) -> None:
+    config = config_for("xpu", kernel, width, itemsize)
+    # DPAS multiplies up to 8 rows by 16 columns at a time.
+    assert config.block_m % 8 == 0 and config.block_n % 16 == 0
+    keywords = config.options.keywords()
+    assert keywords.pop("num_warps") in (1, 2, 4, 8, 16, 32)
+    # How far keys are prefetched into the first cache; no copy of them is kept.
+    assert 1 <= keywords.pop("num_stages") <= 3
+    assert keywords.pop("grf_mode", "default") in GRF_MODES
+    assert not keywords
