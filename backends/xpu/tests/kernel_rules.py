@@ -1,8 +1,8 @@
 """Rules that kernels for Intel GPUs keep, checked on their source: what Intel's compiler lacks,
 doesn't compile well, or understands otherwise.
 
-A *kernel* is a function under ``@triton.jit``; ``tl`` stands for whatever name the module gives
-to ``triton.language``.
+A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED`` is not looked at:
+it is compiled for targets that get descriptors as arguments, and an Intel GPU is none of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ BANNED_KEYWORDS = {
 }
 VENDORS = ("cuda", "hip", "intel")
 """Below ``triton.language.extra``; ``triton.language.extra.libdevice`` is for all of them."""
+OTHER_TARGETS = "DESCRIBED"
+"""The constant that is False where kernels are compiled for an Intel GPU."""
 BANNED_MODULES = ("triton.tools.tensor_descriptor", "triton.experimental")
 ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "atomic_min")
 
@@ -41,12 +43,26 @@ class Violation:
 
 def violations(source: str) -> list[Violation]:
     """Return what a module's source breaks, in the order of its lines."""
-    tree = ast.parse(source)
+    tree = _OfThisTarget().visit(ast.parse(source))
     found = [*_everywhere(tree)]
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and _is_kernel(node):
             found += [*_in_kernel(node)]
     return sorted(found, key=lambda each: (each.line, each.rule))
+
+
+class _OfThisTarget(ast.NodeTransformer):
+    """Leaves out what is under `OTHER_TARGETS`."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if _last(node.test) == OTHER_TARGETS:
+            return node.orelse or [ast.copy_location(ast.Pass(), node)]
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        self.generic_visit(node)
+        return node.orelse if _last(node.test) == OTHER_TARGETS else node
 
 
 def _everywhere(tree: ast.Module) -> Iterator[Violation]:

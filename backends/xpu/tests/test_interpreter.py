@@ -90,3 +90,14 @@ def test_each_width_of_the_table(width: int) -> None:
 
 def test_decoding() -> None:
     check((1, 150), 64, torch.float16, mods=False)
+
+
+def test_no_descriptor_is_made_outside_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intel's compiler makes block loads of those that a kernel makes itself."""
+    from anyflex_triton import kernel
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a descriptor is made for an Intel GPU")
+
+    monkeypatch.setattr(kernel, "descriptor_of", refuse)
+    check((64, 64), 64, torch.float16, mods=False)
