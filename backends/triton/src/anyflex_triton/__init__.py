@@ -1,0 +1,1 @@
+"""The portable Triton backend of anyflex: kernels for every device that Triton serves."""

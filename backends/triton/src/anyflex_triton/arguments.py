@@ -1,0 +1,74 @@
+"""What tensors look like to a kernel: strides, in units that keep what is known of alignment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Layout", "descriptor_of", "is_described", "layout_of", "row_strides"]
+
+_BYTES = 16
+"""What one thread loads at a time, at an address that is a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A tensor [B, H, rows, columns].
+
+    Args:
+        strides: all but the last are counted in `unit` elements.
+        unit: elements of 16 bytes where all of pointer and strides are multiples of that, else 1.
+        scattered: the last stride isn't 1.
+    """
+
+    strides: tuple[int, int, int, int]
+    unit: int
+    scattered: bool
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """Return the layout of a 4-D tensor."""
+    b, h, row, column = tensor.stride()
+    sizes = tensor.shape
+    # The stride of a dimension of one element is never used, and may be anything.
+    if sizes[0] <= 1:
+        b = 0
+    if sizes[1] <= 1:
+        h = 0
+    if sizes[2] <= 1:
+        row = 0
+    if sizes[3] > 1 and column != 1:
+        return Layout((b, h, row, column), 1, True)
+    unit = _BYTES // tensor.element_size()
+    if b % unit or h % unit or row % unit or tensor.data_ptr() % _BYTES:
+        return Layout((b, h, row, 1), 1, False)
+    return Layout((b // unit, h // unit, row // unit, 1), unit, False)
+
+
+def row_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides of [B, H, rows]."""
+    b, h, row = tensor.stride()
+    return b, h, row
+
+
+def is_described(tensor: Tensor) -> bool:
+    """Whether one descriptor covers all rows of all heads: they lie one after the other, in steps
+    of 16 bytes."""
+    batch, heads, rows, dims = tensor.shape
+    b, h, row, column = tensor.stride()
+    step = _BYTES // tensor.element_size()
+    if (dims > 1 and column != 1) or row % step or row < dims or tensor.data_ptr() % _BYTES:
+        return False
+    if (heads > 1 and h != rows * row) or (batch > 1 and b != heads * rows * row):
+        return False
+    return 0 < batch * heads * rows < 1 << 31 and row * tensor.element_size() < 1 << 40
+
+
+def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
+    """A descriptor of the tensor's rows, loaded `rows` at a time; columns past its own are 0."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
+    return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])

@@ -1,0 +1,101 @@
+"""The entry point: what the portable kernels can do, and whether they can run here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from anyflex.plugin import (
+    CONTRACT_1_FIELDS,
+    Accepted,
+    Artifacts,
+    Backend,
+    Capabilities,
+    Decision,
+    Kernel,
+    Option,
+    Rejected,
+    Spec,
+)
+
+if TYPE_CHECKING:
+    from anyflex_triton.configs import Target
+
+__all__ = ["TritonBackend"]
+
+_OPTIONS = {
+    "block_m": Option(int, None, "query rows of a forward tile", (16, 32, 64, 128), "BLOCK_M"),
+    "block_n": Option(int, None, "keys of a forward tile", (16, 32, 64, 128), "BLOCK_N"),
+    "num_warps": Option(int, None, "warps of a forward program", (1, 2, 4, 8, 16), "num_warps"),
+    "num_stages": Option(
+        int, None, "tiles in flight of a forward program", (1, 2, 3, 4, 5), "num_stages"
+    ),
+}
+
+
+class TritonBackend(Backend):
+    """Kernels in Triton for NVIDIA (compute capability 8.0 and above) and AMD GPUs."""
+
+    # Kernels for one chip stand above these.
+    priority = -10
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        different_value_head_dim=True,
+        gqa=True,
+        kv_broadcast=True,
+        scattered=True,
+        aux=frozenset({"lse", "max_scores"}),
+        gradients=frozenset({"q", "k", "v", "captured", "lse"}),
+        captured_dtypes=frozenset(
+            {
+                torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+                torch.float16, torch.bfloat16, torch.float32,
+            }
+        ),
+        known_fields=CONTRACT_1_FIELDS,
+    )  # fmt: skip
+    options: ClassVar[Mapping[str, Option]] = _OPTIONS
+
+    def probe(self) -> Decision:
+        """Look for a GPU and for Triton, without starting either."""
+        if not torch.cuda.is_available():
+            return Rejected("torch sees no CUDA device; install its driver and a torch for CUDA")
+        if importlib.util.find_spec("triton") is None:
+            return Rejected("the package triton is not installed: pip install triton")
+        return Accepted()
+
+    def fingerprint(self) -> str:
+        """Part of the disk cache's key: what another table has written isn't found."""
+        from anyflex_triton import mods
+
+        try:
+            triton = importlib.metadata.version("triton")
+        except importlib.metadata.PackageNotFoundError:
+            triton = "unknown"
+        return f"triton {triton}, mods {zlib.crc32(inspect.getsource(mods).encode()):x}"
+
+    def target(self) -> Target:
+        """Which of the config table's targets the current device is."""
+        if torch.version.hip is not None:
+            return "amd"
+        major, _ = torch.cuda.get_device_capability()
+        return "ampere" if major == 8 else "hopper" if major == 9 else "blackwell"
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """Write the mods; Triton compiles at the first call, when it knows its class."""
+        from anyflex_triton.kernel import TritonKernel
+        from anyflex_triton.mods import write_source
+        from anyflex_triton.module_files import load_module
+
+        stored = artifacts.get("mods.py")
+        if stored is None:
+            stored = write_source(spec).encode()
+            artifacts.put("mods.py", stored)
+        overrides = {name: int(value) for name, value in spec.options}
+        return TritonKernel(spec, load_module(stored.decode()), self.target(), overrides)

@@ -1,0 +1,143 @@
+"""The table of tile sizes: what each kernel is compiled with, by target, type and head dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from anyflex_triton.launch import Options
+
+__all__ = ["Config", "KernelName", "Target", "config_for"]
+
+KernelName = Literal["forward", "decode", "keys", "queries"]
+Target = Literal["hopper", "ampere", "blackwell", "amd", "xpu", "interpreter"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel's tiles.
+
+    Args:
+        block_m: query rows.
+        block_n: keys.
+        options: warps, stages.
+    """
+
+    block_m: int
+    block_n: int
+    options: Options
+
+
+def _c(block_m: int, block_n: int, warps: int, stages: int, **more: object) -> Config:
+    return Config(block_m, block_n, Options(warps, stages, tuple(more.items())))
+
+
+# By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32.
+_TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
+    "hopper": {
+        "forward": (
+            (_c(128, 128, 4, 3), _c(128, 64, 8, 3), _c(64, 64, 4, 2)),
+            (_c(64, 32, 4, 2), _c(64, 32, 4, 2), _c(32, 32, 4, 2)),
+        ),
+        "decode": (
+            (_c(16, 64, 4, 3), _c(16, 64, 4, 3), _c(16, 32, 4, 3)),
+            (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
+        ),
+        "keys": (
+            (_c(64, 128, 8, 3), _c(64, 128, 8, 2), _c(32, 64, 8, 1)),
+            (_c(16, 64, 4, 1), _c(16, 64, 8, 1), _c(16, 32, 8, 1)),
+        ),
+        "queries": (
+            (_c(128, 64, 8, 3), _c(128, 64, 8, 2), _c(64, 32, 8, 1)),
+            (_c(64, 16, 4, 1), _c(64, 16, 8, 1), _c(32, 16, 8, 1)),
+        ),
+    },
+    "ampere": {
+        "forward": (
+            (_c(128, 64, 4, 3), _c(128, 32, 4, 3), _c(64, 32, 4, 2)),
+            (_c(64, 32, 4, 2), _c(64, 32, 4, 2), _c(32, 16, 4, 2)),
+        ),
+        "decode": (
+            (_c(16, 64, 4, 3), _c(16, 64, 4, 2), _c(16, 32, 4, 2)),
+            (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
+        ),
+        "keys": (
+            (_c(32, 64, 4, 2), _c(32, 64, 4, 2), _c(16, 32, 4, 1)),
+            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        ),
+        "queries": (
+            (_c(64, 32, 4, 2), _c(64, 32, 4, 2), _c(32, 16, 4, 1)),
+            (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
+        ),
+    },
+    "amd": {
+        "forward": (
+            (_c(128, 64, 4, 2), _c(128, 64, 8, 1), _c(64, 32, 4, 1)),
+            (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
+        ),
+        "decode": (
+            (_c(16, 64, 4, 2), _c(16, 64, 4, 1), _c(16, 32, 4, 1)),
+            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        ),
+        "keys": (
+            (_c(32, 64, 4, 1), _c(32, 64, 4, 1), _c(16, 32, 4, 1)),
+            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        ),
+        "queries": (
+            (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
+            (_c(32, 16, 4, 1), _c(32, 16, 4, 1), _c(16, 16, 4, 1)),
+        ),
+    },
+    "xpu": {
+        "forward": (
+            (_c(128, 64, 16, 2), _c(128, 64, 16, 2), _c(32, 64, 8, 1)),
+            (_c(128, 32, 16, 1), _c(128, 32, 16, 1), _c(64, 16, 8, 1)),
+        ),
+        "decode": (
+            (_c(16, 64, 4, 2), _c(16, 32, 4, 2), _c(16, 32, 4, 1)),
+            (_c(16, 32, 4, 1), _c(16, 32, 4, 1), _c(16, 16, 4, 1)),
+        ),
+        "keys": (
+            (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
+            (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
+        ),
+        "queries": (
+            (_c(64, 64, 8, 1), _c(64, 64, 8, 1), _c(32, 32, 8, 1)),
+            (_c(16, 16, 4, 1), _c(16, 16, 4, 1), _c(16, 16, 4, 1)),
+        ),
+    },
+    "interpreter": {
+        "forward": ((_c(64, 64, 4, 1),) * 3,) * 2,
+        "decode": ((_c(16, 64, 4, 1),) * 3,) * 2,
+        "keys": ((_c(64, 64, 4, 1),) * 3,) * 2,
+        "queries": ((_c(64, 64, 4, 1),) * 3,) * 2,
+    },
+}
+_TABLE["blackwell"] = _TABLE["hopper"]
+
+
+def config_for(target: Target, kernel: KernelName, head_dim: int, itemsize: int) -> Config:
+    """Return the table's entry.
+
+    Args:
+        head_dim: the larger of E and Ev.
+        itemsize: bytes of an element.
+    """
+    of_kernel = _TABLE[target][kernel]
+    by_width = of_kernel[0 if itemsize == 2 else 1]
+    return by_width[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+
+
+def fitted(config: Config, rows: int, keys: int) -> Config:
+    """Return the config with tiles no larger than a mask's blocks, at least 16."""
+    return replace(
+        config,
+        block_m=_power_within(config.block_m, rows),
+        block_n=_power_within(config.block_n, keys),
+    )
+
+
+def _power_within(size: int, limit: int) -> int:
+    while size > 16 and size > limit:
+        size //= 2
+    return size

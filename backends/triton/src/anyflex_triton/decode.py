@@ -1,0 +1,217 @@
+"""Attention forward for a few query rows: keys are cut into splits, whose sums are combined.
+
+Split-KV (Flash-Decoding, Dao et al., 2023). The query heads of a key head are rows of one tile, so
+that keys are read once for all of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.forward import scores_of_tile
+from anyflex_triton.tiles import (
+    LOG2E,
+    bounded_run,
+    load_rows,
+    mask_row,
+    strange,
+    tensor_at,
+    without_strange,
+)
+
+__all__ = ["combine_kernel", "decode_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def decode_kernel(
+    query, key, value, partial_out, partial_sums, offsets, runs, q_strides, k_strides, v_strides,
+    mask_strides, tables, ints, floats, shifts, scale, heads, q_length, kv_length, splits,
+    split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """One program a split of the keys of PACKED query heads (GROUP of them, or 1).
+
+    Args:
+        partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top.
+        partial_sums: [B, Hq, L, splits, 2], float32: top in powers of two, sum.
+        split_length: keys of a split, a multiple of BLOCK_N.
+    """
+    split = tl.program_id(0) % splits
+    unit = tl.program_id(0) // splits
+    units_a_batch = heads // PACKED
+    b = unit // units_a_batch
+    first_head = unit % units_a_batch * PACKED
+    kv_head = first_head // GROUP
+    kv_b = 0 * b if KV_SHARED else b
+    packed = tl.arange(0, BLOCK_M)
+    inside = packed < PACKED * q_length
+    row = packed % q_length
+    head = first_head + tl.minimum(packed // q_length, PACKED - 1)
+
+    dims = tl.arange(0, D)
+    q_rows = (
+        tensor_at(query, q_strides, b, first_head, UNITS[0])
+        + ((head - first_head).to(tl.int64) * q_strides[1] + row.to(tl.int64) * q_strides[2])
+        * UNITS[0]
+    )
+    if SCATTERED[0]:
+        q_at = q_rows[:, None] + dims[None, :].to(tl.int64) * q_strides[3]
+    else:
+        q_at = q_rows[:, None] + dims[None, :]
+    q = tl.load(q_at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    mod_b = b + shifts[0]
+    mod_h = head[:, None] + shifts[1]
+    q_idx = row[:, None] + shifts[2]
+    columns = tl.arange(0, BLOCK_N)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    split_begin = split * split_length
+    split_end = tl.minimum(split_begin + split_length, kv_length)
+    if HAS_MASK:
+        run, last_run = mask_row(offsets, mask_strides, b, first_head, 0)
+    else:
+        run = 0
+        last_run = 1
+
+    for r in range(run, last_run):
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end)
+            begin = tl.maximum(begin, split_begin)
+            steps = tl.where(full, tl.maximum(end - begin, 0) // BLOCK_N, 0)
+        else:
+            begin = split_begin
+            steps = tl.maximum(split_end - split_begin, 0) // BLOCK_N
+        for step in range(steps):
+            keys = begin + step * BLOCK_N + columns
+            k = load_rows(k_base, k_strides, keys, 0, DIM, D, UNITS[1], SCATTERED[1], WIDE, False)
+            v = load_rows(
+                v_base, v_strides, keys, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, False
+            )
+            scores = scores_of_tile(
+                q, k, None, mod_b, mod_h, q_idx, keys[None, :] + shifts[3], tables, ints, floats,
+                scale, SCORE_MOD, PRECISION,
+            )
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(top - shift)
+            total = total * alpha + tl.sum(weights, 1)
+            acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+            top = new_top
+
+    for r in range(run, last_run):
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end)
+            begin = tl.maximum(begin, split_begin)
+            whole = tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+            begin = tl.where(full, begin + whole, begin)
+        else:
+            begin = split_begin + tl.maximum(split_end - split_begin, 0) // BLOCK_N * BLOCK_N
+            end = split_end
+            full = True
+        for first in range(begin, end, BLOCK_N):
+            keys = first + columns
+            k = load_rows(k_base, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
+            v = load_rows(
+                v_base, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+            )
+            kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+            live = (keys < end)[None, :] & inside[:, None]
+            if MASK_MOD is not None:
+                live = live & (full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats))
+            scores = scores_of_tile(
+                q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD,
+                PRECISION,
+            )
+            live = live & (scores != float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(top - shift)
+            total = total * alpha + tl.sum(weights, 1)
+            acc = tl.dot(
+                weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
+                input_precision=PRECISION,
+            )
+            odd = strange(v)
+            if tl.max(tl.max(odd.to(tl.int32), 1), 0) > 0:
+                # Values that aren't finite reach the rows that see them, as infinities where all
+                # are infinities of one sign, else as NaN.
+                seen = live.to(v.dtype)
+                wide = v.to(tl.float32)
+                infinite = tl.where(
+                    wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0)
+                )
+                met = tl.dot(seen, odd.to(v.dtype), input_precision=PRECISION)
+                signs = tl.dot(seen, infinite.to(v.dtype), input_precision=PRECISION)
+                extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
+                acc += tl.where(met > 0, extra, 0.0)
+            top = new_top
+
+    at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
+    tl.store(partial_sums + at * 2, top, mask=inside)
+    tl.store(partial_sums + at * 2 + 1, total, mask=inside)
+    value_dims = tl.arange(0, DV)
+    tl.store(
+        partial_out + at[:, None] * VALUE_DIM + value_dims[None, :],
+        acc,
+        mask=inside[:, None] & (value_dims < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit
+def combine_kernel(
+    partial_out, partial_sums, out, lse, max_scores, o_strides, heads, q_length, splits,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+):
+    """One program a query row: the splits' sums, in their order, SPLITS at a time."""
+    at = tl.program_id(0).to(tl.int64)
+    row = at % q_length
+    bh = at // q_length
+    index = tl.arange(0, SPLITS)
+    top = float("-inf")
+    for first in range(0, splits, SPLITS):
+        tops = tl.load(
+            partial_sums + (at * splits + first + index) * 2,
+            mask=first + index < splits,
+            other=float("-inf"),
+        )
+        top = tl.maximum(top, tl.max(tops, 0))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    acc = tl.zeros([DV], tl.float32)
+    dims = tl.arange(0, DV)
+    for first in range(0, splits, SPLITS):
+        there = first + index < splits
+        place = at * splits + first + index
+        tops = tl.load(partial_sums + place * 2, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sums + place * 2 + 1, mask=there, other=0.0)
+        factor = tl.exp2(tops - shift)
+        total += tl.sum(tl.where(there, sums * factor, 0.0), 0)
+        part = tl.load(
+            partial_out + place[:, None] * VALUE_DIM + dims[None, :],
+            mask=there[:, None] & (dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        acc += tl.sum(tl.where(there[:, None], part * factor[:, None], 0.0), 0)
+    dead = (top == float("-inf")) & (total == total)
+    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, total))
+    base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
+    tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    if WANT_LSE:
+        natural = (top + tl.log2(total)) / LOG2E
+        tl.store(lse + at, tl.where(dead, float("-inf"), natural))
+    if WANT_MAX:
+        tl.store(max_scores + at, tl.where(total == total, top / LOG2E, float("nan")))

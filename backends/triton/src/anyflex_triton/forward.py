@@ -1,0 +1,268 @@
+"""Attention forward for many query rows: a program takes one query tile over its row of runs.
+
+FlashAttention-2's online softmax (Dao, 2023), in powers of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.tiles import (
+    LOG2E,
+    bounded_run,
+    load_rows,
+    load_tile,
+    mask_row,
+    store_rows,
+    strange,
+    tensor_at,
+    without_strange,
+)
+
+__all__ = ["forward_kernel", "plain_score", "scores_of_tile", "tile_of_program"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def plain_score(score, b, h, q_idx, kv_idx, tables, ints, floats):
+    """The score mod that is none, for scales that aren't positive."""
+    return score
+
+
+@triton.jit
+def tile_of_program(index, tiles, heads, head_group):
+    """(tile, head) of a program: a few heads at a time, whose keys the second cache holds, and of
+    those the last tiles first, which under causal masks are the longest."""
+    group = index // (head_group * tiles)
+    first = group * head_group
+    size = tl.minimum(head_group, heads - first)
+    rest = index - first * tiles
+    return tiles - 1 - rest // size, first + rest % size
+
+
+@triton.jit
+def scores_of_tile(
+    q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores [M, N] after the score mod, in powers of two; -inf at dead pairs.
+
+    Args:
+        live: [M, N], or None where all are.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCORE_MOD is None:
+        scores = scores * (scale * LOG2E)
+    else:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats) * LOG2E
+    if live is not None:
+        scores = tl.where(live, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def forward_kernel(
+    query, key, value, out, lse, max_scores, offsets, runs, q_strides, k_strides, v_strides,
+    o_strides, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length,
+    kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """One program a query tile of BLOCK_M rows of one query head.
+
+    Args:
+        query, key, value, out: strides (b, h, row, column), all but the last in units of UNITS
+            (q, k, v, out) elements; the last counts where SCATTERED says so.
+        lse, max_scores: [B, Hq, L], float32.
+        offsets, runs: the block mask's, rows by (b, h) strides `mask_strides`.
+        shifts: added to b, h, q_idx, kv_idx before a mod sees them.
+        tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
+        Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
+        DESCRIBED: key and value are descriptors [rows of all heads, dims] of tiles of BLOCK_N.
+    """
+    tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
+    b = bh // heads
+    h = bh % heads
+    if HAS_MASK:
+        TILES_A_BLOCK: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+        block = tile // TILES_A_BLOCK
+        first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
+        end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
+        run, last_run = mask_row(offsets, mask_strides, b, h, block)
+    else:
+        first_row = tile * BLOCK_M
+        end_row = q_length
+        run = 0
+        last_run = 1
+    if first_row >= end_row:
+        return
+    kv_head = h // GROUP
+    kv_b = 0 * b if KV_SHARED else b
+    rows = first_row + tl.arange(0, BLOCK_M)
+    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+    if DESCRIBED:
+        k_base = 0
+        v_base = 0
+    else:
+        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    first_key = (kv_b * (heads // GROUP) + kv_head) * kv_length
+    q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
+    # What mods see. Rows past the end read as the last one would.
+    mod_b = b + shifts[0]
+    mod_h = h + shifts[1]
+    q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    columns = tl.arange(0, BLOCK_N)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+
+    # FULL runs but for what is left of their last tile: no pair is dead.
+    for r in range(run, last_run):
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
+            steps = tl.where(full, (end - begin) // BLOCK_N, 0)
+        else:
+            begin = 0
+            steps = kv_length // BLOCK_N
+        for step in range(steps):
+            first = begin + step * BLOCK_N
+            k = load_tile(
+                key, k_base, k_strides, first_key, first, columns, 0, DIM, D, UNITS[1],
+                SCATTERED[1], WIDE, False, DESCRIBED,
+            )
+            if SCORE_MOD is None:
+                # Scores wait for their scale, which is positive, until they are shifted.
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(scores * (scale * LOG2E) - shift[:, None])
+            else:
+                kv_idx = (first + columns)[None, :] + shifts[3]
+                scores = scores_of_tile(
+                    q, k, None, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale,
+                    SCORE_MOD, PRECISION,
+                )
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(top - shift)
+            total = total * alpha + tl.sum(weights, 1)
+            acc = acc * alpha[:, None]
+            v = load_tile(
+                value, v_base, v_strides, first_key, first, columns, 0, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, False, DESCRIBED,
+            )
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+            top = new_top
+
+    # PARTIAL runs, and the rest.
+    found = 0
+    for r in range(run, last_run):
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
+            begin = tl.where(full, begin + (end - begin) // BLOCK_N * BLOCK_N, begin)
+        else:
+            begin = kv_length // BLOCK_N * BLOCK_N
+            end = kv_length
+            full = True
+        for first in range(begin, end, BLOCK_N):
+            keys = first + columns
+            k = load_tile(
+                key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1],
+                SCATTERED[1], WIDE, True, DESCRIBED,
+            )
+            kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+            live = (keys < end)[None, :] & (rows < end_row)[:, None]
+            if MASK_MOD is not None:
+                live = live & (full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats))
+            scores = scores_of_tile(
+                q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD,
+                PRECISION,
+            )
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(top - shift)
+            total = total * alpha + tl.sum(weights, 1)
+            v = load_tile(
+                value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, True, DESCRIBED,
+            )
+            found = tl.maximum(found, tl.max(tl.max(strange(v).to(tl.int32), 1), 0))
+            acc = tl.dot(
+                weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
+                input_precision=PRECISION,
+            )
+            top = new_top
+
+    # A row without a live pair has 0 here, and gives 0. NaN stays.
+    dead = top == float("-inf")
+    dead = dead & (total == total)
+    acc = acc / tl.where(dead, 1.0, total)[:, None]
+    acc = tl.where(dead[:, None], 0.0, acc)
+    o_base = tensor_at(out, o_strides, b, h, UNITS[3])
+    store_rows(o_base, o_strides, rows, end_row, acc, VALUE_DIM, DV, UNITS[3], WIDE)
+    at = bh.to(tl.int64) * q_length + rows
+    if WANT_LSE:
+        natural = (top + tl.log2(total)) / LOG2E
+        tl.store(lse + at, tl.where(dead, float("-inf"), natural), mask=rows < end_row)
+    if WANT_MAX:
+        natural = tl.where(total == total, top / LOG2E, float("nan"))
+        tl.store(max_scores + at, natural, mask=rows < end_row)
+    if found > 0:
+        # Values that aren't finite were left out above: now they reach the rows that see them.
+        met = tl.zeros([BLOCK_M, DV], tl.float32)
+        signs = tl.zeros([BLOCK_M, DV], tl.float32)
+        for r in range(run, last_run):
+            if HAS_MASK:
+                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
+                begin = tl.where(full, begin + (end - begin) // BLOCK_N * BLOCK_N, begin)
+            else:
+                begin = kv_length // BLOCK_N * BLOCK_N
+                end = kv_length
+                full = True
+            for first in range(begin, end, BLOCK_N):
+                keys = first + columns
+                kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+                live = (keys < end)[None, :] & (rows < end_row)[:, None]
+                if MASK_MOD is not None:
+                    live = live & (
+                        full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats)
+                    )
+                k = load_tile(
+                    key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1],
+                    SCATTERED[1], WIDE, True, DESCRIBED,
+                )
+                scores = scores_of_tile(
+                    q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale,
+                    SCORE_MOD, PRECISION,
+                )
+                seen = (scores != float("-inf")).to(q.dtype)
+                v = load_tile(
+                    value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
+                    UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
+                )
+                # Of the next head there is nothing to report.
+                v = tl.where((keys < end)[:, None], v, tl.zeros_like(v))
+                met = tl.dot(seen, strange(v).to(v.dtype), met, input_precision=PRECISION)
+                wide = v.to(tl.float32)
+                infinite = tl.where(
+                    wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0)
+                )
+                signs = tl.dot(seen, infinite.to(v.dtype), signs, input_precision=PRECISION)
+        # All of them infinities of one sign, or NaN.
+        extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
+        tl.debug_barrier()
+        stored = load_rows(
+            o_base, o_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], False, WIDE, True
+        )
+        fixed = stored.to(tl.float32) + tl.where(met > 0, extra, 0.0)
+        store_rows(o_base, o_strides, rows, end_row, fixed, VALUE_DIM, DV, UNITS[3], WIDE)

@@ -1,0 +1,146 @@
+"""Compiling one kernel function for one class of arguments, and launching it.
+
+Triton's own launcher looks at each integer (1? a multiple of 16?) and compiles anew for each
+answer. Here the class is said once, by types, so that a new length or stride never compiles.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["INTERPRETED", "Options", "Program", "Types", "pointer_type", "without_bools"]
+
+Types = str | tuple[str, ...]
+"""Of one argument: Triton's name of its type (``"*bf16"``, ``"i32"``), or a tuple of them."""
+
+
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+INTERPRETED = _interpreted()
+"""TRITON_INTERPRET=1 was set when triton was imported: kernels run in numpy, on CPU tensors."""
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i8",
+}
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """Triton's name of a pointer to elements of `dtype`; a bool is read as a byte."""
+    return _POINTERS[dtype]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a kernel is compiled.
+
+    Args:
+        num_warps, num_stages: as in Triton.
+        more: keywords that one vendor's compiler has (Intel's ``grf_mode``).
+    """
+
+    num_warps: int
+    num_stages: int
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def keywords(self) -> dict[str, Any]:
+        """As Triton takes them."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **dict(self.more)}
+
+
+class Program:
+    """A kernel function with its types and constants. Thread-safe.
+
+    Args:
+        function: made by ``triton.jit``.
+        types: name -> types, of all arguments that aren't constants.
+        constants: name -> value of the others.
+        aligned: names of pointers to memory of 16-byte alignment.
+        options: of the compiler.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        types: Mapping[str, Types],
+        constants: Mapping[str, object],
+        aligned: Iterable[str],
+        options: Options,
+    ) -> None:
+        self.function = function
+        self.types = dict(types)
+        self.constants = dict(constants)
+        self.aligned = frozenset(aligned)
+        self.options = options
+        self._compiled: dict[int | None, Any] = {}
+        self._lock = threading.Lock()
+        named = set(self.types) | set(self.constants)
+        if named != set(function.arg_names):
+            raise TypeError(
+                f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
+            )
+        self._order = list(function.arg_names)
+
+    def source(self) -> Any:
+        """What ``triton.compile`` takes."""
+        from triton.compiler import ASTSource
+
+        signature: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, name in enumerate(self._order):
+            signature[name] = self.types.get(name, "constexpr")
+            if name in self.aligned:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.function, signature, dict(self.constants), attributes)
+
+    def compile(self, device: int | None = None) -> Any:
+        """Compile for the current device, whose index is `device`, at most once."""
+        found = self._compiled.get(device)
+        if found is None:
+            with self._lock:
+                found = self._compiled.get(device)
+                if found is None:
+                    import triton
+
+                    found = triton.compile(self.source(), options=self.options.keywords())
+                    self._compiled[device] = found
+        return found
+
+    def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
+        """Run `grid` programs on the current stream of the current device.
+
+        Args:
+            values: of all arguments that aren't constants.
+        """
+        arguments = [
+            values[name] if name in values else self.constants[name] for name in self._order
+        ]
+        if INTERPRETED:
+            self.function[(grid,)](*arguments, **self.options.keywords())
+            return
+        self.compile(device.index)[(grid, 1, 1)](*arguments)
+
+
+def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The same memory; a bool is seen as a byte."""
+    return tuple(
+        tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor for tensor in tensors
+    )

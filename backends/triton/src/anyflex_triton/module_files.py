@@ -1,0 +1,50 @@
+"""Generated modules: text that becomes a file, because Triton reads its functions' source."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["load_module"]
+
+_LOCK = threading.Lock()
+_FOLDER: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def load_module(text: str) -> ModuleType:
+    """Return the module that `text` is, one object for equal texts.
+
+    Its file lies in a temporary folder of this process; the text itself is an artifact of the
+    spec.
+    """
+    name = "anyflex_triton_mods_" + hashlib.sha256(text.encode()).hexdigest()[:24]
+    with _LOCK:
+        found = sys.modules.get(name)
+        if found is not None:
+            return found
+        path = _folder() / f"{name}.py"
+        path.write_text(text)
+        loader = importlib.util.spec_from_file_location(name, path)
+        assert loader is not None and loader.loader is not None
+        module = importlib.util.module_from_spec(loader)
+        # Triton looks a function's module up by name.
+        sys.modules[name] = module
+        try:
+            loader.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+
+def _folder() -> Path:
+    # A forked child must not remove its parent's folder.
+    if not _FOLDER or not os.path.isdir(_FOLDER[0].name):
+        _FOLDER[:] = [tempfile.TemporaryDirectory(prefix="anyflex-triton-")]
+    return Path(_FOLDER[0].name)

@@ -1,0 +1,130 @@
+"""Pieces of the kernels: loads of rows, the block mask's rows, what isn't finite.
+
+All kernels are written for any Triton target: pointers with masks, no inline assembly, no atomics
+but for gradients of captured tensors. Shapes: a tile of scores is [M, N], M query rows, N keys.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "FULL",
+    "LOG2E",
+    "bounded_run",
+    "load_rows",
+    "load_tile",
+    "mask_row",
+    "row_offsets",
+    "store_rows",
+    "strange",
+    "tensor_at",
+    "without_strange",
+]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FULL = tl.constexpr(1)
+"""A run's kind, as `anyflex.plugin.FULL`."""
+
+
+@triton.jit
+def tensor_at(pointer, strides, b, h, UNIT: tl.constexpr):
+    """The first row of (b, h) of a tensor whose strides are counted in UNIT elements."""
+    return pointer + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]) * UNIT
+
+
+@triton.jit
+def row_offsets(
+    rows, strides, UNIT: tl.constexpr, D: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr
+):
+    """Offsets [rows, D] of elements within one (b, h)."""
+    columns = tl.arange(0, D)
+    if WIDE:
+        of_rows = rows.to(tl.int64)[:, None] * (strides[2] * UNIT)
+        if SCATTERED:
+            return of_rows + columns.to(tl.int64)[None, :] * strides[3]
+        return of_rows + columns[None, :]
+    of_rows = rows[:, None] * (strides[2].to(tl.int32) * UNIT)
+    if SCATTERED:
+        return of_rows + columns[None, :] * strides[3].to(tl.int32)
+    return of_rows + columns[None, :]
+
+
+@triton.jit
+def load_rows(
+    base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
+):
+    """Rows [R, D] of one (b, h); 0 past `end` where BOUND, and in columns from DIM on."""
+    offsets = row_offsets(rows, strides, UNIT, D, SCATTERED, WIDE)
+    if BOUND and DIM != D:
+        inside = (rows < end)[:, None] & (tl.arange(0, D) < DIM)[None, :]
+        return tl.load(base + offsets, mask=inside, other=0.0)
+    if BOUND:
+        return tl.load(base + offsets, mask=(rows < end)[:, None], other=0.0)
+    if DIM != D:
+        return tl.load(base + offsets, mask=(tl.arange(0, D) < DIM)[None, :], other=0.0)
+    return tl.load(base + offsets)
+
+
+@triton.jit
+def load_tile(
+    tensor, base, strides, first_row, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """Rows [R, D] of one (b, h), from row `first` on.
+
+    Where DESCRIBED, `tensor` is a descriptor of all rows of all heads, which TMA loads without a
+    register; this head's begin at `first_row`. Past `end` it gives rows of the next head: they are
+    dead pairs' all the same.
+    """
+    if DESCRIBED:
+        return tensor.load([first_row + first, 0])
+    else:
+        return load_rows(base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND)
+
+
+@triton.jit
+def store_rows(
+    base, strides, rows, end, value, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Stores rows before `end`, columns before DIM; the last stride is 1."""
+    offsets = row_offsets(rows, strides, UNIT, D, False, WIDE)
+    inside = (rows < end)[:, None]
+    if DIM != D:
+        inside = inside & (tl.arange(0, D) < DIM)[None, :]
+    tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mask_row(offsets, mask_strides, b, h, row):
+    """Where the runs of a row of blocks begin and end."""
+    at = offsets + b * mask_strides[0] + h * mask_strides[1] + row
+    return tl.load(at), tl.load(at + 1)
+
+
+@triton.jit
+def bounded_run(runs, run, BLOCK: tl.constexpr, length):
+    """A run in elements, not past `length`, and whether it is FULL."""
+    at = runs + run * 3
+    begin = tl.load(at) * BLOCK
+    end = tl.minimum(tl.load(at + 1) * BLOCK, length)
+    return begin, end, tl.load(at + 2) == FULL
+
+
+@triton.jit
+def strange(x):
+    """Where x, of any float type, is infinite or NaN."""
+    return ~(tl.abs(x.to(tl.float32)) < float("inf"))
+
+
+@triton.jit
+def without_strange(x):
+    """x with 0 for what isn't finite: at dead pairs weights are 0, and 0 * NaN is NaN."""
+    return tl.where(strange(x), tl.zeros_like(x), x)
