@@ -68,55 +68,6 @@ def test_a_source_keeps_the_rules(file: Path) -> None:
     assert [each for each in found if each.rule not in allowed] == []
 
 
-def test_what_is_written_for_mods_keeps_the_rules() -> None:
-    """Functions that a vendor's library has too, and a captured tensor that learns."""
-    slopes = torch.zeros(2, requires_grad=True)
-    query = torch.zeros(1, 2, 32, 16, requires_grad=True)
-
-    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        s = torch.tanh(s) + torch.exp2(s) + torch.log1p(s * s) + torch.erf(s) + torch.sin(s)
-        return torch.where(q % 7 > k // 3, s.pow(2.5), torch.sqrt(s * s)) + slopes[h] * (k - q)
-
-    mask = anyflex.create_block_mask(lambda b, h, q, k: (q >= k) | (k < 3), None, None, 32, 32)
-    with posing("xpu"):
-        found = anyflex.explain(query, query, query, score, mask, backend="xpu")
-    source = write_source(found.selection.spec)
-    assert "score_mod_backward" in source and "captured_gradients" in source
-    assert violations(source) == []
-
-
-KERNEL = """
-import triton
-import triton.language as tl
-
-@triton.jit
-def kernel(pointer, other, n):
-{body}
-"""
-MADE = "d = tl.make_tensor_descriptor(pointer, [n, 64], [64, 1], [16, 64])"
-
-
-def broken_by(*body: str) -> list[str]:
-    source = KERNEL.format(body="\n".join(f"    {line}" for line in body))
-    return [violation.rule for violation in violations(source)]
-
-
-# Where descriptors for other targets are made; test_interpreter shows that none is made for this.
-ELSEWHERE = {
-    "anyflex_triton/arguments.py": {"triton.tools.tensor_descriptor is not for every device"}
-}
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_a_source_keeps_the_rules(file: Path) -> None:
-    found = violations(file.read_text(encoding="utf-8"))
-    allowed = ELSEWHERE.get(f"{file.parent.name}/{file.name}", set())
-    of_others = {"a descriptor is made on the device, in the function that uses it"} & {
-        each.rule for each in found if allowed
-    }
-    assert [each for each in found if each.rule not in allowed | of_others] == []
-
-
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
