@@ -1,8 +1,8 @@
 """Rules that kernels for Intel GPUs keep, checked on their source: what Intel's compiler lacks,
 doesn't compile well, or understands otherwise.
 
-A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED`` is left out: it is
-compiled for targets that get descriptors as arguments, and an Intel GPU is none of them.
+A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED`` is left out: it
+is compiled for targets that get descriptors as arguments, and an Intel GPU is none of them.
 """
 
 from __future__ import annotations
