@@ -244,7 +244,7 @@ class _Program:
         if not sizes:
             return self.full("True", "int1")
         product = " * ".join(f"{_LANGUAGE}.cast({size}, {_LANGUAGE}.int64)" for size in sizes)
-        return self.emit(f"({product}) != 0", "int1")
+        return self.emit(f"ops.truth({product} != 0)", "int1")
 
     def place(self, position: int, index: str, size: str) -> str:
         """An index into a dimension, wrapped and clamped."""
@@ -292,9 +292,8 @@ def _plain(text: str) -> _Rule:
 
 def _comparison(sign: str) -> _Rule:
     def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
-        of_floats = program.nodes[node.arguments[0]].dtype.is_floating_point
         text = f"{{0}} {sign} {{1}}"
-        scalar = of_floats and not program.needs[node]
+        scalar = not program.needs[node]
         return _plain(f"ops.truth({text})" if scalar else text)(program, node, operands)
 
     return rule
@@ -343,7 +342,10 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
         text = f"{_LANGUAGE}.load({pointer}, mask={program.nonempty(captured, rank)}, other=0)"
     else:
         text = f"{_LANGUAGE}.load({pointer})"
-    return program.cast(program.emit(text, ""), program.type_of(node))
+    value = program.cast(program.emit(text, ""), program.type_of(node))
+    if node.dtype is torch.bool and not program.needs[node]:
+        value = program.emit(f"ops.truth({value})", "int1")
+    return value
 
 
 def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
@@ -353,7 +355,7 @@ def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
         # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
         value = program.cast(value, "int32")
     value = program.cast(value, program.type_of(node))
-    if node.dtype is torch.bool and source.is_floating_point and not program.needs[node]:
+    if node.dtype is torch.bool and source is not torch.bool and not program.needs[node]:
         value = program.emit(f"ops.truth({value})", "int1")
     return value if source is node.dtype else program.rounded(value, node.dtype)
 

@@ -71,11 +71,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def truth(x):
-    """An int1 that came of a comparison of scalars. The interpreter holds one of floats as a
-    float, and has no `&` for it in a tile; there, two operands are broadcast before they are
-    compared, too."""
+    """An int1 that came of a comparison of scalars. The interpreter still calls one by the type
+    that was compared, and makes a tile of that type of it; here, two operands are broadcast
+    before they are compared, too."""
     if INTERPRETED:
-        x = tl.where(x, 1, 0) != 0
+        x = tl.where(x, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
     return x
 
 
