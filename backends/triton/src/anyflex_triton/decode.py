@@ -15,6 +15,7 @@ from anyflex_triton.tiles import (
     bounded_run,
     load_rows,
     mask_row,
+    signs_of,
     strange,
     tensor_at,
     without_strange,
@@ -86,7 +87,7 @@ def decode_kernel(
 
     for r in range(run, last_run):
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end)
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, split_end)
             begin = tl.maximum(begin, split_begin)
             steps = tl.where(full, tl.maximum(end - begin, 0) // BLOCK_N, 0)
         else:
@@ -112,7 +113,7 @@ def decode_kernel(
 
     for r in range(run, last_run):
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end)
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, split_end)
             begin = tl.maximum(begin, split_begin)
             whole = tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
             begin = tl.where(full, begin + whole, begin)
@@ -149,12 +150,8 @@ def decode_kernel(
                 # Values that aren't finite reach the rows that see them, as infinities where all
                 # are infinities of one sign, else as NaN.
                 seen = live.to(v.dtype)
-                wide = v.to(tl.float32)
-                infinite = tl.where(
-                    wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0)
-                )
                 met = tl.dot(seen, odd.to(v.dtype), input_precision=PRECISION)
-                signs = tl.dot(seen, infinite.to(v.dtype), input_precision=PRECISION)
+                signs = tl.dot(seen, signs_of(v).to(v.dtype), input_precision=PRECISION)
                 extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
                 acc += tl.where(met > 0, extra, 0.0)
             top = new_top

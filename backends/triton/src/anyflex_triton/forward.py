@@ -13,7 +13,10 @@ from anyflex_triton.tiles import (
     bounded_run,
     load_rows,
     load_tile,
+    long_steps,
     mask_row,
+    next_run,
+    signs_of,
     store_rows,
     strange,
     tensor_at,
@@ -61,6 +64,30 @@ def scores_of_tile(
     if live is not None:
         scores = tl.where(live, scores, float("-inf"))
     return scores
+
+
+@triton.jit
+def seen_scores(
+    q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row, b, h, q_idx,
+    kv_length, shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Which pairs of a step are live, -inf scores left out, and their scores."""
+    keys = first + columns
+    k = load_tile(
+        key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNIT, SCATTERED, WIDE,
+        True, DESCRIBED,
+    )
+    kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+    live = (keys < end)[None, :] & (rows < end_row)[:, None]
+    if MASK_MOD is not None:
+        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+    scores = scores_of_tile(
+        q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD, PRECISION,
+    )
+    return live & (scores != float("-inf")), scores
 
 
 @triton.jit
@@ -124,14 +151,17 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
-    # FULL runs but for what is left of their last tile: no pair is dead.
+    # Long FULL runs but for their last step: no pair is dead.
+    left = 0
     for r in range(run, last_run):
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
-            steps = tl.where(full, (end - begin) // BLOCK_N, 0)
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
+            steps = long_steps(begin, end, full, BLOCK_N)
         else:
             begin = 0
-            steps = kv_length // BLOCK_N
+            end = kv_length
+            steps = long_steps(begin, end, True, BLOCK_N)
+        left += (end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             first = begin + step * BLOCK_N
             k = load_tile(
@@ -163,45 +193,68 @@ def forward_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
 
-    # PARTIAL runs, and the rest.
-    found = 0
-    for r in range(run, last_run):
+    # All the rest, in one loop: runs may be short, and each loop begins with a wait.
+    if HAS_MASK:
+        begin, end, full = bounded_run(runs, run, run < last_run, KV_BLOCK, kv_length)
+    else:
+        begin = 0
+        end = kv_length
+        full = True
+    first = begin + long_steps(begin, end, full, BLOCK_N) * BLOCK_N
+    r = run
+    for _step in range(left):
+        live, scores = seen_scores(
+            q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row,
+            mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
+            MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
+        )
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        alpha = tl.exp2(top - shift)
+        total = total * alpha + tl.sum(weights, 1)
+        v = load_tile(
+            value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
+            SCATTERED[2], WIDE, True, DESCRIBED,
+        )
+        acc = tl.dot(
+            weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION,
+        )
+        top = new_top
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
-            begin = tl.where(full, begin + (end - begin) // BLOCK_N * BLOCK_N, begin)
+            r, first, end, full = next_run(
+                runs, r, last_run, first, end, full, True, KV_BLOCK, kv_length, BLOCK_N,
+            )
         else:
-            begin = kv_length // BLOCK_N * BLOCK_N
-            end = kv_length
-            full = True
-        for first in range(begin, end, BLOCK_N):
-            keys = first + columns
-            k = load_tile(
-                key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1],
-                SCATTERED[1], WIDE, True, DESCRIBED,
-            )
-            kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-            live = (keys < end)[None, :] & (rows < end_row)[:, None]
-            if MASK_MOD is not None:
-                live = live & (full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats))
-            scores = scores_of_tile(
-                q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD,
-                PRECISION,
-            )
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-            alpha = tl.exp2(top - shift)
-            total = total * alpha + tl.sum(weights, 1)
-            v = load_tile(
-                value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, True, DESCRIBED,
-            )
-            found = tl.maximum(found, tl.max(tl.max(strange(v).to(tl.int32), 1), 0))
-            acc = tl.dot(
-                weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
-                input_precision=PRECISION,
-            )
-            top = new_top
+            first += BLOCK_N
+
+    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
+    unsure = tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    if unsure:
+        acc = tl.zeros([BLOCK_M, DV], tl.float32)
+        for r in range(run, last_run):
+            if HAS_MASK:
+                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
+            else:
+                begin = 0
+                end = kv_length
+                full = True
+            for first in range(begin, end, BLOCK_N):
+                live, scores = seen_scores(
+                    q, key, k_base, k_strides, first_key, first, columns, end, full, rows,
+                    end_row, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+                    SCORE_MOD, MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED,
+                    PRECISION,
+                )
+                v = load_tile(
+                    value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
+                    UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
+                )
+                weights = tl.exp2(scores - shift[:, None])
+                acc = tl.dot(
+                    weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION,
+                )
 
     # A row without a live pair has 0 here, and gives 0. NaN stays.
     dead = top == float("-inf")
@@ -217,52 +270,38 @@ def forward_kernel(
     if WANT_MAX:
         natural = tl.where(total == total, top / LOG2E, float("nan"))
         tl.store(max_scores + at, natural, mask=rows < end_row)
-    if found > 0:
+    if unsure:
         # Values that aren't finite were left out above: now they reach the rows that see them.
         met = tl.zeros([BLOCK_M, DV], tl.float32)
         signs = tl.zeros([BLOCK_M, DV], tl.float32)
         for r in range(run, last_run):
             if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length)
-                begin = tl.where(full, begin + (end - begin) // BLOCK_N * BLOCK_N, begin)
+                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
             else:
-                begin = kv_length // BLOCK_N * BLOCK_N
+                begin = 0
                 end = kv_length
                 full = True
             for first in range(begin, end, BLOCK_N):
-                keys = first + columns
-                kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-                live = (keys < end)[None, :] & (rows < end_row)[:, None]
-                if MASK_MOD is not None:
-                    live = live & (
-                        full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats)
-                    )
-                k = load_tile(
-                    key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1],
-                    SCATTERED[1], WIDE, True, DESCRIBED,
+                live, scores = seen_scores(
+                    q, key, k_base, k_strides, first_key, first, columns, end, full, rows,
+                    end_row, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+                    SCORE_MOD, MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED,
+                    PRECISION,
                 )
-                scores = scores_of_tile(
-                    q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale,
-                    SCORE_MOD, PRECISION,
-                )
-                seen = (scores != float("-inf")).to(q.dtype)
                 v = load_tile(
                     value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
                     UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
                 )
-                # Of the next head there is nothing to report.
-                v = tl.where((keys < end)[:, None], v, tl.zeros_like(v))
+                # A descriptor gives rows of the next head past the end.
+                v = tl.where((first + columns < end)[:, None], v, tl.zeros_like(v))
+                seen = live.to(v.dtype)
                 met = tl.dot(seen, strange(v).to(v.dtype), met, input_precision=PRECISION)
-                wide = v.to(tl.float32)
-                infinite = tl.where(
-                    wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0)
-                )
-                signs = tl.dot(seen, infinite.to(v.dtype), signs, input_precision=PRECISION)
+                signs = tl.dot(seen, signs_of(v).to(v.dtype), signs, input_precision=PRECISION)
         # All of them infinities of one sign, or NaN.
         extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
         tl.debug_barrier()
         stored = load_rows(
-            o_base, o_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], False, WIDE, True
+            o_base, o_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], False, WIDE, True,
         )
         fixed = stored.to(tl.float32) + tl.where(met > 0, extra, 0.0)
         store_rows(o_base, o_strides, rows, end_row, fixed, VALUE_DIM, DV, UNITS[3], WIDE)

@@ -23,7 +23,7 @@ from anyflex.plugin import (
     Spec,
     TensorSpec,
 )
-from anyflex_triton import backward, decode, forward
+from anyflex_triton import backward, backward_keys, backward_queries, decode, forward
 from anyflex_triton.arguments import (
     Layout,
     descriptor_of,
@@ -369,7 +369,7 @@ class TritonKernel(Kernel):
         if program is None:
             program = self._program(
                 key,
-                backward.key_kernel,
+                backward_keys.key_kernel,
                 {
                     **self._pointers(*names),
                     **self._descriptors(described, config.block_m, query="D", dout="DV"),
@@ -436,7 +436,7 @@ class TritonKernel(Kernel):
         if program is None:
             program = self._program(
                 key,
-                backward.query_kernel,
+                backward_queries.query_kernel,
                 {
                     **self._pointers(*names),
                     **self._descriptors(described, config.block_n, key="D", value="DV"),

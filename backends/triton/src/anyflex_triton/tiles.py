@@ -15,8 +15,11 @@ __all__ = [
     "bounded_run",
     "load_rows",
     "load_tile",
+    "long_steps",
     "mask_row",
+    "next_run",
     "row_offsets",
+    "signs_of",
     "store_rows",
     "strange",
     "tensor_at",
@@ -110,12 +113,41 @@ def mask_row(offsets, mask_strides, b, h, row):
 
 
 @triton.jit
-def bounded_run(runs, run, BLOCK: tl.constexpr, length):
-    """A run in elements, not past `length`, and whether it is FULL."""
+def bounded_run(runs, run, there, BLOCK: tl.constexpr, length):
+    """A run in elements, not past `length`, and whether it is FULL; nothing if it isn't there."""
     at = runs + run * 3
-    begin = tl.load(at) * BLOCK
-    end = tl.minimum(tl.load(at + 1) * BLOCK, length)
-    return begin, end, tl.load(at + 2) == FULL
+    begin = tl.load(at, mask=there, other=0) * BLOCK
+    end = tl.minimum(tl.load(at + 1, mask=there, other=0) * BLOCK, length)
+    return begin, end, tl.load(at + 2, mask=there, other=0) == FULL
+
+
+@triton.jit
+def long_steps(begin, end, full, STEP: tl.constexpr):
+    """Steps of a FULL run that are worth a loop of their own, without any mask's code: all but the
+    last, so that every run has one left. 0 for the other runs."""
+    steps = (end - begin - 1) // STEP
+    return tl.where(full & (steps >= 4), steps, 0)
+
+
+@triton.jit
+def next_run(
+    runs, run, last_run, n, end, full, whole, BLOCK: tl.constexpr, length, STEP: tl.constexpr
+):
+    """The step after `n`: (run, n, end, full), in the same run or at the begin of the next, past
+    the steps that have had their loop.
+
+    Args:
+        whole: the tile's other side isn't ragged: FULL runs have a loop of their own.
+    """
+    n += STEP
+    moves = (n >= end) & (run + 1 < last_run)
+    run = tl.where(moves, run + 1, run)
+    begin, new_end, new_full = bounded_run(runs, run, moves, BLOCK, length)
+    begin += long_steps(begin, new_end, new_full & whole, STEP) * STEP
+    return (
+        run, tl.where(moves, begin, n), tl.where(moves, new_end, end),
+        tl.where(moves, new_full, full),
+    )
 
 
 @triton.jit
@@ -128,3 +160,10 @@ def strange(x):
 def without_strange(x):
     """x with 0 for what isn't finite: at dead pairs weights are 0, and 0 * NaN is NaN."""
     return tl.where(strange(x), tl.zeros_like(x), x)
+
+
+@triton.jit
+def signs_of(x):
+    """1 and -1 where x is infinite, else 0."""
+    wide = x.to(tl.float32)
+    return tl.where(wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0))

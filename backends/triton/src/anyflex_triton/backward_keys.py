@@ -1,0 +1,243 @@
+"""dK and dV: a program takes a tile of keys over the query rows that see it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.backward import gradient_of_scores, row_values
+from anyflex_triton.forward import tile_of_program
+from anyflex_triton.tiles import (
+    bounded_run,
+    load_rows,
+    load_tile,
+    long_steps,
+    mask_row,
+    next_run,
+    store_rows,
+    strange,
+    tensor_at,
+    without_strange,
+)
+
+__all__ = ["key_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def add_to_keys(
+    dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row, lse, delta,
+    at, k, v, first, rows_of_tile, end, full, key_inside, b, h, kv_idx, q_length, shifts, tables,
+    ints, floats, scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, CAREFUL: tl.constexpr,
+):
+    """dK and dV with what the query rows from `first` on add, of which some pairs may be dead.
+
+    Args:
+        CAREFUL: some element of q or dout isn't finite.
+    """
+    rows = first + rows_of_tile
+    q = load_tile(
+        query, q_base, q_strides, first_row, first, rows_of_tile, end, DIM, D, UNITS[0],
+        SCATTERED[0], WIDE, True, DESCRIBED,
+    )
+    do = load_tile(
+        dout, do_base, do_strides, first_row, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3],
+        SCATTERED[3], WIDE, True, DESCRIBED,
+    )
+    lse2, d = row_values(lse, delta, at, rows, end)
+    q_idx = tl.minimum(rows, q_length - 1)[None, :] + shifts[2]
+    alive = lse2 != float("inf")
+    live = (rows < end)[None, :] & key_inside & alive[None, :]
+    if MASK_MOD is not None:
+        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+    weights, grad = gradient_of_scores(
+        q, k, do, v, live, lse2[None, :], d[None, :], b, h, q_idx, kv_idx, tables, ints, floats,
+        None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, PRECISION, True,
+    )
+    if CAREFUL:
+        # A query that isn't finite has NaN in its live pairs already; dout that isn't does reach
+        # all keys, unless no key is live.
+        q = without_strange(q)
+        do = tl.where(alive[:, None], do, tl.zeros_like(do))
+    if WANT_DV:
+        dv_sum = tl.dot(weights.to(do.dtype), do, dv_sum, input_precision=PRECISION)
+    if WANT_DK:
+        dk_sum = tl.dot(grad.to(q.dtype), q, dk_sum, input_precision=PRECISION)
+    return dk_sum, dv_sum
+
+
+@triton.jit
+def key_kernel(
+    query, key, value, dout, lse, delta, dk, dv, offsets, runs, q_strides, k_strides, v_strides,
+    do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts, scale, batch,
+    heads, kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group,
+    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
+
+    Args:
+        offsets, runs: of the transposed mask: a row is a row of key blocks, runs count q blocks.
+    """
+    tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
+    # Under causal masks the first keys are those that most queries see.
+    tile = tiles - 1 - tile
+    kv_b = unit // kv_heads
+    kv_head = unit % kv_heads
+    if HAS_MASK:
+        TILES_A_BLOCK: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
+        block = tile // TILES_A_BLOCK
+        first_key = block * KV_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_N
+        end_key = tl.minimum((block + 1) * KV_BLOCK, kv_length)
+    else:
+        block = 0
+        first_key = tile * BLOCK_N
+        end_key = kv_length
+    if first_key >= end_key:
+        return
+    keys = first_key + tl.arange(0, BLOCK_N)
+    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    k = load_rows(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
+    v = load_rows(
+        v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+    )
+    kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
+    key_inside = (keys < end_key)[:, None]
+    dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
+    dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+    rows_of_tile = tl.arange(0, BLOCK_M)
+    # A tile of keys that isn't whole has pairs that are none.
+    whole = first_key + BLOCK_N <= end_key
+
+    streams = GROUP * batch if KV_SHARED else GROUP
+    for stream in range(streams):
+        b = stream // GROUP if KV_SHARED else kv_b
+        h = kv_head * GROUP + stream % GROUP
+        mod_b = b + shifts[0]
+        mod_h = h + shifts[1]
+        if DESCRIBED:
+            q_base = 0
+            do_base = 0
+        else:
+            q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+            do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+        first_row = (b * heads + h) * q_length
+        at = (b * heads + h).to(tl.int64) * q_length
+        if HAS_MASK:
+            run, last_run = mask_row(offsets, mask_strides, b, h, block)
+        else:
+            run = 0
+            last_run = 1
+
+        # Long FULL runs but for their last step: no pair is dead.
+        left = 0
+        for r in range(run, last_run):
+            if HAS_MASK:
+                begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
+                steps = long_steps(begin, end, full & whole, BLOCK_M)
+            else:
+                begin = 0
+                end = q_length
+                steps = long_steps(begin, end, whole, BLOCK_M)
+            left += (end - begin + BLOCK_M - 1) // BLOCK_M - steps
+            for step in range(steps):
+                first = begin + step * BLOCK_M
+                rows = first + rows_of_tile
+                q = load_tile(
+                    query, q_base, q_strides, first_row, first, rows_of_tile, 0, DIM, D, UNITS[0],
+                    SCATTERED[0], WIDE, False, DESCRIBED,
+                )
+                do = load_tile(
+                    dout, do_base, do_strides, first_row, first, rows_of_tile, 0, VALUE_DIM, DV,
+                    UNITS[3], SCATTERED[3], WIDE, False, DESCRIBED,
+                )
+                lse2, d = row_values(lse, delta, at, rows, q_length)
+                weights, grad = gradient_of_scores(
+                    q, k, do, v, None, lse2[None, :], d[None, :], mod_b, mod_h,
+                    rows[None, :] + shifts[2], kv_idx, tables, ints, floats, None, scale,
+                    SCORE_MOD, SCORE_MOD_BACKWARD, None, PRECISION, True,
+                )
+                if WANT_DV:
+                    dv_sum = tl.dot(weights.to(do.dtype), do, dv_sum, input_precision=PRECISION)
+                if WANT_DK:
+                    dk_sum = tl.dot(grad.to(q.dtype), q, dk_sum, input_precision=PRECISION)
+
+        # All the rest, in one loop.
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, run, run < last_run, Q_BLOCK, q_length)
+        else:
+            begin = 0
+            end = q_length
+            full = True
+        first = begin + long_steps(begin, end, full & whole, BLOCK_M) * BLOCK_M
+        r = run
+        for _step in range(left):
+            dk_sum, dv_sum = add_to_keys(
+                dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row,
+                lse, delta, at, k, v, first, rows_of_tile, end, full, key_inside, mod_b, mod_h,
+                kv_idx, q_length, shifts, tables, ints, floats, scale, SCORE_MOD,
+                SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                WANT_DK, WANT_DV, PRECISION, DESCRIBED, False,
+            )
+            if HAS_MASK:
+                r, first, end, full = next_run(
+                    runs, r, last_run, first, end, full, whole, Q_BLOCK, q_length, BLOCK_M,
+                )
+            else:
+                first += BLOCK_M
+
+    # What isn't finite has reached keys that its query doesn't see: 0 * NaN is NaN.
+    odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)
+    if tl.maximum(odd, tl.max(tl.max(strange(dv_sum).to(tl.int32), 1), 0)) > 0:
+        dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
+        dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+        for stream in range(streams):
+            b = stream // GROUP if KV_SHARED else kv_b
+            h = kv_head * GROUP + stream % GROUP
+            if DESCRIBED:
+                q_base = 0
+                do_base = 0
+            else:
+                q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+                do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+            first_row = (b * heads + h) * q_length
+            at = (b * heads + h).to(tl.int64) * q_length
+            if HAS_MASK:
+                run, last_run = mask_row(offsets, mask_strides, b, h, block)
+            else:
+                run = 0
+                last_run = 1
+            for r in range(run, last_run):
+                if HAS_MASK:
+                    begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
+                else:
+                    begin = 0
+                    end = q_length
+                    full = True
+                for first in range(begin, end, BLOCK_M):
+                    dk_sum, dv_sum = add_to_keys(
+                        dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides,
+                        first_row, lse, delta, at, k, v, first, rows_of_tile, end, full,
+                        key_inside, b + shifts[0], h + shifts[1], kv_idx, q_length, shifts,
+                        tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                        VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
+                        DESCRIBED, True,
+                    )
+
+    if WANT_DV:
+        base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[5])
+        store_rows(base, dv_strides, keys, end_key, dv_sum, VALUE_DIM, DV, UNITS[5], WIDE)
+    if WANT_DK:
+        base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[4])
+        store_rows(base, dk_strides, keys, end_key, dk_sum * scale, DIM, D, UNITS[4], WIDE)

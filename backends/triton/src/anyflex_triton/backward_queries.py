@@ -1,0 +1,203 @@
+"""dQ and the gradients of captured tensors: a program takes a query tile, as in forward."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.backward import gradient_of_scores, row_values
+from anyflex_triton.forward import tile_of_program
+from anyflex_triton.tiles import (
+    bounded_run,
+    load_rows,
+    load_tile,
+    long_steps,
+    mask_row,
+    next_run,
+    store_rows,
+    strange,
+    tensor_at,
+    without_strange,
+)
+
+__all__ = ["query_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def add_to_queries(
+    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, first,
+    columns, end, full, row_live, b, h, q_idx, kv_length, shifts, tables, ints, floats, totals,
+    scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, CAREFUL: tl.constexpr,
+):
+    """dQ with what the keys from `first` on add, of which some pairs may be dead.
+
+    Args:
+        CAREFUL: some element of a key isn't finite.
+    """
+    keys = first + columns
+    k = load_tile(
+        key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
+        WIDE, True, DESCRIBED,
+    )
+    v = load_tile(
+        value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
+        SCATTERED[2], WIDE, True, DESCRIBED,
+    )
+    kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+    live = (keys < end)[None, :] & row_live
+    if MASK_MOD is not None:
+        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+    _weights, grad = gradient_of_scores(
+        q, k, do, v, live, lse2[:, None], d[:, None], b, h, q_idx, kv_idx, tables, ints, floats,
+        totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, PRECISION, False,
+    )
+    if CAREFUL:
+        # A key that isn't finite has NaN in its live pairs already.
+        k = without_strange(k)
+    if WANT_DQ:
+        dq_sum = tl.dot(grad.to(k.dtype), k, dq_sum, input_precision=PRECISION)
+    return dq_sum
+
+
+@triton.jit
+def query_kernel(
+    query, key, value, dout, lse, delta, dq, offsets, runs, q_strides, k_strides, v_strides,
+    do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale,
+    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
+
+    Args:
+        totals: accumulators of the captured tensors that learn, added to atomically.
+    """
+    tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
+    b = bh // heads
+    h = bh % heads
+    if HAS_MASK:
+        TILES_A_BLOCK: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+        block = tile // TILES_A_BLOCK
+        first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
+        end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
+        run, last_run = mask_row(offsets, mask_strides, b, h, block)
+    else:
+        first_row = tile * BLOCK_M
+        end_row = q_length
+        run = 0
+        last_run = 1
+    if first_row >= end_row:
+        return
+    kv_head = h // GROUP
+    kv_b = 0 * b if KV_SHARED else b
+    rows = first_row + tl.arange(0, BLOCK_M)
+    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+    if DESCRIBED:
+        k_base = 0
+        v_base = 0
+    else:
+        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    first_key = (kv_b * (heads // GROUP) + kv_head) * kv_length
+    do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+    q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
+    do = load_rows(
+        do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
+    )
+    lse2, d = row_values(lse, delta, bh.to(tl.int64) * q_length, rows, end_row)
+    mod_b = b + shifts[0]
+    mod_h = h + shifts[1]
+    q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    row_live = (lse2 != float("inf"))[:, None]
+    columns = tl.arange(0, BLOCK_N)
+    dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
+    # Rows past the end, and rows without a live key, are dead pairs.
+    whole = first_row + BLOCK_M <= end_row
+
+    # Long FULL runs but for their last step: no pair is dead.
+    left = 0
+    for r in range(run, last_run):
+        if HAS_MASK:
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
+            steps = long_steps(begin, end, full & whole, BLOCK_N)
+        else:
+            begin = 0
+            end = kv_length
+            steps = long_steps(begin, end, whole, BLOCK_N)
+        left += (end - begin + BLOCK_N - 1) // BLOCK_N - steps
+        for step in range(steps):
+            first = begin + step * BLOCK_N
+            keys = first + columns
+            k = load_tile(
+                key, k_base, k_strides, first_key, first, columns, 0, DIM, D, UNITS[1],
+                SCATTERED[1], WIDE, False, DESCRIBED,
+            )
+            v = load_tile(
+                value, v_base, v_strides, first_key, first, columns, 0, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, False, DESCRIBED,
+            )
+            _weights, grad = gradient_of_scores(
+                q, k, do, v, None, lse2[:, None], d[:, None], mod_b, mod_h, q_idx,
+                keys[None, :] + shifts[3], tables, ints, floats, totals, scale, SCORE_MOD,
+                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, PRECISION, False,
+            )
+            if WANT_DQ:
+                dq_sum = tl.dot(grad.to(k.dtype), k, dq_sum, input_precision=PRECISION)
+
+    # All the rest, in one loop.
+    if HAS_MASK:
+        begin, end, full = bounded_run(runs, run, run < last_run, KV_BLOCK, kv_length)
+    else:
+        begin = 0
+        end = kv_length
+        full = True
+    first = begin + long_steps(begin, end, full & whole, BLOCK_N) * BLOCK_N
+    r = run
+    for _step in range(left):
+        dq_sum = add_to_queries(
+            dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d,
+            first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length, shifts, tables,
+            ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS,
+            MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION,
+            DESCRIBED, False,
+        )
+        if HAS_MASK:
+            r, first, end, full = next_run(
+                runs, r, last_run, first, end, full, whole, KV_BLOCK, kv_length, BLOCK_N,
+            )
+        else:
+            first += BLOCK_N
+
+    # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN.
+    if tl.max(tl.max(strange(dq_sum).to(tl.int32), 1), 0) > 0:
+        dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
+        for r in range(run, last_run):
+            if HAS_MASK:
+                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
+            else:
+                begin = 0
+                end = kv_length
+                full = True
+            for first in range(begin, end, BLOCK_N):
+                dq_sum = add_to_queries(
+                    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,
+                    lse2, d, first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length,
+                    shifts, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                    None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DQ,
+                    PRECISION, DESCRIBED, True,
+                )
+
+    if WANT_DQ:
+        base = tensor_at(dq, dq_strides, b, h, UNITS[4])
+        store_rows(base, dq_strides, rows, end_row, dq_sum * scale, DIM, D, UNITS[4], WIDE)
