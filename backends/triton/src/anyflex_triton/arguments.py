@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["Layout", "descriptor_of", "is_described", "layout_of", "row_strides"]
@@ -68,7 +70,21 @@ def is_described(tensor: Tensor) -> bool:
 
 def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
     """A descriptor of the tensor's rows, loaded `rows` at a time; columns past its own are 0."""
+    _enter_device(tensor.device)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
     return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])
+
+
+_entered = threading.local()
+
+
+def _enter_device(device: torch.device) -> None:
+    """Give this thread a context on the device: encoding a descriptor needs one, and neither torch
+    nor Triton has made one before a thread's first launch."""
+    if device.type != "cuda" or device.index in _entered.__dict__.setdefault("devices", set()):
+        return
+    # The cheapest call of the runtime that does.
+    torch.cuda.mem_get_info(device)
+    _entered.devices.add(device.index)

@@ -26,11 +26,13 @@ __all__ = ["delta_kernel", "gradient_of_scores", "row_values"]
 
 @triton.jit
 def delta_kernel(
-    out, dout, dlse, given, delta, o_strides, do_strides, dl_strides, heads, q_length,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr, BLOCK_M: tl.constexpr,
+    out, rest, dout, dlse, given, delta, o_strides, r_strides, do_strides, dl_strides, heads,
+    q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """delta [B, Hq, L] = sum(out * dout) - dlse; the sum may be given."""
+    """delta [B, Hq, L] = sum(out * dout) - dlse; the sum may be given. out is what was stored and
+    the rest that rounding took from it."""
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
     b = bh // heads
@@ -49,7 +51,13 @@ def delta_kernel(
         do = load_rows(
             do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
         )
-        sums = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        o = o.to(tl.float32)
+        if HAS_REST:
+            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
+            o += load_rows(
+                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
+            ).to(tl.float32)
+        sums = tl.sum(o * do.to(tl.float32), 1)
     if HAS_DLSE:
         from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
         sums -= tl.load(from_lse, mask=inside, other=0.0)

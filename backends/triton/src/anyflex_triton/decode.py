@@ -41,7 +41,8 @@ def decode_kernel(
 
     Args:
         partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top.
-        partial_sums: [B, Hq, L, splits, 2], float32: top in powers of two, sum.
+        partial_sums: [B, Hq, L, splits, 3], float32: top in powers of two, sum, 1 if a score is
+            NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
     """
     split = tl.program_id(0) % splits
@@ -76,6 +77,7 @@ def decode_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     split_begin = split * split_length
     split_end = tl.minimum(split_begin + split_length, kv_length)
@@ -103,6 +105,7 @@ def decode_kernel(
                 q, k, None, mod_b, mod_h, q_idx, keys[None, :] + shifts[3], tables, ints, floats,
                 scale, SCORE_MOD, PRECISION,
             )
+            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
             new_top = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(scores - shift[:, None])
@@ -136,6 +139,7 @@ def decode_kernel(
                 PRECISION,
             )
             live = live & (scores != float("-inf"))
+            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
             new_top = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             weights = tl.exp2(scores - shift[:, None])
@@ -157,8 +161,9 @@ def decode_kernel(
             top = new_top
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
-    tl.store(partial_sums + at * 2, top, mask=inside)
-    tl.store(partial_sums + at * 2 + 1, total, mask=inside)
+    tl.store(partial_sums + at * 3, top, mask=inside)
+    tl.store(partial_sums + at * 3 + 1, total, mask=inside)
+    tl.store(partial_sums + at * 3 + 2, nans.to(tl.float32), mask=inside)
     value_dims = tl.arange(0, DV)
     tl.store(
         partial_out + at[:, None] * VALUE_DIM + value_dims[None, :],
@@ -169,9 +174,9 @@ def decode_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial_out, partial_sums, out, lse, max_scores, o_strides, heads, q_length, splits,
+    partial_out, partial_sums, out, rest, lse, max_scores, o_strides, heads, q_length, splits,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
 ):
     """One program a query row: the splits' sums, in their order, SPLITS at a time."""
     at = tl.program_id(0).to(tl.int64)
@@ -181,20 +186,23 @@ def combine_kernel(
     top = float("-inf")
     for first in range(0, splits, SPLITS):
         tops = tl.load(
-            partial_sums + (at * splits + first + index) * 2,
+            partial_sums + (at * splits + first + index) * 3,
             mask=first + index < splits,
             other=float("-inf"),
         )
         top = tl.maximum(top, tl.max(tops, 0))
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
+    nan = 0.0
     acc = tl.zeros([DV], tl.float32)
     dims = tl.arange(0, DV)
     for first in range(0, splits, SPLITS):
         there = first + index < splits
         place = at * splits + first + index
-        tops = tl.load(partial_sums + place * 2, mask=there, other=float("-inf"))
-        sums = tl.load(partial_sums + place * 2 + 1, mask=there, other=0.0)
+        tops = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
+        nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
+        nan = tl.maximum(nan, tl.max(nans, 0))
         factor = tl.exp2(tops - shift)
         total += tl.sum(tl.where(there, sums * factor, 0.0), 0)
         part = tl.load(
@@ -207,8 +215,13 @@ def combine_kernel(
     acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, total))
     base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
     tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    if WANT_REST:
+        # As in forward; rows of rest lie one after the other.
+        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
+        rest_at = rest + at * VALUE_DIM + dims
+        tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
     if WANT_LSE:
         natural = (top + tl.log2(total)) / LOG2E
         tl.store(lse + at, tl.where(dead, float("-inf"), natural))
     if WANT_MAX:
-        tl.store(max_scores + at, tl.where(total == total, top / LOG2E, float("nan")))
+        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), top / LOG2E))

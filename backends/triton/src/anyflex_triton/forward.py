@@ -92,20 +92,21 @@ def seen_scores(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, lse, max_scores, offsets, runs, q_strides, k_strides, v_strides,
-    o_strides, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length,
-    kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    query, key, value, out, rest, lse, max_scores, offsets, runs, q_strides, k_strides,
+    v_strides, o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale,
+    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
     Args:
-        query, key, value, out: strides (b, h, row, column), all but the last in units of UNITS
-            (q, k, v, out) elements; the last counts where SCATTERED says so.
+        query, key, value, out, rest: strides (b, h, row, column), all but the last in units of
+            UNITS elements; the last counts where SCATTERED says so. rest is what rounding takes
+            from out.
         lse, max_scores: [B, Hq, L], float32.
         offsets, runs: the block mask's, rows by (b, h) strides `mask_strides`.
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
@@ -149,6 +150,7 @@ def forward_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
     # Long FULL runs but for their last step: no pair is dead.
@@ -171,6 +173,8 @@ def forward_kernel(
             if SCORE_MOD is None:
                 # Scores wait for their scale, which is positive, until they are shifted.
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if WANT_MAX:
+                    nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
                 new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
                 weights = tl.exp2(scores * (scale * LOG2E) - shift[:, None])
@@ -180,6 +184,8 @@ def forward_kernel(
                     q, k, None, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale,
                     SCORE_MOD, PRECISION,
                 )
+                if WANT_MAX:
+                    nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
                 new_top = tl.maximum(top, tl.max(scores, 1))
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
                 weights = tl.exp2(scores - shift[:, None])
@@ -208,6 +214,8 @@ def forward_kernel(
             mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
             MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
         )
+        if WANT_MAX:
+            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - shift[:, None])
@@ -263,12 +271,17 @@ def forward_kernel(
     acc = tl.where(dead[:, None], 0.0, acc)
     o_base = tensor_at(out, o_strides, b, h, UNITS[3])
     store_rows(o_base, o_strides, rows, end_row, acc, VALUE_DIM, DV, UNITS[3], WIDE)
+    if WANT_REST:
+        # What rounding takes from out, and delta needs.
+        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
+        r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
+        store_rows(r_base, r_strides, rows, end_row, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
     at = bh.to(tl.int64) * q_length + rows
     if WANT_LSE:
         natural = (top + tl.log2(total)) / LOG2E
         tl.store(lse + at, tl.where(dead, float("-inf"), natural), mask=rows < end_row)
     if WANT_MAX:
-        natural = tl.where(total == total, top / LOG2E, float("nan"))
+        natural = tl.where(nans > 0, float("nan"), top / LOG2E)
         tl.store(max_scores + at, natural, mask=rows < end_row)
     if unsure:
         # Values that aren't finite were left out above: now they reach the rows that see them.

@@ -130,19 +130,29 @@ class TritonKernel(Kernel):
 
     # Memory
 
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        """What rounding took from out: backward's delta needs those digits."""
+        spec = self.spec
+        if spec.dtype is torch.float32 or not spec.needs_backward:
+            return ()
+        return (TensorSpec((*call.query.shape[:3], spec.value_head_dim), spec.dtype),)
+
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
         """Splits' sums for decoding; delta for backward."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
+            # dV needs none.
+            if self.spec.gradients == ("v",) and not self._learned:
+                return ()
             return (TensorSpec((batch, heads, length), torch.float32),)
         if not self._decodes(call):
             return ()
         splits = self._splits(call)
         return (
             TensorSpec((batch, heads, length, splits, self.spec.value_head_dim), torch.float32),
-            TensorSpec((batch, heads, length, splits, 2), torch.float32),
+            TensorSpec((batch, heads, length, splits, 3), torch.float32),
         )
 
     # Forward
@@ -158,11 +168,12 @@ class TritonKernel(Kernel):
 
     def _prefill(self, call: Call, out: Outputs) -> None:
         spec = self.spec
-        layouts = self._layouts(call, layout_of(out.out))
+        rest = out.saved[0] if out.saved else None
+        layouts = self._layouts(call, layout_of(out.out), layout_of(_or(rest, out.out)))
         positive = call.scale > 0 and math.isfinite(call.scale)
         config = self._config("forward")
         described = self._describable(call.key, call.value)
-        key = ("forward", config, positive, described, *_classes(layouts))
+        key = ("forward", config, positive, described, rest is not None, *_classes(layouts))
         program = self._programs.get(key)
         if program is None:
             plain = None if positive else forward.plain_score
@@ -170,11 +181,11 @@ class TritonKernel(Kernel):
                 key,
                 forward.forward_kernel,
                 {
-                    **self._pointers("query", "key", "value", "out"),
+                    **self._pointers("query", "key", "value", "out", "rest"),
                     **self._descriptors(described, config.block_n, key="D", value="DV"),
                     **_floats("lse", "max_scores"),
                     **self._common_types(),
-                    **_strides("q_strides", "k_strides", "v_strides", "o_strides"),
+                    **_strides("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
                     **_i32("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
                 },
                 {
@@ -184,11 +195,16 @@ class TritonKernel(Kernel):
                     "Q_BLOCK": spec.block_size[0],
                     "WANT_LSE": out.lse is not None,
                     "WANT_MAX": out.max_scores is not None,
+                    "WANT_REST": rest is not None,
                     "DESCRIBED": described,
                     "BLOCK_M": config.block_m,
                     "BLOCK_N": config.block_n,
                 },
-                _aligned(("query", "key", "value", "out"), layouts, ("key", "value") * described),
+                _aligned(
+                    ("query", "key", "value", "out", "rest"),
+                    layouts,
+                    ("key", "value") * described,
+                ),
                 config.options,
             )
         batch, heads, length = call.query.shape[:3]
@@ -198,11 +214,12 @@ class TritonKernel(Kernel):
             call.query.device,
             {
                 **self._common_values(call, call.mask),
-                "query": call.query, "out": out.out,
+                "query": call.query, "out": out.out, "rest": _or(rest, out.out),
                 **self._described(described, config.block_n, key=call.key, value=call.value),
                 "lse": _or(out.lse, out.out), "max_scores": _or(out.max_scores, out.out),
                 "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
                 "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
+                "r_strides": layouts[4].strides,
                 "batch_heads": batch * heads, "heads": heads,
                 "q_length": length, "kv_length": call.key.shape[2],
                 "tiles": tiles, "head_group": self._head_group(call),
@@ -258,7 +275,8 @@ class TritonKernel(Kernel):
                 "split_length": -(-pieces // splits) * config.block_n,
             },
         )  # fmt: skip
-        key = ("combine", o_layout.unit)
+        rest = out.saved[0] if out.saved else None
+        key = ("combine", o_layout.unit, rest is not None)
         program = self._programs.get(key)
         if program is None:
             program = self._program(
@@ -266,7 +284,7 @@ class TritonKernel(Kernel):
                 decode.combine_kernel,
                 {
                     **_floats("partial_out", "partial_sums", "lse", "max_scores"),
-                    **self._pointers("out"),
+                    **self._pointers("out", "rest"),
                     **_strides("o_strides"),
                     **_i32("heads", "q_length", "splits"),
                 },
@@ -277,6 +295,7 @@ class TritonKernel(Kernel):
                     "UNIT": o_layout.unit,
                     "WANT_LSE": out.lse is not None,
                     "WANT_MAX": out.max_scores is not None,
+                    "WANT_REST": rest is not None,
                 },
                 (),
                 Options(4, 1),
@@ -286,6 +305,7 @@ class TritonKernel(Kernel):
             call.query.device,
             {
                 "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
+                "rest": _or(rest, out.out),
                 "lse": _or(out.lse, partial_sums), "max_scores": _or(out.max_scores, partial_sums),
                 "o_strides": o_layout.strides, "heads": heads, "q_length": length,
                 "splits": splits,
@@ -296,7 +316,6 @@ class TritonKernel(Kernel):
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        (delta,) = grads.workspace
         dout = grad.dout
         if call.query.numel() == 0 or call.key.numel() == 0 or call.value.numel() == 0:
             for gradient in (grads.dq, grads.dk, grads.dv):
@@ -304,7 +323,10 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         lse = saved.lse.contiguous()
-        self._delta(call, saved, grad, delta)
+        delta = lse
+        if grads.workspace:
+            (delta,) = grads.workspace
+            self._delta(call, saved, grad, delta)
         if grads.dk is not None or grads.dv is not None:
             self._keys(call, dout, lse, delta, grads)
         if grads.dq is not None or any(total is not None for total in grads.captured):
@@ -312,18 +334,23 @@ class TritonKernel(Kernel):
 
     def _delta(self, call: Call, saved: Saved, grad: GradInputs, delta: Tensor) -> None:
         spec = self.spec
-        layouts = (layout_of(saved.out), layout_of(grad.dout))
+        rest = saved.extras[0] if saved.extras else None
+        layouts = (
+            layout_of(saved.out),
+            layout_of(grad.dout),
+            layout_of(_or(rest, saved.out)),
+        )
         given = grad.delta is not None
-        key = ("delta", given, grad.dlse is not None, *_classes(layouts))
+        key = ("delta", given, grad.dlse is not None, rest is not None, *_classes(layouts))
         program = self._programs.get(key)
         if program is None:
             program = self._program(
                 key,
                 backward.delta_kernel,
                 {
-                    **self._pointers("out", "dout"),
+                    **self._pointers("out", "dout", "rest"),
                     **_floats("dlse", "given", "delta"),
-                    **_strides("o_strides", "do_strides"),
+                    **_strides("o_strides", "do_strides", "r_strides"),
                     "dl_strides": ("i64",) * 3,
                     **_i32("heads", "q_length"),
                 },
@@ -335,9 +362,10 @@ class TritonKernel(Kernel):
                     "WIDE": spec.index_width == 64,
                     "HAS_DLSE": grad.dlse is not None,
                     "IS_GIVEN": given,
+                    "HAS_REST": rest is not None,
                     "BLOCK_M": 32,
                 },
-                _aligned(("out", "dout"), layouts),
+                _aligned(("out", "dout", "rest"), layouts),
                 Options(4, 1),
             )
         batch, heads, length = call.query.shape[:3]
@@ -345,7 +373,8 @@ class TritonKernel(Kernel):
             batch * heads * -(-length // 32),
             call.query.device,
             {
-                "out": saved.out, "dout": grad.dout, "dlse": _or(grad.dlse, delta),
+                "out": saved.out, "rest": _or(rest, saved.out), "dout": grad.dout,
+                "r_strides": layouts[2].strides, "dlse": _or(grad.dlse, delta),
                 "given": delta if grad.delta is None else grad.delta.contiguous(), "delta": delta,
                 "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
                 "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),

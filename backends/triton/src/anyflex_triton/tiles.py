@@ -45,16 +45,11 @@ def row_offsets(
     rows, strides, UNIT: tl.constexpr, D: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr
 ):
     """Offsets [rows, D] of elements within one (b, h)."""
-    columns = tl.arange(0, D)
-    if WIDE:
-        of_rows = rows.to(tl.int64)[:, None] * (strides[2] * UNIT)
-        if SCATTERED:
-            return of_rows + columns.to(tl.int64)[None, :] * strides[3]
-        return of_rows + columns[None, :]
-    of_rows = rows[:, None] * (strides[2].to(tl.int32) * UNIT)
+    INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
+    columns = tl.arange(0, D).to(INDEX)
     if SCATTERED:
-        return of_rows + columns[None, :] * strides[3].to(tl.int32)
-    return of_rows + columns[None, :]
+        columns = columns * strides[3].to(INDEX)
+    return rows.to(INDEX)[:, None] * (strides[2].to(INDEX) * UNIT) + columns[None, :]
 
 
 @triton.jit
