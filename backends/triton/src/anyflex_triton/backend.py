@@ -82,6 +82,9 @@ class TritonBackend(Backend):
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
+        if not torch.cuda.is_available():
+            # CPU tensors stand in for a GPU's: nothing but the interpreter can run there.
+            return "interpreter"
         if torch.version.hip is not None:
             return "amd"
         major, _ = torch.cuda.get_device_capability()

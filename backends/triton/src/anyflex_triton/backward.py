@@ -27,9 +27,9 @@ __all__ = ["delta_kernel", "gradient_of_scores", "row_values"]
 @triton.jit
 def delta_kernel(
     out, rest, dout, dlse, given, delta, o_strides, r_strides, do_strides, dl_strides, heads,
-    q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
+    HAS_REST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """delta [B, Hq, L] = sum(out * dout) - dlse; the sum may be given. out is what was stored and
     the rest that rounding took from it."""

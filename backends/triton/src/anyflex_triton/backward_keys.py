@@ -13,7 +13,6 @@ from anyflex_triton.tiles import (
     load_tile,
     long_steps,
     mask_row,
-    next_run,
     store_rows,
     strange,
     tensor_at,
@@ -141,7 +140,6 @@ def key_kernel(
             last_run = 1
 
         # Long FULL runs but for their last step: no pair is dead.
-        left = 0
         for r in range(run, last_run):
             if HAS_MASK:
                 begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
@@ -150,7 +148,6 @@ def key_kernel(
                 begin = 0
                 end = q_length
                 steps = long_steps(begin, end, whole, BLOCK_M)
-            left += (end - begin + BLOCK_M - 1) // BLOCK_M - steps
             for step in range(steps):
                 first = begin + step * BLOCK_M
                 rows = first + rows_of_tile
@@ -173,29 +170,23 @@ def key_kernel(
                 if WANT_DK:
                     dk_sum = tl.dot(grad.to(q.dtype), q, dk_sum, input_precision=PRECISION)
 
-        # All the rest, in one loop.
-        if HAS_MASK:
-            begin, end, full = bounded_run(runs, run, run < last_run, Q_BLOCK, q_length)
-        else:
-            begin = 0
-            end = q_length
-            full = True
-        first = begin + long_steps(begin, end, full & whole, BLOCK_M) * BLOCK_M
-        r = run
-        for _step in range(left):
-            dk_sum, dv_sum = add_to_keys(
-                dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row,
-                lse, delta, at, k, v, first, rows_of_tile, end, full, key_inside, mod_b, mod_h,
-                kv_idx, q_length, shifts, tables, ints, floats, scale, SCORE_MOD,
-                SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DK, WANT_DV, PRECISION, DESCRIBED, False,
-            )
+        # PARTIAL runs, and the rest of the others.
+        for r in range(run, last_run):
             if HAS_MASK:
-                r, first, end, full = next_run(
-                    runs, r, last_run, first, end, full, whole, Q_BLOCK, q_length, BLOCK_M,
-                )
+                begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
             else:
-                first += BLOCK_M
+                begin = 0
+                end = q_length
+                full = True
+            begin += long_steps(begin, end, full & whole, BLOCK_M) * BLOCK_M
+            for first in range(begin, end, BLOCK_M):
+                dk_sum, dv_sum = add_to_keys(
+                    dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row,
+                    lse, delta, at, k, v, first, rows_of_tile, end, full, key_inside, mod_b, mod_h,
+                    kv_idx, q_length, shifts, tables, ints, floats, scale, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                    WANT_DK, WANT_DV, PRECISION, DESCRIBED, False,
+                )
 
     # What isn't finite has reached keys that its query doesn't see: 0 * NaN is NaN.
     odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)

@@ -13,7 +13,6 @@ from anyflex_triton.tiles import (
     load_tile,
     long_steps,
     mask_row,
-    next_run,
     store_rows,
     strange,
     tensor_at,
@@ -126,7 +125,6 @@ def query_kernel(
     whole = first_row + BLOCK_M <= end_row
 
     # Long FULL runs but for their last step: no pair is dead.
-    left = 0
     for r in range(run, last_run):
         if HAS_MASK:
             begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
@@ -135,7 +133,6 @@ def query_kernel(
             begin = 0
             end = kv_length
             steps = long_steps(begin, end, whole, BLOCK_N)
-        left += (end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             first = begin + step * BLOCK_N
             keys = first + columns
@@ -155,29 +152,23 @@ def query_kernel(
             if WANT_DQ:
                 dq_sum = tl.dot(grad.to(k.dtype), k, dq_sum, input_precision=PRECISION)
 
-    # All the rest, in one loop.
-    if HAS_MASK:
-        begin, end, full = bounded_run(runs, run, run < last_run, KV_BLOCK, kv_length)
-    else:
-        begin = 0
-        end = kv_length
-        full = True
-    first = begin + long_steps(begin, end, full & whole, BLOCK_N) * BLOCK_N
-    r = run
-    for _step in range(left):
-        dq_sum = add_to_queries(
-            dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d,
-            first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length, shifts, tables,
-            ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS,
-            MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION,
-            DESCRIBED, False,
-        )
+    # PARTIAL runs, and the rest of the others.
+    for r in range(run, last_run):
         if HAS_MASK:
-            r, first, end, full = next_run(
-                runs, r, last_run, first, end, full, whole, KV_BLOCK, kv_length, BLOCK_N,
-            )
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
         else:
-            first += BLOCK_N
+            begin = 0
+            end = kv_length
+            full = True
+        begin += long_steps(begin, end, full & whole, BLOCK_N) * BLOCK_N
+        for first in range(begin, end, BLOCK_N):
+            dq_sum = add_to_queries(
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
+                d, first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length, shifts,
+                tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                WANT_DQ, PRECISION, DESCRIBED, False,
+            )
 
     # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN.
     if tl.max(tl.max(strange(dq_sum).to(tl.int32), 1), 0) > 0:

@@ -15,7 +15,6 @@ from anyflex_triton.tiles import (
     load_tile,
     long_steps,
     mask_row,
-    next_run,
     signs_of,
     store_rows,
     strange,
@@ -92,14 +91,15 @@ def seen_scores(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, rest, lse, max_scores, offsets, runs, q_strides, k_strides,
-    v_strides, o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale,
-    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    query, key, value, out, rest, lse, max_scores, offsets, runs, q_strides, k_strides, v_strides,
+    o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
+    q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -154,7 +154,6 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
     # Long FULL runs but for their last step: no pair is dead.
-    left = 0
     for r in range(run, last_run):
         if HAS_MASK:
             begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
@@ -163,7 +162,6 @@ def forward_kernel(
             begin = 0
             end = kv_length
             steps = long_steps(begin, end, True, BLOCK_N)
-        left += (end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             first = begin + step * BLOCK_N
             k = load_tile(
@@ -199,42 +197,36 @@ def forward_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
             top = new_top
 
-    # All the rest, in one loop: runs may be short, and each loop begins with a wait.
-    if HAS_MASK:
-        begin, end, full = bounded_run(runs, run, run < last_run, KV_BLOCK, kv_length)
-    else:
-        begin = 0
-        end = kv_length
-        full = True
-    first = begin + long_steps(begin, end, full, BLOCK_N) * BLOCK_N
-    r = run
-    for _step in range(left):
-        live, scores = seen_scores(
-            q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row,
-            mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
-            MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
-        )
-        if WANT_MAX:
-            nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(top - shift)
-        total = total * alpha + tl.sum(weights, 1)
-        v = load_tile(
-            value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
-            SCATTERED[2], WIDE, True, DESCRIBED,
-        )
-        acc = tl.dot(
-            weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION,
-        )
-        top = new_top
+    # PARTIAL runs, and the rest of the others.
+    for r in range(run, last_run):
         if HAS_MASK:
-            r, first, end, full = next_run(
-                runs, r, last_run, first, end, full, True, KV_BLOCK, kv_length, BLOCK_N,
-            )
+            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
         else:
-            first += BLOCK_N
+            begin = 0
+            end = kv_length
+            full = True
+        begin += long_steps(begin, end, full, BLOCK_N) * BLOCK_N
+        for first in range(begin, end, BLOCK_N):
+            live, scores = seen_scores(
+                q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row,
+                mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
+                MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
+            )
+            if WANT_MAX:
+                nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - shift[:, None])
+            alpha = tl.exp2(top - shift)
+            total = total * alpha + tl.sum(weights, 1)
+            v = load_tile(
+                value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, True, DESCRIBED,
+            )
+            acc = tl.dot(
+                weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION,
+            )
+            top = new_top
 
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
     unsure = tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0

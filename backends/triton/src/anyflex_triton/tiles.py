@@ -17,7 +17,6 @@ __all__ = [
     "load_tile",
     "long_steps",
     "mask_row",
-    "next_run",
     "row_offsets",
     "signs_of",
     "store_rows",
@@ -122,27 +121,6 @@ def long_steps(begin, end, full, STEP: tl.constexpr):
     last, so that every run has one left. 0 for the other runs."""
     steps = (end - begin - 1) // STEP
     return tl.where(full & (steps >= 4), steps, 0)
-
-
-@triton.jit
-def next_run(
-    runs, run, last_run, n, end, full, whole, BLOCK: tl.constexpr, length, STEP: tl.constexpr
-):
-    """The step after `n`: (run, n, end, full), in the same run or at the begin of the next, past
-    the steps that have had their loop.
-
-    Args:
-        whole: the tile's other side isn't ragged: FULL runs have a loop of their own.
-    """
-    n += STEP
-    moves = (n >= end) & (run + 1 < last_run)
-    run = tl.where(moves, run + 1, run)
-    begin, new_end, new_full = bounded_run(runs, run, moves, BLOCK, length)
-    begin += long_steps(begin, new_end, new_full & whole, STEP) * STEP
-    return (
-        run, tl.where(moves, begin, n), tl.where(moves, new_end, end),
-        tl.where(moves, new_full, full),
-    )
 
 
 @triton.jit
