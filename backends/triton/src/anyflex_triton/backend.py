@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TritonBackend"]
 
+_TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
+"""Distributions that install the module triton."""
+_LEAST_SM = 80
 _OPTIONS = {
     "block_m": Option(int, None, "query rows of a forward tile", (16, 32, 64, 128), "BLOCK_M"),
     "block_n": Option(int, None, "keys of a forward tile", (16, 32, 64, 128), "BLOCK_N"),
@@ -67,6 +70,11 @@ class TritonBackend(Backend):
         if not torch.cuda.is_available():
             return Rejected("torch sees no CUDA device; install its driver and a torch for CUDA")
         if importlib.util.find_spec("triton") is None:
+            if torch.version.hip is not None:
+                return Rejected(
+                    "no Triton is installed; torch's ROCm index has the one for AMD GPUs, "
+                    "pytorch-triton-rocm: install torch from there again"
+                )
             return Rejected("the package triton is not installed: pip install triton")
         return Accepted()
 
@@ -74,11 +82,9 @@ class TritonBackend(Backend):
         """Part of the disk cache's key: what another table has written isn't found."""
         from anyflex_triton import mods
 
-        try:
-            triton = importlib.metadata.version("triton")
-        except importlib.metadata.PackageNotFoundError:
-            triton = "unknown"
-        return f"triton {triton}, mods {zlib.crc32(inspect.getsource(mods).encode()):x}"
+        found = [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
+        sources = inspect.getsource(mods).encode()
+        return f"{', '.join(found) or 'triton unknown'}, mods {zlib.crc32(sources):x}"
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
@@ -88,7 +94,19 @@ class TritonBackend(Backend):
         if torch.version.hip is not None:
             return "amd"
         major, _ = torch.cuda.get_device_capability()
-        return "ampere" if major == 8 else "hopper" if major == 9 else "blackwell"
+        # 12 is Blackwell for workstations, with an Ampere's shared memory.
+        return "hopper" if major == 9 else "blackwell" if major == 10 else "ampere"
+
+    def supports(self, spec: Spec) -> Decision:
+        """As declared, on GPUs that Triton compiles for."""
+        decision = super().supports(spec)
+        if isinstance(decision, Rejected) or not spec.arch.startswith("sm_"):
+            return decision
+        if int(spec.arch[3:]) < _LEAST_SM:
+            return Rejected(
+                f"a GPU of architecture {spec.arch}; Triton compiles for sm_{_LEAST_SM} and above"
+            )
+        return decision
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
@@ -102,3 +120,10 @@ class TritonBackend(Backend):
             artifacts.put("mods.py", stored)
         overrides = {name: int(value) for name, value in spec.options}
         return TritonKernel(spec, load_module(stored.decode()), self.target(), overrides)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

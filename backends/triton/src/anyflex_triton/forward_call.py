@@ -1,0 +1,208 @@
+"""Launching forward: many query rows by tiles, a few by splits of the keys."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from anyflex.plugin import Call, Outputs
+from anyflex_triton import decode, forward
+from anyflex_triton.arguments import layout_of
+from anyflex_triton.launch import Options
+from anyflex_triton.programs import (
+    Programs,
+    aligned,
+    classes,
+    float_pointers,
+    int32s,
+    or_else,
+    padded,
+    strides,
+)
+
+__all__ = ["launch_decode", "launch_prefill", "packed_heads", "split_count"]
+
+_PROGRAMS_A_CORE = 4
+_LEAST_SPLIT = 256
+"""Keys: a shorter split isn't worth its combination."""
+
+
+def packed_heads(made: Programs, call: Call) -> int:
+    """Query heads that share the rows of a decoding tile: those of a key head, if their rows
+    of blocks are the same."""
+    if call.mask is not None and call.mask.offsets.shape[1] > 1:
+        return 1
+    return made.spec.gqa_ratio
+
+
+def split_count(made: Programs, call: Call) -> int:
+    """How many splits the keys of a decoding call are cut into."""
+    batch, heads = call.query.shape[:2]
+    units = batch * (heads // packed_heads(made, call))
+    keys = call.key.shape[2]
+    wanted = -(-_PROGRAMS_A_CORE * _cores(call.query.device) // max(units, 1))
+    return max(1, min(wanted, keys // _LEAST_SPLIT))
+
+
+def _cores(device: torch.device) -> int:
+    """Multiprocessors of an accelerator, or what its vendor calls them."""
+    if device.type == "cpu":
+        return 2
+    properties = torch.get_device_module(device).get_device_properties(device)
+    for name in ("multi_processor_count", "gpu_subslice_count"):
+        count = getattr(properties, name, None)
+        if count:
+            return int(count)
+    return 32
+
+
+def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
+    """Launch the forward kernel: tiles of queries."""
+    spec = made.spec
+    rest = out.saved[0] if out.saved else None
+    layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
+    positive = call.scale > 0 and math.isfinite(call.scale)
+    config = made.config("forward")
+    described = made.describable(call.key, call.value)
+    key = ("forward", config, positive, described, rest is not None, *classes(layouts))
+    program = made.existing.get(key)
+    if program is None:
+        plain = None if positive else forward.plain_score
+        program = made.program(
+            key,
+            forward.forward_kernel,
+            {
+                **made.pointers("query", "key", "value", "out", "rest"),
+                **made.descriptors(described, config.block_n, key="D", value="DV"),
+                **float_pointers("lse", "max_scores"),
+                **made.common_types(),
+                **strides("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
+                **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+            },
+            {
+                **made.common_constants(layouts),
+                "SCORE_MOD": made.score_mod or plain,
+                "MASK_MOD": made.mask_mod,
+                "Q_BLOCK": spec.block_size[0],
+                "WANT_LSE": out.lse is not None,
+                "WANT_MAX": out.max_scores is not None,
+                "WANT_REST": rest is not None,
+                "DESCRIBED": described,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+            },
+            aligned(
+                ("query", "key", "value", "out", "rest"),
+                layouts,
+                ("key", "value") * described,
+            ),
+            config.options,
+        )
+    batch, heads, length = call.query.shape[:3]
+    tiles = made.row_tiles(call, config.block_m)
+    program.launch(
+        tiles * batch * heads,
+        call.query.device,
+        {
+            **made.common_values(call, call.mask),
+            "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
+            **made.described(described, config.block_n, key=call.key, value=call.value),
+            "lse": or_else(out.lse, out.out), "max_scores": or_else(out.max_scores, out.out),
+            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
+            "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
+            "r_strides": layouts[4].strides,
+            "batch_heads": batch * heads, "heads": heads,
+            "q_length": length, "kv_length": call.key.shape[2],
+            "tiles": tiles, "head_group": made.head_group(call),
+        },
+    )  # fmt: skip
+
+
+def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
+    """Launch the splits of a decoding call, and what combines them."""
+    spec = made.spec
+    batch, heads, length = call.query.shape[:3]
+    keys = call.key.shape[2]
+    packed = packed_heads(made, call)
+    o_layout = layout_of(out.out)
+    layouts = made.layouts(call)
+    config = made.config("decode")
+    rows = max(16, 1 << (packed * length - 1).bit_length())
+    key = ("decode", config, packed, rows, *classes(layouts))
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            decode.decode_kernel,
+            {
+                **made.pointers("query", "key", "value"),
+                **float_pointers("partial_out", "partial_sums"),
+                **made.common_types(),
+                **strides("q_strides", "k_strides", "v_strides"),
+                **int32s("heads", "q_length", "kv_length", "splits", "split_length"),
+            },
+            {
+                **made.common_constants(layouts),
+                "SCORE_MOD": made.score_mod,
+                "MASK_MOD": made.mask_mod,
+                "PACKED": packed,
+                "BLOCK_M": rows,
+                "BLOCK_N": config.block_n,
+            },
+            aligned(("query", "key", "value"), layouts),
+            config.options,
+        )
+    splits = split_count(made, call)
+    partial_out, partial_sums = out.workspace
+    pieces = -(-max(keys, 1) // config.block_n)
+    program.launch(
+        batch * (heads // packed) * splits,
+        call.query.device,
+        {
+            **made.common_values(call, call.mask),
+            "query": call.query, "key": call.key, "value": call.value,
+            "partial_out": partial_out, "partial_sums": partial_sums,
+            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
+            "v_strides": layouts[2].strides,
+            "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
+            "split_length": -(-pieces // splits) * config.block_n,
+        },
+    )  # fmt: skip
+    rest = out.saved[0] if out.saved else None
+    key = ("combine", o_layout.unit, rest is not None)
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            decode.combine_kernel,
+            {
+                **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
+                **made.pointers("out", "rest"),
+                **strides("o_strides"),
+                **int32s("heads", "q_length", "splits"),
+            },
+            {
+                "VALUE_DIM": spec.value_head_dim,
+                "DV": padded(spec.value_head_dim),
+                "SPLITS": 16,
+                "UNIT": o_layout.unit,
+                "WANT_LSE": out.lse is not None,
+                "WANT_MAX": out.max_scores is not None,
+                "WANT_REST": rest is not None,
+            },
+            (),
+            Options(4, 1),
+        )
+    program.launch(
+        batch * heads * length,
+        call.query.device,
+        {
+            "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
+            "rest": or_else(rest, out.out),
+            "lse": or_else(out.lse, partial_sums),
+            "max_scores": or_else(out.max_scores, partial_sums),
+            "o_strides": o_layout.strides, "heads": heads, "q_length": length,
+            "splits": splits,
+        },
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""What a spec's kernels are compiled with and given, and the programs that exist so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from anyflex.plugin import Call, MaskViews, Spec
+from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout_of
+from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
+from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
+
+__all__ = [
+    "Programs",
+    "aligned",
+    "classes",
+    "float_pointers",
+    "int32s",
+    "or_else",
+    "padded",
+    "strides",
+]
+
+_HEAD_GROUP_BYTES = 16 << 20
+"""Keys and values of the heads that run at a time: a part of the second cache."""
+_DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
+"""Targets whose tensor descriptors are faster than pointers."""
+
+
+class Programs:
+    """Thread-safe.
+
+    Args:
+        spec: what the backend accepted.
+        module: the mods, of `anyflex_triton.mods.write_source`.
+        target: which configs.
+        overrides: the user's options by name.
+    """
+
+    def __init__(
+        self, spec: Spec, module: ModuleType, target: Target, overrides: Mapping[str, int]
+    ) -> None:
+        self.spec = spec
+        self.target = target
+        self.overrides = dict(overrides)
+        functions = vars(module)
+        self.score_mod = functions.get("score_mod")
+        self.mask_mod = functions.get("mask_mod")
+        self.score_mod_backward = functions.get("score_mod_backward")
+        self.captured_gradients = functions.get("captured_gradients")
+        self.existing: dict[object, Program] = {}
+        self._lock = threading.Lock()
+        self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+
+    def config(self, name: KernelName) -> Config:
+        spec = self.spec
+        config = config_for(
+            self.target, name, max(spec.head_dim, spec.value_head_dim), spec.dtype.itemsize
+        )
+        options = config.options
+        if name == "forward" or name == "decode":
+            config = replace(
+                config,
+                block_m=self.overrides.get("block_m", config.block_m)
+                if name == "forward"
+                else config.block_m,
+                block_n=self.overrides.get("block_n", config.block_n),
+                options=replace(
+                    options,
+                    num_warps=self.overrides.get("num_warps", options.num_warps),
+                    num_stages=self.overrides.get("num_stages", options.num_stages),
+                ),
+            )
+        if spec.mask_kind == "runs":
+            q_block, kv_block = spec.block_size
+            if name == "forward" or name == "queries":
+                config = fitted(config, q_block, config.block_n)
+            elif name == "keys":
+                config = fitted(config, config.block_m, kv_block)
+        return config
+
+    def program(
+        self,
+        key: object,
+        function: Any,
+        types: Mapping[str, Types],
+        constants: Mapping[str, object],
+        aligned: Sequence[str],
+        options: Options,
+    ) -> Program:
+        with self._lock:
+            found = self.existing.get(key)
+            if found is None:
+                found = Program(function, types, constants, aligned, options)
+                self.existing[key] = found
+        return found
+
+    def layouts(self, call: Call, *more: Layout) -> tuple[Layout, ...]:
+        return (layout_of(call.query), layout_of(call.key), layout_of(call.value), *more)
+
+    def pointers(self, *names: str) -> dict[str, Types]:
+        return dict.fromkeys(names, pointer_type(self.spec.dtype))
+
+    def describable(self, *tensors: Tensor) -> bool:
+        """Whether descriptors can stand for these tensors, and the target has them."""
+        return self.target in _DESCRIBING and all(is_described(tensor) for tensor in tensors)
+
+    def descriptors(self, described: bool, rows: int, **dims: str) -> dict[str, Types]:
+        if not described:
+            return {}
+        spec = self.spec
+        width = {"D": padded(spec.head_dim), "DV": padded(spec.value_head_dim)}
+        inner = pointer_type(spec.dtype)[1:]
+        return {name: f"tensordesc<{inner}[{rows}, {width[d]}]>" for name, d in dims.items()}
+
+    def described(self, described: bool, rows: int, **tensors: Tensor) -> dict[str, object]:
+        if not described:
+            return dict(tensors)
+        return {
+            name: descriptor_of(tensor, rows, padded(tensor.shape[3]))
+            for name, tensor in tensors.items()
+        }
+
+    def common_types(self) -> dict[str, Types]:
+        spec = self.spec
+        slots = [
+            str(node.attribute)
+            for graph in (spec.score_graph, spec.mask_graph)
+            if graph is not None
+            for node in graph.nodes
+            if node.operation == "number"
+        ]
+        counts = {
+            kind: 1 + max((int(slot[1:]) for slot in slots if slot[0] == kind), default=-1)
+            for kind in "if"
+        }
+        sizes = 2 * sum(facts.rank for facts in spec.captured)
+        return {
+            **dict.fromkeys(("offsets", "runs"), "*i32"),
+            "mask_strides": ("i32", "i32"),
+            "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
+            "ints": ("i64",) * (sizes + counts["i"]),
+            "floats": ("fp32",) * counts["f"],
+            "shifts": ("i32",) * 4,
+            "scale": "fp32",
+        }
+
+    def common_constants(self, layouts: Sequence[Layout]) -> dict[str, object]:
+        spec = self.spec
+        return {
+            "HAS_MASK": spec.mask_kind == "runs",
+            "KV_BLOCK": spec.block_size[1],
+            "GROUP": spec.gqa_ratio,
+            "KV_SHARED": spec.kv_broadcast,
+            "DIM": spec.head_dim,
+            "VALUE_DIM": spec.value_head_dim,
+            "D": padded(spec.head_dim),
+            "DV": padded(spec.value_head_dim),
+            "UNITS": tuple(layout.unit for layout in layouts),
+            "SCATTERED": tuple(layout.scattered for layout in layouts),
+            "WIDE": spec.index_width == 64,
+            "PRECISION": "ieee",
+        }
+
+    def common_values(self, call: Call, mask: MaskViews | None) -> dict[str, object]:
+        types = self.common_types()
+        ints = [number for t in call.captured for number in (*t.shape, *t.stride())]
+        ints += call.ints
+        offsets = runs = call.query
+        strides = (0, 0)
+        if mask is not None:
+            offsets, runs = mask.offsets, mask.runs
+            batch, heads, rows = offsets.shape
+            strides = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0)
+        return {
+            "offsets": offsets,
+            "runs": runs,
+            "mask_strides": strides,
+            "tables": without_bools(call.captured),
+            "ints": tuple(ints[: len(types["ints"])]),
+            "floats": tuple(call.floats[: len(types["floats"])]),
+            "shifts": call.index_offsets,
+            "scale": call.scale,
+        }
+
+    def row_tiles(self, call: Call, block_m: int) -> int:
+        length = call.query.shape[2]
+        if call.mask is None:
+            return -(-length // block_m)
+        q_block = call.mask.block_size[0]
+        return -(-length // q_block) * -(-q_block // block_m)
+
+    def head_group(self, call: Call) -> int:
+        """Query heads that run at a time."""
+        spec = self.spec
+        of_head = call.key.shape[2] * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
+        return max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
+
+
+def padded(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:
+    return tuple((layout.unit, layout.scattered) for layout in layouts)
+
+
+def aligned(
+    names: Sequence[str], layouts: Sequence[Layout], described: Sequence[str] = ()
+) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, layout in zip(names, layouts, strict=True)
+        if layout.unit > 1 and name not in described
+    )
+
+
+def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """A pointer that is never used must still be one."""
+    return stand_in if tensor is None else tensor
+
+
+def float_pointers(*names: str) -> dict[str, Types]:
+    return dict.fromkeys(names, "*fp32")
+
+
+def strides(*names: str) -> dict[str, Types]:
+    return dict.fromkeys(names, ("i64",) * 4)
+
+
+def int32s(*names: str) -> dict[str, Types]:
+    return dict.fromkeys(names, "i32")
