@@ -1,0 +1,44 @@
+"""The kernels go through Triton's compilers with the table's configurations, and fit GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "amd": 64, "xpu": 128}
+"""KiB that one program may have; an Ampere's are those of its smallest, sm_86."""
+
+
+@pytest.mark.parametrize(
+    ("target", "types", "dims"),
+    [
+        ("hopper", "bfloat16", "64,128"),
+        ("blackwell", "bfloat16", "128"),
+        ("ampere", "bfloat16", "64"),
+        ("amd", "bfloat16", "128"),
+        ("xpu", "bfloat16", "128"),
+    ],
+)
+def test_kernels_compile_and_fit(target: str, types: str, dims: str) -> None:
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [
+            sys.executable, str(here / "compiling_kernels.py"),
+            "--targets", target, "--types", types, "--dims", dims,
+        ],
+        env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6 * len(dims.split(",")), done.stdout
+    for line in lines:
+        shared = next(int(word[7:]) for word in line.split() if word.startswith("shared="))
+        assert shared <= SHARED[target] * 1024, line
