@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 
-from anyflex.testing.conformance import Conformance
+from anyflex.testing import Conformance
 from anyflex_triton.backend import TritonBackend
 
 if importlib.util.find_spec("triton") is None:
