@@ -44,6 +44,7 @@ soak:
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
+	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
 	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
 	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 

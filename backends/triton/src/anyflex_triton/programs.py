@@ -199,7 +199,9 @@ class Programs:
         """Query heads that run at a time."""
         spec = self.spec
         of_head = call.key.shape[2] * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
-        return max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
+        wanted = max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
+        # Kernels multiply it by a head's tiles, in 32 bits.
+        return min(wanted, call.query.shape[0] * call.query.shape[1])
 
 
 def padded(dim: int) -> int:
