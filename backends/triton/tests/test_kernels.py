@@ -1,0 +1,131 @@
+"""What a call is launched with: classes of arguments, options, layouts; numbers at odd scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.testing import posing
+
+pytest.importorskip("triton", reason="there is no Triton to interpret with")
+
+from anyflex_triton import launch
+from anyflex_triton.arguments import is_described, layout_of
+from anyflex_triton.backend import TritonBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with isolated(), posing("cuda"):
+        register("cuda.mine", TritonBackend)
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[launch.Program, Mapping[str, object]]]:
+    """Programs in the order of their launches, which compute nothing."""
+    seen: list[tuple[launch.Program, Mapping[str, object]]] = []
+
+    def note(
+        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, object]
+    ) -> None:
+        assert grid > 0
+        seen.append((program, values))
+
+    monkeypatch.setattr(launch.Program, "launch", note)
+    return seen
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, **more: object) -> Tensor:
+    out = anyflex.flex_attention(query, key, value, backend="cuda.mine", **more)  # type: ignore[arg-type]
+    assert isinstance(out, Tensor)
+    return out
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_lengths_and_batches_share_their_programs(
+    launched: list[tuple[launch.Program, Mapping[str, object]]],
+) -> None:
+    for batch in (1, 2, 5):
+        for length in (65, 128, 1000, 4096):
+            attention(*[torch.zeros(batch, 1, length, 16)] * 3)
+        for keys in (1, 15, 16, 17, 1000):
+            attention(torch.zeros(batch, 1, 1, 16), *[torch.zeros(batch, 1, keys, 16)] * 2)
+    programs = {program for program, _ in launched}
+    assert sorted(program.function.__name__ for program in programs) == [
+        "combine_kernel",
+        "decode_kernel",
+        "forward_kernel",
+    ]
+
+
+def test_an_option_reaches_the_kernel(
+    launched: list[tuple[launch.Program, Mapping[str, object]]],
+) -> None:
+    tensors = [torch.zeros(1, 1, 200, 16)] * 3
+    attention(*tensors, kernel_options={"cuda.mine": {"block_m": 32, "num_warps": 8}})
+    attention(*tensors, kernel_options={"BLOCK_N": 16})
+    (first, _), (second, _) = launched
+    assert (first.constants["BLOCK_M"], first.options.num_warps) == (32, 8)
+    assert second.constants["BLOCK_N"] == 16
+
+
+def test_a_wrong_option_is_refused() -> None:
+    with pytest.raises(anyflex.AnyflexError, match="block_m"):
+        attention(*[torch.zeros(1, 1, 200, 16)] * 3, kernel_options={"cuda.mine": {"block_m": 7}})
+
+
+def test_deterministic_gradients_are_refused_with_the_reason() -> None:
+    query = torch.zeros(1, 1, 70, 16, requires_grad=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(anyflex.BackendRefused, match="deterministic"):
+            attention(query, query, query)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30, 3.0])
+@pytest.mark.parametrize("length", [3, 90])
+def test_any_scale_is_right(scale: float, length: int) -> None:
+    query, key, value = randn(1, 2, length, 16), randn(1, 2, 70, 16), randn(1, 2, 70, 16)
+    out = attention(query, key, value, scale=scale)
+    scores = query.double() @ key.double().mT * scale
+    assert torch.allclose(out.double(), scores.softmax(-1) @ value.double(), atol=1e-5)
+
+
+def test_no_keys_give_zeros_and_no_rows_nothing() -> None:
+    out = attention(randn(1, 2, 70, 16), torch.empty(1, 2, 0, 16), torch.empty(1, 2, 0, 16))
+    assert torch.equal(out, torch.zeros(1, 2, 70, 16))
+    assert attention(torch.empty(1, 2, 0, 16), *[randn(1, 2, 5, 16)] * 2).shape == (1, 2, 0, 16)
+
+
+def test_layouts_keep_what_is_known_of_alignment() -> None:
+    dense = torch.zeros(2, 3, 5, 16)
+    assert layout_of(dense) == layout_of(dense.clone())
+    assert (layout_of(dense).unit, layout_of(dense).strides) == (4, (60, 20, 4, 1))
+    assert layout_of(dense[..., 1:]).unit == 1
+    assert layout_of(dense.mT).scattered
+    # The stride of one row may be anything.
+    assert layout_of(dense.as_strided((2, 3, 1, 16), (240, 80, 7, 1))).strides == (60, 20, 0, 1)
+
+
+def test_a_descriptor_takes_heads_that_lie_one_after_the_other() -> None:
+    dense = torch.zeros(2, 3, 8, 16)
+    assert is_described(dense)
+    assert is_described(dense[1:])
+    assert not is_described(dense[:, :, 1:])
+    assert not is_described(dense.transpose(1, 2))
+    assert not is_described(dense[..., 1:])
+    assert not is_described(torch.zeros(1, 1, 4, 3))
+    assert not is_described(torch.zeros(1, 1, 0, 16))
