@@ -94,10 +94,10 @@ def test_decoding() -> None:
 
 def test_no_descriptor_is_made_outside_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intel's compiler makes block loads of those that a kernel makes itself."""
-    from anyflex_triton import kernel
+    from anyflex_triton import programs
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("a descriptor is made for an Intel GPU")
 
-    monkeypatch.setattr(kernel, "descriptor_of", refuse)
+    monkeypatch.setattr(programs, "descriptor_of", refuse)
     check((64, 64), 64, torch.float16, mods=False)
