@@ -311,9 +311,12 @@ void run_problem(int64_t number, uint64_t seed) {
     const double room = dtype == AF_F32 ? 2e-4 : 0.15;
     // Of the last digit that the type holds.
     const double half = dtype == AF_F32 ? 0 : dtype == AF_BF16 ? 1.0 / 256 : 1.0 / 2048;
-    for (int64_t i = 0; i < dq.size; ++i) compare("dq", number, dq.at(i), w.dq[i], room + half * std::fabs(w.dq[i]));
-    for (int64_t i = 0; i < dk.size; ++i) compare("dk", number, dk.at(i), w.dk[i], room + half * std::fabs(w.dk[i]));
-    for (int64_t i = 0; i < dv.size; ++i) compare("dv", number, dv.at(i), w.dv[i], room + half * std::fabs(w.dv[i]));
+    for (int64_t i = 0; i < dq.size; ++i)
+        compare("dq", number, dq.at(i), w.dq[i], room + half * std::fabs(w.dq[i]));
+    for (int64_t i = 0; i < dk.size; ++i)
+        compare("dk", number, dk.at(i), w.dk[i], room + half * std::fabs(w.dk[i]));
+    for (int64_t i = 0; i < dv.size; ++i)
+        compare("dv", number, dv.at(i), w.dv[i], room + half * std::fabs(w.dv[i]));
     if (modified) {
         const double scale = 1 + std::fabs(w.slope_grad) + double(n.rows());
         compare("slope's gradient", number, slope_grad, w.slope_grad,
