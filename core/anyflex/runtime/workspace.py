@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -62,19 +63,16 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
         return Workspace(specs, allocate(device, specs), None)
     kept = None
     if _kept:
-        try:
+        with suppress(IndexError):  # another thread was faster
             kept = _kept.pop()
-        except IndexError:  # another thread was faster
-            kept = None
-        else:
-            if kept.specs == specs:
-                return kept
-    ends = []
+    if kept is not None and kept.specs == specs:
+        return kept
+    places = []
     end = 0
     for spec in specs:
-        end += math.prod(spec.shape) * spec.dtype.itemsize
-        ends.append(end)
-        end += -end % _ALIGNMENT
+        begin = end + -end % _ALIGNMENT
+        end = begin + math.prod(spec.shape) * spec.dtype.itemsize
+        places.append(slice(begin, end))
     if not _LEAST_BYTES <= end <= KEPT_BYTES or any(spec.zeroed for spec in specs):
         if kept is not None:
             give_back(kept)
@@ -87,10 +85,8 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
             del kept, memory
             memory = torch.empty(end, dtype=torch.uint8, device=device)
         tensors = tuple(
-            memory[end - math.prod(spec.shape) * spec.dtype.itemsize : end]
-            .view(spec.dtype)
-            .view(spec.shape)
-            for spec, end in zip(specs, ends, strict=True)
+            memory[place].view(spec.dtype).view(spec.shape)
+            for spec, place in zip(specs, places, strict=True)
         )
     return Workspace(specs, tensors, memory)
 

@@ -141,13 +141,8 @@ def key_kernel(
 
         # Long FULL runs but for their last step: no pair is dead.
         for r in range(run, last_run):
-            if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
-                steps = long_steps(begin, end, full & whole, BLOCK_M)
-            else:
-                begin = 0
-                end = q_length
-                steps = long_steps(begin, end, whole, BLOCK_M)
+            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
+            steps = long_steps(begin, end, full & whole, BLOCK_M)
             for step in range(steps):
                 first = begin + step * BLOCK_M
                 rows = first + rows_of_tile
@@ -172,12 +167,7 @@ def key_kernel(
 
         # PARTIAL runs, and the rest of the others.
         for r in range(run, last_run):
-            if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
-            else:
-                begin = 0
-                end = q_length
-                full = True
+            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
             begin += long_steps(begin, end, full & whole, BLOCK_M) * BLOCK_M
             for first in range(begin, end, BLOCK_M):
                 dk_sum, dv_sum = add_to_keys(
@@ -210,12 +200,7 @@ def key_kernel(
                 run = 0
                 last_run = 1
             for r in range(run, last_run):
-                if HAS_MASK:
-                    begin, end, full = bounded_run(runs, r, True, Q_BLOCK, q_length)
-                else:
-                    begin = 0
-                    end = q_length
-                    full = True
+                begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in range(begin, end, BLOCK_M):
                     dk_sum, dv_sum = add_to_keys(
                         dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides,

@@ -126,13 +126,8 @@ def query_kernel(
 
     # Long FULL runs but for their last step: no pair is dead.
     for r in range(run, last_run):
-        if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-            steps = long_steps(begin, end, full & whole, BLOCK_N)
-        else:
-            begin = 0
-            end = kv_length
-            steps = long_steps(begin, end, whole, BLOCK_N)
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        steps = long_steps(begin, end, full & whole, BLOCK_N)
         for step in range(steps):
             first = begin + step * BLOCK_N
             keys = first + columns
@@ -154,12 +149,7 @@ def query_kernel(
 
     # PARTIAL runs, and the rest of the others.
     for r in range(run, last_run):
-        if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-        else:
-            begin = 0
-            end = kv_length
-            full = True
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         begin += long_steps(begin, end, full & whole, BLOCK_N) * BLOCK_N
         for first in range(begin, end, BLOCK_N):
             dq_sum = add_to_queries(
@@ -174,12 +164,7 @@ def query_kernel(
     if tl.max(tl.max(strange(dq_sum).to(tl.int32), 1), 0) > 0:
         dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
         for r in range(run, last_run):
-            if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-            else:
-                begin = 0
-                end = kv_length
-                full = True
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
                 dq_sum = add_to_queries(
                     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,

@@ -89,7 +89,7 @@ def decode_kernel(
 
     for r in range(run, last_run):
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, split_end)
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end, True)
             begin = tl.maximum(begin, split_begin)
             steps = tl.where(full, tl.maximum(end - begin, 0) // BLOCK_N, 0)
         else:
@@ -116,7 +116,7 @@ def decode_kernel(
 
     for r in range(run, last_run):
         if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, split_end)
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, split_end, True)
             begin = tl.maximum(begin, split_begin)
             whole = tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
             begin = tl.where(full, begin + whole, begin)

@@ -155,13 +155,8 @@ def forward_kernel(
 
     # Long FULL runs but for their last step: no pair is dead.
     for r in range(run, last_run):
-        if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-            steps = long_steps(begin, end, full, BLOCK_N)
-        else:
-            begin = 0
-            end = kv_length
-            steps = long_steps(begin, end, True, BLOCK_N)
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        steps = long_steps(begin, end, full, BLOCK_N)
         for step in range(steps):
             first = begin + step * BLOCK_N
             k = load_tile(
@@ -199,12 +194,7 @@ def forward_kernel(
 
     # PARTIAL runs, and the rest of the others.
     for r in range(run, last_run):
-        if HAS_MASK:
-            begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-        else:
-            begin = 0
-            end = kv_length
-            full = True
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         begin += long_steps(begin, end, full, BLOCK_N) * BLOCK_N
         for first in range(begin, end, BLOCK_N):
             live, scores = seen_scores(
@@ -234,12 +224,7 @@ def forward_kernel(
     if unsure:
         acc = tl.zeros([BLOCK_M, DV], tl.float32)
         for r in range(run, last_run):
-            if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-            else:
-                begin = 0
-                end = kv_length
-                full = True
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
                 live, scores = seen_scores(
                     q, key, k_base, k_strides, first_key, first, columns, end, full, rows,
@@ -280,12 +265,7 @@ def forward_kernel(
         met = tl.zeros([BLOCK_M, DV], tl.float32)
         signs = tl.zeros([BLOCK_M, DV], tl.float32)
         for r in range(run, last_run):
-            if HAS_MASK:
-                begin, end, full = bounded_run(runs, r, True, KV_BLOCK, kv_length)
-            else:
-                begin = 0
-                end = kv_length
-                full = True
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
                 live, scores = seen_scores(
                     q, key, k_base, k_strides, first_key, first, columns, end, full, rows,

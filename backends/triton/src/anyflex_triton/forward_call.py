@@ -76,7 +76,7 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
                 **made.pointers("query", "key", "value", "out", "rest"),
                 **made.descriptors(described, config.block_n, key="D", value="DV"),
                 **float_pointers("lse", "max_scores"),
-                **made.common_types(),
+                **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
                 **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
             },
@@ -138,7 +138,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             {
                 **made.pointers("query", "key", "value"),
                 **float_pointers("partial_out", "partial_sums"),
-                **made.common_types(),
+                **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides"),
                 **int32s("heads", "q_length", "kv_length", "splits", "split_length"),
             },

@@ -54,10 +54,19 @@ class Programs:
         self.score_mod_backward = functions.get("score_mod_backward")
         self.captured_gradients = functions.get("captured_gradients")
         self.existing: dict[object, Program] = {}
+        self.common_types = _common_types(spec)
+        self._configs: dict[KernelName, Config] = {}
         self._lock = threading.Lock()
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
 
     def config(self, name: KernelName) -> Config:
+        """What a kernel is compiled with."""
+        found = self._configs.get(name)
+        if found is None:
+            found = self._configs[name] = self._choose(name)
+        return found
+
+    def _choose(self, name: KernelName) -> Config:
         spec = self.spec
         config = config_for(
             self.target, name, max(spec.head_dim, spec.value_head_dim), spec.dtype.itemsize
@@ -126,30 +135,6 @@ class Programs:
             for name, tensor in tensors.items()
         }
 
-    def common_types(self) -> dict[str, Types]:
-        spec = self.spec
-        slots = [
-            str(node.attribute)
-            for graph in (spec.score_graph, spec.mask_graph)
-            if graph is not None
-            for node in graph.nodes
-            if node.operation == "number"
-        ]
-        counts = {
-            kind: 1 + max((int(slot[1:]) for slot in slots if slot[0] == kind), default=-1)
-            for kind in "if"
-        }
-        sizes = 2 * sum(facts.rank for facts in spec.captured)
-        return {
-            **dict.fromkeys(("offsets", "runs"), "*i32"),
-            "mask_strides": ("i32", "i32"),
-            "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
-            "ints": ("i64",) * (sizes + counts["i"]),
-            "floats": ("fp32",) * counts["f"],
-            "shifts": ("i32",) * 4,
-            "scale": "fp32",
-        }
-
     def common_constants(self, layouts: Sequence[Layout]) -> dict[str, object]:
         spec = self.spec
         return {
@@ -168,7 +153,7 @@ class Programs:
         }
 
     def common_values(self, call: Call, mask: MaskViews | None) -> dict[str, object]:
-        types = self.common_types()
+        types = self.common_types
         ints = [number for t in call.captured for number in (*t.shape, *t.stride())]
         ints += call.ints
         offsets = runs = call.query
@@ -202,6 +187,30 @@ class Programs:
         wanted = max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
         # Kernels multiply it by a head's tiles, in 32 bits.
         return min(wanted, call.query.shape[0] * call.query.shape[1])
+
+
+def _common_types(spec: Spec) -> dict[str, Types]:
+    slots = [
+        str(node.attribute)
+        for graph in (spec.score_graph, spec.mask_graph)
+        if graph is not None
+        for node in graph.nodes
+        if node.operation == "number"
+    ]
+    counts = {
+        kind: 1 + max((int(slot[1:]) for slot in slots if slot[0] == kind), default=-1)
+        for kind in "if"
+    }
+    sizes = 2 * sum(facts.rank for facts in spec.captured)
+    return {
+        **dict.fromkeys(("offsets", "runs"), "*i32"),
+        "mask_strides": ("i32", "i32"),
+        "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
+        "ints": ("i64",) * (sizes + counts["i"]),
+        "floats": ("fp32",) * counts["f"],
+        "shifts": ("i32",) * 4,
+        "scale": "fp32",
+    }
 
 
 def padded(dim: int) -> int:

@@ -107,12 +107,14 @@ def mask_row(offsets, mask_strides, b, h, row):
 
 
 @triton.jit
-def bounded_run(runs, run, there, BLOCK: tl.constexpr, length):
-    """A run in elements, not past `length`, and whether it is FULL; nothing if it isn't there."""
-    at = runs + run * 3
-    begin = tl.load(at, mask=there, other=0) * BLOCK
-    end = tl.minimum(tl.load(at + 1, mask=there, other=0) * BLOCK, length)
-    return begin, end, tl.load(at + 2, mask=there, other=0) == FULL
+def bounded_run(runs, run, BLOCK: tl.constexpr, length, HAS_MASK: tl.constexpr):
+    """A run in elements, not past `length`, and whether it is FULL; without a mask, all."""
+    if HAS_MASK:
+        at = runs + run * 3
+        end = tl.minimum(tl.load(at + 1) * BLOCK, length)
+        return tl.load(at) * BLOCK, end, tl.load(at + 2) == FULL
+    else:
+        return 0, length, True
 
 
 @triton.jit
