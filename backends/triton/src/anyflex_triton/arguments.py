@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "descriptor_of", "is_described", "layout_of", "row_strides"]
+__all__ = [
+    "Layout",
+    "descriptor_of",
+    "descriptor_of_floats",
+    "is_described",
+    "is_described_whole",
+    "layout_of",
+    "row_strides",
+]
 
 _BYTES = 16
 """What one thread loads at a time, at an address that is a multiple of it."""
@@ -75,6 +83,19 @@ def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
 
     count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
     return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])
+
+
+def is_described_whole(tensor: Tensor) -> bool:
+    """Whether a descriptor covers all elements of a contiguous tensor."""
+    return tensor.data_ptr() % _BYTES == 0 and 0 < tensor.numel() < 1 << 31
+
+
+def descriptor_of_floats(tensor: Tensor, count: int) -> Any:
+    """A descriptor of all elements of a contiguous tensor, loaded `count` at a time."""
+    _enter_device(tensor.device)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(tensor, [tensor.numel()], [1], [count])
 
 
 _entered = threading.local()

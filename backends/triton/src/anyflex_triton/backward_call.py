@@ -1,4 +1,4 @@
-"""Launching backward: delta, then dK and dV, then dQ and the gradients of captured tensors."""
+"""Launching backward: rows' values, dK and dV, then dQ and captured tensors' gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved
 from anyflex_triton import backward, backward_keys, backward_queries
-from anyflex_triton.arguments import layout_of, row_strides
-from anyflex_triton.launch import Options, pointer_type
+from anyflex_triton.arguments import (
+    descriptor_of_floats,
+    is_described_whole,
+    layout_of,
+    row_strides,
+)
+from anyflex_triton.launch import Options, Types, pointer_type
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -19,13 +24,20 @@ from anyflex_triton.programs import (
     strides,
 )
 
-__all__ = ["launch_delta", "launch_keys", "launch_queries"]
+__all__ = ["launch_keys", "launch_queries", "launch_rows"]
 
 
-def launch_delta(
-    made: Programs, call: Call, saved: Saved, grad: GradInputs, delta: Tensor
+_value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}
+
+
+def _value_places(row_values: Tensor) -> dict[str, object]:
+    return {"values_of_head": row_values.shape[3], "values_in_all": row_values[0].numel()}
+
+
+def launch_rows(
+    made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
 ) -> None:
-    """Fill delta [B, Hq, L], float32."""
+    """Fill row_values [2, B, Hq, L or more], float32."""
     spec = made.spec
     rest = saved.extras[0] if saved.extras else None
     layouts = (
@@ -34,18 +46,19 @@ def launch_delta(
         layout_of(or_else(rest, saved.out)),
     )
     given = grad.delta is not None
-    key = ("delta", given, grad.dlse is not None, rest is not None, *classes(layouts))
+    key = ("rows", given, grad.dlse is not None, rest is not None, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(
             key,
-            backward.delta_kernel,
+            backward.row_kernel,
             {
                 **made.pointers("out", "dout", "rest"),
-                **float_pointers("dlse", "given", "delta"),
+                **float_pointers("lse", "dlse", "given", "row_values"),
                 **strides("o_strides", "do_strides", "r_strides"),
                 "dl_strides": ("i64",) * 3,
                 **int32s("heads", "q_length"),
+                **_value_types,
             },
             {
                 "VALUE_DIM": spec.value_head_dim,
@@ -67,17 +80,18 @@ def launch_delta(
         call.query.device,
         {
             "out": saved.out, "rest": or_else(rest, saved.out), "dout": grad.dout,
-            "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, delta),
-            "given": delta if grad.delta is None else grad.delta.contiguous(), "delta": delta,
+            "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, row_values),
+            "given": row_values if grad.delta is None else grad.delta.contiguous(),
+            "lse": saved.lse.contiguous(), "row_values": row_values,
             "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
             "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
-            "heads": heads, "q_length": length,
+            "heads": heads, **_value_places(row_values), "q_length": length,
         },
     )  # fmt: skip
 
 
 def launch_keys(
-    made: Programs, call: Call, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads
+    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
 ) -> None:
     """Fill grads.dk and grads.dv."""
     spec = made.spec
@@ -88,8 +102,16 @@ def launch_keys(
         layout_of(call.value if dv is None else dv),
     )
     config = made.config("keys")
-    described = made.describable(call.query, dout)
-    key = ("keys", config, dk is not None, dv is not None, described, *classes(layouts))
+    # A tile's first value must lie at a multiple of 16 bytes.
+    described = (
+        made.describable(call.query, dout)
+        and is_described_whole(row_values)
+        and (call.mask is None or call.mask.block_size[0] % 4 == 0)
+    )
+    score_mod = made.score_mod_for(call.scale)
+    wanted = (dk is not None, dv is not None)
+    plain = score_mod is made.score_mod
+    key = ("keys", config, plain, wanted, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dk", "dv")
     if program is None:
@@ -99,7 +121,8 @@ def launch_keys(
             {
                 **made.pointers(*names),
                 **made.descriptors(described, config.block_m, query="D", dout="DV"),
-                **float_pointers("lse", "delta"),
+                "row_values": f"tensordesc<fp32[{config.block_m}]>" if described else "*fp32",
+                **_value_types,
                 **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dk_strides",
                            "dv_strides"),
@@ -108,7 +131,7 @@ def launch_keys(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": made.score_mod,
+                "SCORE_MOD": score_mod,
                 "SCORE_MOD_BACKWARD": made.score_mod_backward,
                 "MASK_MOD": made.mask_mod,
                 "Q_BLOCK": spec.block_size[0],
@@ -135,11 +158,14 @@ def launch_keys(
             **made.common_values(call, mask),
             "key": call.key, "value": call.value,
             **made.described(described, config.block_m, query=call.query, dout=dout),
-            "lse": lse, "delta": delta,
+            "row_values": descriptor_of_floats(row_values, config.block_m)
+            if described
+            else row_values,
             "dk": or_else(dk, call.key), "dv": or_else(dv, call.value),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
             "dk_strides": layouts[4].strides, "dv_strides": layouts[5].strides,
+            **_value_places(row_values),
             "batch": batch, "heads": heads, "kv_batch_heads": kv_batch * kv_heads,
             "kv_heads": kv_heads, "q_length": length, "kv_length": keys,
             "tiles": tiles, "head_group": made.head_group(call),
@@ -148,7 +174,7 @@ def launch_keys(
 
 
 def launch_queries(
-    made: Programs, call: Call, dout: Tensor, lse: Tensor, delta: Tensor, grads: Grads
+    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
 ) -> None:
     """Fill grads.dq, and add to the captured tensors' gradients."""
     spec = made.spec
@@ -160,7 +186,9 @@ def launch_queries(
     totals = tuple(total for i in made.learned if (total := grads.captured[i]) is not None)
     config = made.config("queries")
     described = made.describable(call.key, call.value)
-    key = ("queries", config, dq is not None, described, *classes(layouts))
+    score_mod = made.score_mod_for(call.scale)
+    plain = score_mod is made.score_mod
+    key = ("queries", config, plain, dq is not None, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
     if program is None:
@@ -170,7 +198,8 @@ def launch_queries(
             {
                 **made.pointers(*names),
                 **made.descriptors(described, config.block_n, key="D", value="DV"),
-                **float_pointers("lse", "delta"),
+                **float_pointers("row_values"),
+                **_value_types,
                 **made.common_types,
                 "totals": tuple(pointer_type(total.dtype) for total in totals),
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides"),
@@ -179,7 +208,7 @@ def launch_queries(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": made.score_mod,
+                "SCORE_MOD": score_mod,
                 "SCORE_MOD_BACKWARD": made.score_mod_backward,
                 "CAPTURED_GRADIENTS": made.captured_gradients if totals else None,
                 "MASK_MOD": made.mask_mod,
@@ -201,11 +230,11 @@ def launch_queries(
             **made.common_values(call, call.mask),
             "query": call.query, "dout": dout,
             **made.described(described, config.block_n, key=call.key, value=call.value),
-            "lse": lse, "delta": delta, "dq": or_else(dq, call.query), "totals": totals,
+            "row_values": row_values, "dq": or_else(dq, call.query), "totals": totals,
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
             "dq_strides": layouts[4].strides,
-            "batch_heads": batch * heads, "heads": heads,
+            "batch_heads": batch * heads, "heads": heads, **_value_places(row_values),
             "q_length": length, "kv_length": call.key.shape[2],
             "tiles": tiles, "head_group": made.head_group(call),
         },

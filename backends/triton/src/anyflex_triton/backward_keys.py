@@ -5,14 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.backward import gradient_of_scores, row_values
+from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
+    first_other_step,
     load_rows,
     load_tile,
     long_steps,
     mask_row,
+    next_other_step,
     store_rows,
     strange,
     tensor_at,
@@ -26,43 +28,64 @@ __all__ = ["key_kernel"]
 
 
 @triton.jit
-def add_to_keys(
-    dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row, lse, delta,
-    at, k, v, first, rows_of_tile, end, full, key_inside, b, h, kv_idx, q_length, shifts, tables,
-    ints, floats, scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, CAREFUL: tl.constexpr,
+def load_row_values(
+    row_values, at, first, rows, end, BOUND: tl.constexpr, DESCRIBED: tl.constexpr
 ):
-    """dK and dV with what the query rows from `first` on add, of which some pairs may be dead.
+    """Values [M] of `row_kernel`, those of query rows first + rows.
 
     Args:
-        CAREFUL: some element of q or dout isn't finite.
+        at: where this head's begin.
+        DESCRIBED: row_values is a descriptor. Past `end` it gives other rows'.
+    """
+    if DESCRIBED:
+        return row_values.load([(at + first).to(tl.int32)])
+    elif BOUND:
+        return tl.load(row_values + at + first + rows, mask=first + rows < end, other=0.0)
+    else:
+        return tl.load(row_values + at + first + rows)
+
+
+@triton.jit
+def add_to_keys(
+    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides, do_strides, first_row,
+    first_value, values_in_all, k, v, first, rows_of_tile, end, q_length, masked, full, b, h,
+    kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
+):
+    """dK and dV with what the query rows from `first` on add.
+
+    Args:
+        masked, full: as in `masked_scores`.
+        BOUND: whether rows past `end` are there.
+        CAREFUL: some element of a tensor isn't finite.
     """
     rows = first + rows_of_tile
     q = load_tile(
         query, q_base, q_strides, first_row, first, rows_of_tile, end, DIM, D, UNITS[0],
-        SCATTERED[0], WIDE, True, DESCRIBED,
+        SCATTERED[0], WIDE, BOUND, DESCRIBED,
     )
     do = load_tile(
         dout, do_base, do_strides, first_row, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3],
-        SCATTERED[3], WIDE, True, DESCRIBED,
+        SCATTERED[3], WIDE, BOUND, DESCRIBED,
     )
-    lse2, d = row_values(lse, delta, at, rows, end)
-    q_idx = tl.minimum(rows, q_length - 1)[None, :] + shifts[2]
-    alive = lse2 != float("inf")
-    live = (rows < end)[None, :] & key_inside & alive[None, :]
-    if MASK_MOD is not None:
-        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+    lse2 = load_row_values(row_values, first_value, first, rows_of_tile, end, BOUND, DESCRIBED)
+    d = load_row_values(
+        row_values, first_value + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
+    )
+    q_idx = (tl.minimum(rows, q_length - 1) if BOUND else rows)[None, :] + shifts[2]
     weights, grad = gradient_of_scores(
-        q, k, do, v, live, lse2[None, :], d[None, :], b, h, q_idx, kv_idx, tables, ints, floats,
-        None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, PRECISION, True,
+        q, k, do, v, masked, (rows < end)[None, :], full, lse2[None, :], d[None, :], b, h, q_idx,
+        kv_idx, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, MASK_MOD,
+        PRECISION, True, CAREFUL,
     )
     if CAREFUL:
         # A query that isn't finite has NaN in its live pairs already; dout that isn't does reach
         # all keys, unless no key is live.
         q = without_strange(q)
+        alive = (rows < end) & (lse2 != float("inf"))
         do = tl.where(alive[:, None], do, tl.zeros_like(do))
     if WANT_DV:
         dv_sum = tl.dot(weights.to(do.dtype), do, dv_sum, input_precision=PRECISION)
@@ -73,19 +96,20 @@ def add_to_keys(
 
 @triton.jit
 def key_kernel(
-    query, key, value, dout, lse, delta, dk, dv, offsets, runs, q_strides, k_strides, v_strides,
+    query, key, value, dout, row_values, dk, dv, offsets, runs, q_strides, k_strides, v_strides,
     do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts, scale, batch,
-    heads, kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group,
-    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
+    heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length, kv_length, tiles,
+    head_group, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
+        row_values: of `row_kernel`, [2, values_in_all]; a descriptor of [BLOCK_M] where DESCRIBED.
         offsets, runs: of the transposed mask: a row is a row of key blocks, runs count q blocks.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
@@ -112,12 +136,9 @@ def key_kernel(
         v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
-    key_inside = (keys < end_key)[:, None]
     dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
     rows_of_tile = tl.arange(0, BLOCK_M)
-    # A tile of keys that isn't whole has pairs that are none.
-    whole = first_key + BLOCK_N <= end_key
 
     streams = GROUP * batch if KV_SHARED else GROUP
     for stream in range(streams):
@@ -132,50 +153,48 @@ def key_kernel(
             q_base = tensor_at(query, q_strides, b, h, UNITS[0])
             do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
         first_row = (b * heads + h) * q_length
-        at = (b * heads + h).to(tl.int64) * q_length
+        first_value = (b * heads + h).to(tl.int64) * values_of_head
         if HAS_MASK:
             run, last_run = mask_row(offsets, mask_strides, b, h, block)
         else:
             run = 0
             last_run = 1
 
+        others = 0
         # Long FULL runs but for their last step: no pair is dead.
         for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
-            steps = long_steps(begin, end, full & whole, BLOCK_M)
+            begin, run_end, run_full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
+            steps = long_steps(begin, run_end, run_full, BLOCK_M)
+            others += (run_end - begin + BLOCK_M - 1) // BLOCK_M - steps
             for step in range(steps):
-                first = begin + step * BLOCK_M
-                rows = first + rows_of_tile
-                q = load_tile(
-                    query, q_base, q_strides, first_row, first, rows_of_tile, 0, DIM, D, UNITS[0],
-                    SCATTERED[0], WIDE, False, DESCRIBED,
-                )
-                do = load_tile(
-                    dout, do_base, do_strides, first_row, first, rows_of_tile, 0, VALUE_DIM, DV,
-                    UNITS[3], SCATTERED[3], WIDE, False, DESCRIBED,
-                )
-                lse2, d = row_values(lse, delta, at, rows, q_length)
-                weights, grad = gradient_of_scores(
-                    q, k, do, v, None, lse2[None, :], d[None, :], mod_b, mod_h,
-                    rows[None, :] + shifts[2], kv_idx, tables, ints, floats, None, scale,
-                    SCORE_MOD, SCORE_MOD_BACKWARD, None, PRECISION, True,
-                )
-                if WANT_DV:
-                    dv_sum = tl.dot(weights.to(do.dtype), do, dv_sum, input_precision=PRECISION)
-                if WANT_DK:
-                    dk_sum = tl.dot(grad.to(q.dtype), q, dk_sum, input_precision=PRECISION)
-
-        # PARTIAL runs, and the rest of the others.
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
-            begin += long_steps(begin, end, full & whole, BLOCK_M) * BLOCK_M
-            for first in range(begin, end, BLOCK_M):
                 dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides, first_row,
-                    lse, delta, at, k, v, first, rows_of_tile, end, full, key_inside, mod_b, mod_h,
-                    kv_idx, q_length, shifts, tables, ints, floats, scale, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                    WANT_DK, WANT_DV, PRECISION, DESCRIBED, False,
+                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                    do_strides, first_row, first_value, values_in_all, k, v,
+                    begin + step * BLOCK_M, rows_of_tile, 0, q_length, None, True, mod_b, mod_h,
+                    kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                    MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV,
+                    PRECISION, DESCRIBED, False, False,
+                )
+
+        # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
+        # steps were counted above: counting them in a loop before lets ptxas wait for each product
+        # (C7515).
+        r = run
+        first, end, full = first_other_step(
+            runs, run, last_run, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
+        )
+        if others > 0:
+            for _step in range(others):
+                masked = (not full) | (first + BLOCK_M > end)
+                dk_sum, dv_sum = add_to_keys(
+                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                    do_strides, first_row, first_value, values_in_all, k, v, first, rows_of_tile,
+                    end, q_length, masked, full, mod_b, mod_h, kv_idx, shifts, tables, ints,
+                    floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV,
+                    UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, True, False,
+                )
+                r, first, end, full = next_other_step(
+                    runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
                 )
 
     # What isn't finite has reached keys that its query doesn't see: 0 * NaN is NaN.
@@ -193,7 +212,7 @@ def key_kernel(
                 q_base = tensor_at(query, q_strides, b, h, UNITS[0])
                 do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
             first_row = (b * heads + h) * q_length
-            at = (b * heads + h).to(tl.int64) * q_length
+            first_value = (b * heads + h).to(tl.int64) * values_of_head
             if HAS_MASK:
                 run, last_run = mask_row(offsets, mask_strides, b, h, block)
             else:
@@ -203,12 +222,12 @@ def key_kernel(
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in range(begin, end, BLOCK_M):
                     dk_sum, dv_sum = add_to_keys(
-                        dk_sum, dv_sum, query, dout, q_base, do_base, q_strides, do_strides,
-                        first_row, lse, delta, at, k, v, first, rows_of_tile, end, full,
-                        key_inside, b + shifts[0], h + shifts[1], kv_idx, q_length, shifts,
-                        tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
-                        VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
-                        DESCRIBED, True,
+                        dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                        do_strides, first_row, first_value, values_in_all, k, v, first,
+                        rows_of_tile, end, q_length, True, full, b + shifts[0], h + shifts[1],
+                        kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                        MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV,
+                        PRECISION, DESCRIBED, True, True,
                     )
 
     if WANT_DV:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.backward import gradient_of_scores, row_values
+from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
+    first_other_step,
     load_rows,
     load_tile,
     long_steps,
     mask_row,
+    next_other_step,
     store_rows,
     strange,
     tensor_at,
@@ -28,34 +30,34 @@ __all__ = ["query_kernel"]
 @triton.jit
 def add_to_queries(
     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, first,
-    columns, end, full, row_live, b, h, q_idx, kv_length, shifts, tables, ints, floats, totals,
+    columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats, totals,
     scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, CAREFUL: tl.constexpr,
+    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
-    """dQ with what the keys from `first` on add, of which some pairs may be dead.
+    """dQ with what the keys from `first` on add.
 
     Args:
-        CAREFUL: some element of a key isn't finite.
+        masked, full: as in `masked_scores`.
+        BOUND: whether keys past `end` are there.
+        CAREFUL: some element of a tensor isn't finite.
     """
     keys = first + columns
     k = load_tile(
         key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
-        WIDE, True, DESCRIBED,
+        WIDE, BOUND, DESCRIBED,
     )
     v = load_tile(
         value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
-        SCATTERED[2], WIDE, True, DESCRIBED,
+        SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
-    kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-    live = (keys < end)[None, :] & row_live
-    if MASK_MOD is not None:
-        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
     _weights, grad = gradient_of_scores(
-        q, k, do, v, live, lse2[:, None], d[:, None], b, h, q_idx, kv_idx, tables, ints, floats,
-        totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, PRECISION, False,
+        q, k, do, v, masked, (keys < end)[None, :], full, lse2[:, None], d[:, None], b, h, q_idx,
+        kv_idx, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+        CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
     )
     if CAREFUL:
         # A key that isn't finite has NaN in its live pairs already.
@@ -67,19 +69,20 @@ def add_to_queries(
 
 @triton.jit
 def query_kernel(
-    query, key, value, dout, lse, delta, dq, offsets, runs, q_strides, k_strides, v_strides,
-    do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale,
-    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr,
-    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    query, key, value, dout, row_values, dq, offsets, runs, q_strides, k_strides, v_strides,
+    do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale, batch_heads,
+    heads, values_of_head, values_in_all, q_length, kv_length, tiles, head_group,
+    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
     Args:
+        row_values: of `row_kernel`, [2, values_in_all].
         totals: accumulators of the captured tensors that learn, added to atomically.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
@@ -114,50 +117,49 @@ def query_kernel(
     do = load_rows(
         do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
     )
-    lse2, d = row_values(lse, delta, bh.to(tl.int64) * q_length, rows, end_row)
+    at = bh.to(tl.int64) * values_of_head + rows
+    lse2 = tl.load(row_values + at, mask=rows < end_row, other=float("inf"))
+    d = tl.load(row_values + values_in_all + at, mask=rows < end_row, other=0.0)
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
-    row_live = (lse2 != float("inf"))[:, None]
     columns = tl.arange(0, BLOCK_N)
     dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
-    # Rows past the end, and rows without a live key, are dead pairs.
-    whole = first_row + BLOCK_M <= end_row
 
+    others = 0
     # Long FULL runs but for their last step: no pair is dead.
     for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-        steps = long_steps(begin, end, full & whole, BLOCK_N)
+        begin, run_end, run_full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        steps = long_steps(begin, run_end, run_full, BLOCK_N)
+        others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
-            first = begin + step * BLOCK_N
-            keys = first + columns
-            k = load_tile(
-                key, k_base, k_strides, first_key, first, columns, 0, DIM, D, UNITS[1],
-                SCATTERED[1], WIDE, False, DESCRIBED,
-            )
-            v = load_tile(
-                value, v_base, v_strides, first_key, first, columns, 0, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, False, DESCRIBED,
-            )
-            _weights, grad = gradient_of_scores(
-                q, k, do, v, None, lse2[:, None], d[:, None], mod_b, mod_h, q_idx,
-                keys[None, :] + shifts[3], tables, ints, floats, totals, scale, SCORE_MOD,
-                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, PRECISION, False,
-            )
-            if WANT_DQ:
-                dq_sum = tl.dot(grad.to(k.dtype), k, dq_sum, input_precision=PRECISION)
-
-    # PARTIAL runs, and the rest of the others.
-    for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-        begin += long_steps(begin, end, full & whole, BLOCK_N) * BLOCK_N
-        for first in range(begin, end, BLOCK_N):
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length, shifts,
+                d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h, q_idx,
+                shifts, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                WANT_DQ, PRECISION, DESCRIBED, False, False,
+            )
+
+    # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
+    # steps were counted above: counting them in a loop before lets ptxas wait for each product
+    # (C7515).
+    r = run
+    first, end, full = first_other_step(
+        runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
+    )
+    if others > 0:
+        for _step in range(others):
+            masked = (not full) | (first + BLOCK_N > end)
+            dq_sum = add_to_queries(
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
+                d, first, columns, end, kv_length, masked, full, mod_b, mod_h, q_idx, shifts,
                 tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
                 CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DQ, PRECISION, DESCRIBED, False,
+                WANT_DQ, PRECISION, DESCRIBED, True, False,
+            )
+            r, first, end, full = next_other_step(
+                runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
     # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN.
@@ -168,10 +170,10 @@ def query_kernel(
             for first in range(begin, end, BLOCK_N):
                 dq_sum = add_to_queries(
                     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,
-                    lse2, d, first, columns, end, full, row_live, mod_b, mod_h, q_idx, kv_length,
+                    lse2, d, first, columns, end, kv_length, True, full, mod_b, mod_h, q_idx,
                     shifts, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
                     None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DQ,
-                    PRECISION, DESCRIBED, True,
+                    PRECISION, DESCRIBED, True, True,
                 )
 
     if WANT_DQ:

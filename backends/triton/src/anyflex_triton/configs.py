@@ -21,15 +21,22 @@ class Config:
         block_m: query rows.
         block_n: keys.
         options: warps, stages.
+        overlap: of forward: a step's second product runs while the next step's weights are made,
+            which takes registers for both.
     """
 
     block_m: int
     block_n: int
     options: Options
+    overlap: bool = False
 
 
 def _c(block_m: int, block_n: int, warps: int, stages: int, **more: object) -> Config:
     return Config(block_m, block_n, Options(warps, stages, tuple(more.items())))
+
+
+def _o(block_m: int, block_n: int, warps: int, stages: int) -> Config:
+    return replace(_c(block_m, block_n, warps, stages), overlap=True)
 
 
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's for 64 and
@@ -38,7 +45,7 @@ def _c(block_m: int, block_n: int, warps: int, stages: int, **more: object) -> C
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (
-            (_c(64, 128, 4, 3), _c(64, 64, 4, 3), _c(64, 64, 8, 2)),
+            (_c(64, 128, 4, 3), _o(64, 64, 4, 3), _c(64, 64, 8, 2)),
             (_c(64, 32, 8, 2), _c(32, 32, 8, 2), _c(32, 16, 8, 1)),
         ),
         "decode": (
@@ -46,7 +53,7 @@ _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ..
             (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
         ),
         "keys": (
-            (_c(32, 128, 4, 2), _c(64, 64, 4, 2), _c(32, 64, 8, 2)),
+            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(32, 64, 8, 2)),
             (_c(16, 64, 4, 1), _c(16, 64, 8, 1), _c(16, 32, 8, 1)),
         ),
         "queries": (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.forward import scores_of_tile
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -25,6 +24,26 @@ __all__ = ["combine_kernel", "decode_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+
+@triton.jit
+def scores_of_tile(
+    q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores [M, N] after the score mod, in powers of two; -inf at dead pairs.
+
+    Args:
+        live: [M, N], or None where all are.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCORE_MOD is None:
+        scores = scores * (scale * LOG2E)
+    else:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats) * LOG2E
+    if live is not None:
+        scores = tl.where(live, scores, float("-inf"))
+    return scores
 
 
 @triton.jit

@@ -11,10 +11,13 @@ import triton.language as tl
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
+    first_other_step,
     load_rows,
     load_tile,
     long_steps,
     mask_row,
+    masked_scores,
+    next_other_step,
     signs_of,
     store_rows,
     strange,
@@ -22,7 +25,7 @@ from anyflex_triton.tiles import (
     without_strange,
 )
 
-__all__ = ["forward_kernel", "plain_score", "scores_of_tile", "tile_of_program"]
+__all__ = ["final_scores", "forward_kernel", "plain_score", "tile_of_program", "unit_of_scores"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -46,47 +49,117 @@ def tile_of_program(index, tiles, heads, head_group):
 
 
 @triton.jit
-def scores_of_tile(
-    q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
-    PRECISION: tl.constexpr,
+def final_scores(
+    scores, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):
-    """Scores [M, N] after the score mod, in powers of two; -inf at dead pairs.
+    """Scores from q k^T, -inf at dead pairs (see `masked_scores`). They come scaled if there is a
+    score mod; without, the scale is positive and waits: see `unit_of_scores`."""
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores, b, h, q_idx, kv_idx, tables, ints, floats)
+    return masked_scores(
+        scores, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+    )
+
+
+@triton.jit
+def unit_of_scores(scale, SCORE_MOD: tl.constexpr):
+    """What makes powers of two of `final_scores`."""
+    if SCORE_MOD is None:
+        return scale * LOG2E
+    else:
+        return LOG2E
+
+
+@triton.jit
+def add_values(
+    acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
+):
+    """The sum after the values of one step; `alpha` scales what was there."""
+    v = load_tile(
+        value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNIT, SCATTERED,
+        WIDE, BOUND, DESCRIBED,
+    )
+    acc = acc * alpha[:, None]
+    return tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def forward_step(
+    acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides, v_strides,
+    first_key, first, before, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables,
+    ints, floats, scale, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """All sums after one more step, of the keys from `first` on.
 
     Args:
-        live: [M, N], or None where all are.
+        top: [M], the largest score so far, in powers of two.
+        total: [M], of weights.
+        nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
+        weights, alpha, before: where OVERLAP, of the step before, whose values are added now.
+        BOUND: whether keys past `end` are there.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCORE_MOD is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats) * LOG2E
-    if live is not None:
-        scores = tl.where(live, scores, float("-inf"))
-    return scores
+    k = load_tile(
+        key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
+        WIDE, BOUND, DESCRIBED,
+    )
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if OVERLAP:
+        acc = add_values(
+            acc, weights, alpha, value, v_base, v_strides, first_key, before, columns, end,
+            VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
+        )
+    keys = first + columns
+    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
+    if SCORE_MOD is not None:
+        raw = raw * scale
+    scores = final_scores(
+        raw, masked, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
+        SCORE_MOD, MASK_MOD,
+    )
+    if WANT_MAX:
+        nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
+    unit = unit_of_scores(scale, SCORE_MOD)
+    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores * unit - shift[:, None])
+    alpha = tl.exp2(top - shift)
+    total = total * alpha + tl.sum(weights, 1)
+    if not OVERLAP:
+        acc = add_values(
+            acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
+            VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
+        )
+    return acc, weights, alpha, new_top, total, nans
 
 
 @triton.jit
 def seen_scores(
-    q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row, b, h, q_idx,
-    kv_length, shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, DESCRIBED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, key, k_base, k_strides, first_key, first, columns, end, full, b, h, q_idx, kv_length,
+    shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+    DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Which pairs of a step are live, -inf scores left out, and their scores."""
+    """Scores of a step, in powers of two; -inf at pairs that aren't seen."""
     keys = first + columns
     k = load_tile(
         key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNIT, SCATTERED, WIDE,
         True, DESCRIBED,
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-    live = (keys < end)[None, :] & (rows < end_row)[:, None]
-    if MASK_MOD is not None:
-        live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
-    scores = scores_of_tile(
-        q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD, PRECISION,
+    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCORE_MOD is not None:
+        raw = raw * scale
+    scores = final_scores(
+        raw, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
+        SCORE_MOD, MASK_MOD,
     )
-    return live & (scores != float("-inf")), scores
+    return scores * unit_of_scores(scale, SCORE_MOD)
 
 
 @triton.jit
@@ -98,8 +171,8 @@ def forward_kernel(
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -153,70 +226,58 @@ def forward_kernel(
     nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
+    others = 0
+
     # Long FULL runs but for their last step: no pair is dead.
     for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-        steps = long_steps(begin, end, full, BLOCK_N)
+        begin, run_end, run_full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        steps = long_steps(begin, run_end, run_full, BLOCK_N)
+        others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
+        # Where OVERLAP, the weights of a step meet their values while the next step's weights are
+        # made (FlashAttention-3: Shah et al., 2024). At first there are none.
+        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
         for step in range(steps):
             first = begin + step * BLOCK_N
-            k = load_tile(
-                key, k_base, k_strides, first_key, first, columns, 0, DIM, D, UNITS[1],
-                SCATTERED[1], WIDE, False, DESCRIBED,
+            before = begin + tl.maximum(step - 1, 0) * BLOCK_N
+            acc, weights, alpha, top, total, nans = forward_step(
+                acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
+                v_strides, first_key, first, before, columns, 0, kv_length,
+                None, True, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, SCORE_MOD,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
+                DESCRIBED, False, OVERLAP,
             )
-            if SCORE_MOD is None:
-                # Scores wait for their scale, which is positive, until they are shifted.
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                if WANT_MAX:
-                    nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-                new_top = tl.maximum(top, tl.max(scores, 1) * (scale * LOG2E))
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = tl.exp2(scores * (scale * LOG2E) - shift[:, None])
-            else:
-                kv_idx = (first + columns)[None, :] + shifts[3]
-                scores = scores_of_tile(
-                    q, k, None, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale,
-                    SCORE_MOD, PRECISION,
+        # Two questions: together with a constant the second would be no branch.
+        if OVERLAP:  # noqa: SIM102
+            if steps > 0:
+                acc = add_values(
+                    acc, weights, alpha, value, v_base, v_strides, first_key,
+                    begin + (steps - 1) * BLOCK_N, columns, 0, VALUE_DIM, DV, UNITS[2],
+                    SCATTERED[2], WIDE, PRECISION, DESCRIBED, False,
                 )
-                if WANT_MAX:
-                    nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-                new_top = tl.maximum(top, tl.max(scores, 1))
-                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = tl.exp2(scores - shift[:, None])
-            alpha = tl.exp2(top - shift)
-            total = total * alpha + tl.sum(weights, 1)
-            acc = acc * alpha[:, None]
-            v = load_tile(
-                value, v_base, v_strides, first_key, first, columns, 0, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, False, DESCRIBED,
-            )
-            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-            top = new_top
 
-    # PARTIAL runs, and the rest of the others.
-    for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-        begin += long_steps(begin, end, full, BLOCK_N) * BLOCK_N
-        for first in range(begin, end, BLOCK_N):
-            live, scores = seen_scores(
-                q, key, k_base, k_strides, first_key, first, columns, end, full, rows, end_row,
-                mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
-                MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
+    # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
+    # steps were counted above: counting them in a loop before lets ptxas wait for each product
+    # (C7515).
+    r = run
+    first, end, full = first_other_step(
+        runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
+    )
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    alpha = tl.full([BLOCK_M], 1.0, tl.float32)
+    if others > 0:
+        for _step in range(others):
+            masked = (not full) | (first + BLOCK_N > end)
+            acc, weights, alpha, top, total, nans = forward_step(
+                acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
+                v_strides, first_key, first, first, columns, end, kv_length,
+                masked, full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, SCORE_MOD,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
+                DESCRIBED, True, False,
             )
-            if WANT_MAX:
-                nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-            alpha = tl.exp2(top - shift)
-            total = total * alpha + tl.sum(weights, 1)
-            v = load_tile(
-                value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, True, DESCRIBED,
+            r, first, end, full = next_other_step(
+                runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
-            acc = tl.dot(
-                weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION,
-            )
-            top = new_top
 
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
     unsure = tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0
@@ -226,11 +287,10 @@ def forward_kernel(
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
-                live, scores = seen_scores(
-                    q, key, k_base, k_strides, first_key, first, columns, end, full, rows,
-                    end_row, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                    SCORE_MOD, MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED,
-                    PRECISION,
+                scores = seen_scores(
+                    q, key, k_base, k_strides, first_key, first, columns, end, full, mod_b, mod_h,
+                    q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD, MASK_MOD,
+                    DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
                 )
                 v = load_tile(
                     value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
@@ -267,11 +327,10 @@ def forward_kernel(
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
-                live, scores = seen_scores(
-                    q, key, k_base, k_strides, first_key, first, columns, end, full, rows,
-                    end_row, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                    SCORE_MOD, MASK_MOD, DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED,
-                    PRECISION,
+                scores = seen_scores(
+                    q, key, k_base, k_strides, first_key, first, columns, end, full, mod_b, mod_h,
+                    q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD, MASK_MOD,
+                    DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
                 )
                 v = load_tile(
                     value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
@@ -279,7 +338,7 @@ def forward_kernel(
                 )
                 # A descriptor gives rows of the next head past the end.
                 v = tl.where((first + columns < end)[:, None], v, tl.zeros_like(v))
-                seen = live.to(v.dtype)
+                seen = (scores != float("-inf")).to(v.dtype)
                 met = tl.dot(seen, strange(v).to(v.dtype), met, input_precision=PRECISION)
                 signs = tl.dot(seen, signs_of(v).to(v.dtype), signs, input_precision=PRECISION)
         # All of them infinities of one sign, or NaN.

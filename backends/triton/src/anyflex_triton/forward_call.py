@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from anyflex.plugin import Call, Outputs
@@ -62,13 +60,13 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
     spec = made.spec
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
-    positive = call.scale > 0 and math.isfinite(call.scale)
     config = made.config("forward")
     described = made.describable(call.key, call.value)
-    key = ("forward", config, positive, described, rest is not None, *classes(layouts))
+    score_mod = made.score_mod_for(call.scale)
+    plain = score_mod is made.score_mod
+    key = ("forward", config, plain, described, rest is not None, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
-        plain = None if positive else forward.plain_score
         program = made.program(
             key,
             forward.forward_kernel,
@@ -82,13 +80,14 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": made.score_mod or plain,
+                "SCORE_MOD": score_mod,
                 "MASK_MOD": made.mask_mod,
                 "Q_BLOCK": spec.block_size[0],
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "DESCRIBED": described,
+                "OVERLAP": config.overlap,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
-from anyflex_triton.backward_call import launch_delta, launch_keys, launch_queries
+from anyflex_triton.backward_call import launch_keys, launch_queries, launch_rows
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.programs import Programs
@@ -59,13 +59,11 @@ class TritonKernel(Kernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Splits' sums for decoding; delta for backward."""
+        """Splits' sums for decoding; rows' values for backward."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
-            # dV needs none.
-            if self.spec.gradients == ("v",) and not self._made.learned:
-                return ()
-            return (TensorSpec((batch, heads, length), torch.float32),)
+            # Each head's begin at a multiple of 16 bytes.
+            return (TensorSpec((2, batch, heads, -(-length // 4) * 4), torch.float32),)
         if not self._decodes(call):
             return ()
         splits = split_count(self._made, call)
@@ -91,12 +89,9 @@ class TritonKernel(Kernel):
                 if gradient is not None:
                     gradient.zero_()
             return
-        lse = saved.lse.contiguous()
-        delta = lse
-        if grads.workspace:
-            (delta,) = grads.workspace
-            launch_delta(self._made, call, saved, grad, delta)
+        (row_values,) = grads.workspace
+        launch_rows(self._made, call, saved, grad, row_values)
         if grads.dk is not None or grads.dv is not None:
-            launch_keys(self._made, call, dout, lse, delta, grads)
+            launch_keys(self._made, call, dout, row_values, grads)
         if grads.dq is not None or any(total is not None for total in grads.captured):
-            launch_queries(self._made, call, dout, lse, delta, grads)
+            launch_queries(self._made, call, dout, row_values, grads)

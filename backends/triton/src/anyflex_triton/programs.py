@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from anyflex.plugin import Call, MaskViews, Spec
 from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout_of
 from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
+from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
 
 __all__ = [
@@ -92,6 +94,12 @@ class Programs:
             elif name == "keys":
                 config = fitted(config, config.block_m, kv_block)
         return config
+
+    def score_mod_for(self, scale: float) -> Any:
+        """The score mod, if only to bring in a scale that can't wait until maxima are taken."""
+        if self.score_mod is None and not (scale > 0 and math.isfinite(scale)):
+            return plain_score
+        return self.score_mod
 
     def program(
         self,

@@ -13,10 +13,13 @@ __all__ = [
     "FULL",
     "LOG2E",
     "bounded_run",
+    "first_other_step",
     "load_rows",
     "load_tile",
     "long_steps",
     "mask_row",
+    "masked_scores",
+    "next_other_step",
     "row_offsets",
     "signs_of",
     "store_rows",
@@ -31,6 +34,8 @@ __all__ = [
 LOG2E = tl.constexpr(1.4426950408889634)
 FULL = tl.constexpr(1)
 """A run's kind, as `anyflex.plugin.FULL`."""
+LONG = tl.constexpr(16)
+"""Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
 
 @triton.jit
@@ -122,7 +127,68 @@ def long_steps(begin, end, full, STEP: tl.constexpr):
     """Steps of a FULL run that are worth a loop of their own, without any mask's code: all but the
     last, so that every run has one left. 0 for the other runs."""
     steps = (end - begin - 1) // STEP
-    return tl.where(full & (steps >= 4), steps, 0)
+    return tl.where(full & (steps >= LONG), steps, 0)
+
+
+@triton.jit
+def first_other_step(
+    runs, run, last_run, BLOCK: tl.constexpr, length, STEP: tl.constexpr, HAS_MASK: tl.constexpr
+):
+    """(its begin, end of its run, whether that is FULL), of the first step that `long_steps`
+    leaves."""
+    if HAS_MASK:
+        at = runs + run * 3
+        there = run < last_run
+        begin = tl.load(at, mask=there, other=0) * BLOCK
+        end = tl.minimum(tl.load(at + 1, mask=there, other=0) * BLOCK, length)
+        full = tl.load(at + 2, mask=there, other=0) == FULL
+    else:
+        begin = 0
+        end = length
+        full = True
+    return begin + long_steps(begin, end, full, STEP) * STEP, end, full
+
+
+@triton.jit
+def next_other_step(
+    runs, run, last_run, first, end, full, BLOCK: tl.constexpr, length, STEP: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+):
+    """(its run, its begin, end of its run, whether that is FULL)."""
+    first += STEP
+    if HAS_MASK:
+        # No branch: the addresses of tiles that are loaded ahead depend on this.
+        over = first >= end
+        run += over.to(tl.int32)
+        begin, new_end, new_full = first_other_step(
+            runs, run, tl.where(over, last_run, run), BLOCK, length, STEP, HAS_MASK,
+        )
+        first = tl.where(over, begin, first)
+        end = tl.where(over, new_end, end)
+        full = tl.where(over, new_full, full)
+    return run, first, end, full
+
+
+@triton.jit
+def masked_scores(
+    scores, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats,
+    MASK_MOD: tl.constexpr,
+):
+    """Scores, -inf at dead pairs.
+
+    Args:
+        masked: whether some pair may be dead; None where no step of the loop has one.
+        inside: of the rows or columns that the loop runs over, shaped to broadcast.
+        full: whether the mask mod holds for all pairs.
+    """
+    if masked is None:
+        return scores
+    if masked:
+        live = inside
+        if MASK_MOD is not None:
+            live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+        scores = tl.where(live, scores, float("-inf"))
+    return scores
 
 
 @triton.jit
