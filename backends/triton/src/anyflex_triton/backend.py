@@ -112,14 +112,13 @@ class TritonBackend(Backend):
         """Write the mods; Triton compiles at the first call, when it knows its class."""
         from anyflex_triton.kernel import TritonKernel
         from anyflex_triton.mods import write_source
-        from anyflex_triton.module_files import load_module
 
         stored = artifacts.get("mods.py")
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
         overrides = {name: int(value) for name, value in spec.options}
-        return TritonKernel(spec, load_module(stored.decode()), self.target(), overrides)
+        return TritonKernel(spec, stored.decode(), self.target(), overrides)
 
 
 def _version(distribution: str) -> str | None:

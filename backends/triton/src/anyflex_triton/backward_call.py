@@ -108,10 +108,10 @@ def launch_keys(
         and is_described_whole(row_values)
         and (call.mask is None or call.mask.block_size[0] % 4 == 0)
     )
-    score_mod = made.score_mod_for(call.scale)
+    even = made.is_even(call, config, "queries")
+    mods = made.mods(call, even)
     wanted = (dk is not None, dv is not None)
-    plain = score_mod is made.score_mod
-    key = ("keys", config, plain, wanted, described, *classes(layouts))
+    key = ("keys", config, even, mods.key, wanted, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dk", "dv")
     if program is None:
@@ -131,13 +131,14 @@ def launch_keys(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": score_mod,
-                "SCORE_MOD_BACKWARD": made.score_mod_backward,
-                "MASK_MOD": made.mask_mod,
+                "SCORE_MOD": mods.score_mod,
+                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": spec.block_size[0],
                 "WANT_DK": dk is not None,
                 "WANT_DV": dv is not None,
                 "DESCRIBED": described,
+                "EVEN": even,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -186,9 +187,9 @@ def launch_queries(
     totals = tuple(total for i in made.learned if (total := grads.captured[i]) is not None)
     config = made.config("queries")
     described = made.describable(call.key, call.value)
-    score_mod = made.score_mod_for(call.scale)
-    plain = score_mod is made.score_mod
-    key = ("queries", config, plain, dq is not None, described, *classes(layouts))
+    even = made.is_even(call, config, "keys")
+    mods = made.mods(call, even)
+    key = ("queries", config, even, mods.key, dq is not None, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
     if program is None:
@@ -208,13 +209,14 @@ def launch_queries(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": score_mod,
-                "SCORE_MOD_BACKWARD": made.score_mod_backward,
-                "CAPTURED_GRADIENTS": made.captured_gradients if totals else None,
-                "MASK_MOD": made.mask_mod,
+                "SCORE_MOD": mods.score_mod,
+                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
+                "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": spec.block_size[0],
                 "WANT_DQ": dq is not None,
                 "DESCRIBED": described,
+                "EVEN": even,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },

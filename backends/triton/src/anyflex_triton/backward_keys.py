@@ -76,8 +76,9 @@ def add_to_keys(
         row_values, first_value + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
     )
     q_idx = (tl.minimum(rows, q_length - 1) if BOUND else rows)[None, :] + shifts[2]
+    inside = (rows < end)[None, :] if BOUND else None
     weights, grad = gradient_of_scores(
-        q, k, do, v, masked, (rows < end)[None, :], full, lse2[None, :], d[None, :], b, h, q_idx,
+        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], b, h, q_idx,
         kv_idx, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, MASK_MOD,
         PRECISION, True, CAREFUL,
     )
@@ -104,7 +105,7 @@ def key_kernel(
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
@@ -185,13 +186,17 @@ def key_kernel(
         )
         if others > 0:
             for _step in range(others):
-                masked = (not full) | (first + BLOCK_M > end)
+                if EVEN:
+                    masked = None if MASK_MOD is None else not full
+                else:
+                    masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v, first, rows_of_tile,
                     end, q_length, masked, full, mod_b, mod_h, kv_idx, shifts, tables, ints,
                     floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV,
-                    UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, True, False,
+                    UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, not EVEN,
+                    False,
                 )
                 r, first, end, full = next_other_step(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,

@@ -54,8 +54,9 @@ def add_to_queries(
         SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
     kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
+    inside = (keys < end)[None, :] if BOUND else None
     _weights, grad = gradient_of_scores(
-        q, k, do, v, masked, (keys < end)[None, :], full, lse2[:, None], d[:, None], b, h, q_idx,
+        q, k, do, v, masked, inside, full, lse2[:, None], d[:, None], b, h, q_idx,
         kv_idx, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
         CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
     )
@@ -77,7 +78,7 @@ def query_kernel(
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
@@ -150,13 +151,16 @@ def query_kernel(
     )
     if others > 0:
         for _step in range(others):
-            masked = (not full) | (first + BLOCK_N > end)
+            if EVEN:
+                masked = None if MASK_MOD is None else not full
+            else:
+                masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
                 d, first, columns, end, kv_length, masked, full, mod_b, mod_h, q_idx, shifts,
                 tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
                 CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DQ, PRECISION, DESCRIBED, True, False,
+                WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,

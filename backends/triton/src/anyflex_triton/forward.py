@@ -116,10 +116,11 @@ def forward_step(
         )
     keys = first + columns
     kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
+    inside = (keys < end)[None, :] if BOUND else None
     if SCORE_MOD is not None:
         raw = raw * scale
     scores = final_scores(
-        raw, masked, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
+        raw, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats,
         SCORE_MOD, MASK_MOD,
     )
     if WANT_MAX:
@@ -171,7 +172,7 @@ def forward_kernel(
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, OVERLAP: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
@@ -185,6 +186,7 @@ def forward_kernel(
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
         tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
+        EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
         DESCRIBED: key and value are descriptors [rows of all heads, dims] of tiles of BLOCK_N.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
@@ -267,13 +269,16 @@ def forward_kernel(
     alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     if others > 0:
         for _step in range(others):
-            masked = (not full) | (first + BLOCK_N > end)
+            if EVEN:
+                masked = None if MASK_MOD is None else not full
+            else:
+                masked = (not full) | (first + BLOCK_N > end)
             acc, weights, alpha, top, total, nans = forward_step(
                 acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
                 v_strides, first_key, first, first, columns, end, kv_length,
                 masked, full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, SCORE_MOD,
                 MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, True, False,
+                DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,

@@ -62,9 +62,9 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     config = made.config("forward")
     described = made.describable(call.key, call.value)
-    score_mod = made.score_mod_for(call.scale)
-    plain = score_mod is made.score_mod
-    key = ("forward", config, plain, described, rest is not None, *classes(layouts))
+    even = made.is_even(call, config, "keys")
+    mods = made.mods(call, even)
+    key = ("forward", config, even, mods.key, described, rest is not None, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(
@@ -80,13 +80,14 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": score_mod,
-                "MASK_MOD": made.mask_mod,
+                "SCORE_MOD": mods.score_mod,
+                "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": spec.block_size[0],
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "DESCRIBED": described,
+                "EVEN": even,
                 "OVERLAP": config.overlap,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
@@ -128,6 +129,8 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     layouts = made.layouts(call)
     config = made.config("decode")
     rows = max(16, 1 << (packed * length - 1).bit_length())
+    # It takes any scale: scores are scaled before maxima are taken.
+    mods = made.mods(call, False)
     key = ("decode", config, packed, rows, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
@@ -143,8 +146,8 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": made.score_mod,
-                "MASK_MOD": made.mask_mod,
+                "SCORE_MOD": mods.score_mod,
+                "MASK_MOD": mods.mask_mod,
                 "PACKED": packed,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Literal
 
 import torch
@@ -25,16 +24,16 @@ class TritonKernel(Kernel):
 
     Args:
         spec: what the backend accepted.
-        module: the mods, of `anyflex_triton.mods.write_source`.
+        source: of the mods, by `anyflex_triton.mods.write_source`.
         target: which configs.
         overrides: the user's options by name.
     """
 
     def __init__(
-        self, spec: Spec, module: ModuleType, target: Target, overrides: Mapping[str, int]
+        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, int]
     ) -> None:
         self.spec = spec
-        self._made = Programs(spec, module, target, overrides)
+        self._made = Programs(spec, source, target, overrides)
 
     def describe(self, call: Call) -> str:
         """``decode splits=8`` or ``prefill 128x64``."""

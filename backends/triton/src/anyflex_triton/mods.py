@@ -15,7 +15,15 @@ import torch
 
 from anyflex.plugin import Derivative, Lowering, ModGraph, Node, Spec, differentiate, simplify
 
-__all__ = ["LONGEST", "MOST_HEADS", "TRITON", "write_source"]
+__all__ = [
+    "LONGEST",
+    "MOST_HEADS",
+    "TRITON",
+    "DirectRead",
+    "direct_reads",
+    "source_within",
+    "write_source",
+]
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
 """A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
@@ -33,6 +41,8 @@ import triton
 import triton.language as {_LANGUAGE}
 
 from anyflex_triton import operations as ops
+
+WITHIN = {_LANGUAGE}.constexpr(False)
 """
 _JIT = "triton.jit"
 
@@ -250,6 +260,8 @@ class _Program:
         """An index into a dimension, wrapped and clamped."""
         if self.types[index] not in ("int32", "int64"):
             index = self.cast(index, "int32")
+        if _is_direct(self.nodes[position]):
+            return self.emit(f"ops.place_direct({index}, {size}, WITHIN)", self.types[index])
         name = "place_up" if self.is_up(self.nodes[position]) else "place"
         return self.emit(f"ops.{name}({index}, {size})", self.types[index])
 
@@ -335,9 +347,12 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
     pointer, first = f"tables[{captured}]", program.first_size[captured]
     for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=True)):
         place = program.place(position, index, f"ints[{first + axis}]")
-        pointer = program.emit(
-            f"ops.moved({pointer}, {place}, ints[{first + rank + axis}])", "pointer"
-        )
+        stride = f"ints[{first + rank + axis}]"
+        if axis == rank - 1:
+            text = f"ops.moved_last({pointer}, {place}, {stride}, WITHIN)"
+        else:
+            text = f"ops.moved({pointer}, {place}, {stride})"
+        pointer = program.emit(text, "pointer")
     if rank:
         text = f"{_LANGUAGE}.load({pointer}, mask={program.nonempty(captured, rank)}, other=0)"
     else:
@@ -529,7 +544,8 @@ TRITON: Lowering[_Program, str] = Lowering(
 
 # The functions
 
-_INDICES = "b, h, q_idx, kv_idx"
+_DIRECT = ("b", "h", "q_idx", "kv_idx")
+_INDICES = ", ".join(_DIRECT)
 _CALL = "tables, ints, floats"
 
 
@@ -576,6 +592,39 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, s
             f"{values[scatter.value]}, live)"
         )
     return program, "return"
+
+
+def _is_direct(node: Node) -> bool:
+    """Whether a node is b, h, q_idx or kv_idx itself."""
+    return node.operation == "input" and node.attribute in _DIRECT
+
+
+class DirectRead(NamedTuple):
+    """A captured tensor's dimension that one of b, h, q_idx and kv_idx (0 to 3) counts into."""
+
+    captured: int
+    axis: int
+    argument: int
+
+
+def direct_reads(spec: Spec) -> frozenset[DirectRead]:
+    """What a call must look at before it takes `source_within`'s functions."""
+    return frozenset(
+        DirectRead(int(str(node.attribute)), axis, _DIRECT.index(str(nodes[argument].attribute)))
+        for graph in (spec.score_graph, spec.mask_graph)
+        if graph is not None
+        for nodes in (graph.nodes,)
+        for node in nodes
+        if node.operation == "load"
+        for axis, argument in enumerate(node.arguments)
+        if _is_direct(nodes[argument])
+    )
+
+
+def source_within(source: str) -> str:
+    """`write_source`'s text for calls where each of `direct_reads` stays inside of its dimension,
+    and where the last stride of every captured tensor is 1."""
+    return source.replace("\nWITHIN = tl.constexpr(False)\n", "\nWITHIN = tl.constexpr(True)\n")
 
 
 def write_source(spec: Spec) -> str:

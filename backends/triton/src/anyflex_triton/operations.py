@@ -641,9 +641,21 @@ def place_up(index, size):
 
 
 @triton.jit
+def place_direct(index, size, WITHIN: tl.constexpr):
+    """`place_up` of one of the four indices: nothing is to do WITHIN, where all are inside."""
+    return index if WITHIN else place_up(index, size)
+
+
+@triton.jit
 def moved(pointer, place, stride):
     """The pointer moved by a place of one dimension."""
     return pointer + tl.cast(place, tl.int64) * tl.cast(stride, tl.int64)
+
+
+@triton.jit
+def moved_last(pointer, place, stride, WITHIN: tl.constexpr):
+    """`moved` in the last dimension, whose stride is 1 WITHIN."""
+    return pointer + place if WITHIN else moved(pointer, place, stride)
 
 
 @triton.jit

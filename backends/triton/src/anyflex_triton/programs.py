@@ -6,8 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +15,11 @@ from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout
 from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
+from anyflex_triton.mods import direct_reads, source_within
+from anyflex_triton.module_files import load_module
 
 __all__ = [
+    "Mods",
     "Programs",
     "aligned",
     "classes",
@@ -34,27 +36,40 @@ _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers."""
 
 
+class Mods(NamedTuple):
+    """The functions of a module of `anyflex_triton.mods`, or None.
+
+    Args:
+        key: tells modules of one spec apart.
+        score_mod: also brings in a scale that can't wait until maxima are taken.
+    """
+
+    key: object
+    score_mod: Any
+    mask_mod: Any
+    score_mod_backward: Any
+    captured_gradients: Any
+
+
 class Programs:
     """Thread-safe.
 
     Args:
         spec: what the backend accepted.
-        module: the mods, of `anyflex_triton.mods.write_source`.
+        source: of the mods, by `anyflex_triton.mods.write_source`.
         target: which configs.
         overrides: the user's options by name.
     """
 
     def __init__(
-        self, spec: Spec, module: ModuleType, target: Target, overrides: Mapping[str, int]
+        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, int]
     ) -> None:
         self.spec = spec
         self.target = target
         self.overrides = dict(overrides)
-        functions = vars(module)
-        self.score_mod = functions.get("score_mod")
-        self.mask_mod = functions.get("mask_mod")
-        self.score_mod_backward = functions.get("score_mod_backward")
-        self.captured_gradients = functions.get("captured_gradients")
+        self._source = source
+        self._mods: dict[object, Mods] = {}
+        self._direct = direct_reads(spec)
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
         self._configs: dict[KernelName, Config] = {}
@@ -95,11 +110,43 @@ class Programs:
                 config = fitted(config, config.block_m, kv_block)
         return config
 
-    def score_mod_for(self, scale: float) -> Any:
-        """The score mod, if only to bring in a scale that can't wait until maxima are taken."""
-        if self.score_mod is None and not (scale > 0 and math.isfinite(scale)):
-            return plain_score
-        return self.score_mod
+    def mods(self, call: Call, even: bool) -> Mods:
+        """The call's mods.
+
+        Args:
+            even: whether the kernel's tiles end where the lengths do.
+        """
+        within = even and self._is_within(call)
+        plain = call.scale > 0 and math.isfinite(call.scale)
+        key = (within, plain)
+        found = self._mods.get(key)
+        if found is None:
+            source = source_within(self._source) if within else self._source
+            functions = vars(load_module(source))
+            found = self._mods[key] = Mods(
+                key,
+                functions.get("score_mod", None if plain else plain_score),
+                functions.get("mask_mod"),
+                functions.get("score_mod_backward"),
+                functions.get("captured_gradients"),
+            )
+        return found
+
+    def _is_within(self, call: Call) -> bool:
+        """As `source_within` asks."""
+        if not call.captured:
+            return False
+        batch, heads, rows = call.query.shape[:3]
+        counts = (batch, heads, rows, call.key.shape[2])
+        offsets = call.index_offsets
+        return (
+            min(offsets) >= 0
+            and all(t.stride()[-1] == 1 for t in call.captured if t.ndim)
+            and all(
+                offsets[argument] + counts[argument] <= call.captured[captured].shape[axis]
+                for captured, axis, argument in self._direct
+            )
+        )
 
     def program(
         self,
@@ -180,6 +227,15 @@ class Programs:
             "shifts": call.index_offsets,
             "scale": call.scale,
         }
+
+    def is_even(self, call: Call, config: Config, over: Literal["keys", "queries"]) -> bool:
+        """Whether the tiles that a kernel runs over end where lengths and mask blocks do."""
+        which = 1 if over == "keys" else 0
+        step = config.block_n if over == "keys" else config.block_m
+        length = call.key.shape[2] if over == "keys" else call.query.shape[2]
+        return length % step == 0 and (
+            call.mask is None or self.spec.block_size[which] % step == 0
+        )
 
     def row_tiles(self, call: Call, block_m: int) -> int:
         length = call.query.shape[2]

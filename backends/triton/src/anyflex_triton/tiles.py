@@ -178,15 +178,19 @@ def masked_scores(
 
     Args:
         masked: whether some pair may be dead; None where no step of the loop has one.
-        inside: of the rows or columns that the loop runs over, shaped to broadcast.
+        inside: of the rows or columns that the loop runs over, shaped to broadcast; None where all
+            are, and `masked` says that the run isn't FULL.
         full: whether the mask mod holds for all pairs.
     """
     if masked is None:
         return scores
     if masked:
-        live = inside
-        if MASK_MOD is not None:
-            live = live & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+        if inside is None:
+            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+        elif MASK_MOD is None:
+            live = inside
+        else:
+            live = inside & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
         scores = tl.where(live, scores, float("-inf"))
     return scores
 
