@@ -26,7 +26,8 @@ def row_kernel(
     out, rest, dout, lse, dlse, given, row_values, o_strides, r_strides, do_strides, dl_strides,
     heads, values_of_head, values_in_all, q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr,
-    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """row_values [2, B, Hq, values_of_head], of which L are used: lse in powers of two, +inf in
     rows without a live key so that weights become 0; delta = sum(out * dout) - dlse, 0 in those.
@@ -34,6 +35,7 @@ def row_kernel(
     Args:
         out, rest: what was stored, and what rounding took from it.
         given: the sum, where IS_GIVEN.
+        WANT_DELTA: or dV alone is wanted, and there is no second half.
     """
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
@@ -46,6 +48,8 @@ def row_kernel(
     natural = tl.load(lse + at, mask=inside, other=0.0)
     dead = natural == float("-inf")
     tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E), mask=inside)
+    if not WANT_DELTA:
+        return
     if IS_GIVEN:
         sums = tl.load(given + at, mask=inside, other=0.0)
     else:

@@ -37,7 +37,7 @@ def _value_places(row_values: Tensor) -> dict[str, object]:
 def launch_rows(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
 ) -> None:
-    """Fill row_values [2, B, Hq, L or more], float32."""
+    """Fill row_values [2, B, Hq, L or more], float32, or the first half alone."""
     spec = made.spec
     rest = saved.extras[0] if saved.extras else None
     layouts = (
@@ -46,7 +46,14 @@ def launch_rows(
         layout_of(or_else(rest, saved.out)),
     )
     given = grad.delta is not None
-    key = ("rows", given, grad.dlse is not None, rest is not None, *classes(layouts))
+    key = (
+        "rows",
+        len(row_values),
+        given,
+        grad.dlse is not None,
+        rest is not None,
+        *classes(layouts),
+    )
     program = made.existing.get(key)
     if program is None:
         program = made.program(
@@ -69,6 +76,7 @@ def launch_rows(
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
+                "WANT_DELTA": len(row_values) == 2,
                 "BLOCK_M": 32,
             },
             aligned(("out", "dout", "rest"), layouts),

@@ -72,9 +72,13 @@ def add_to_keys(
         SCATTERED[3], WIDE, BOUND, DESCRIBED,
     )
     lse2 = load_row_values(row_values, first_value, first, rows_of_tile, end, BOUND, DESCRIBED)
-    d = load_row_values(
-        row_values, first_value + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
-    )
+    if WANT_DK:
+        d = load_row_values(
+            row_values, first_value + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
+        )
+    else:
+        # It meets nothing that is kept.
+        d = lse2
     q_idx = (tl.minimum(rows, q_length - 1) if BOUND else rows)[None, :] + shifts[2]
     inside = (rows < end)[None, :] if BOUND else None
     weights, grad = gradient_of_scores(
@@ -186,14 +190,16 @@ def key_kernel(
         )
         if others > 0:
             for _step in range(others):
+                mask_full = full
                 if EVEN:
                     masked = None if MASK_MOD is None else not full
+                    mask_full = False
                 else:
                     masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v, first, rows_of_tile,
-                    end, q_length, masked, full, mod_b, mod_h, kv_idx, shifts, tables, ints,
+                    end, q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, tables, ints,
                     floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV,
                     UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, not EVEN,
                     False,

@@ -151,13 +151,15 @@ def query_kernel(
     )
     if others > 0:
         for _step in range(others):
+            mask_full = full
             if EVEN:
                 masked = None if MASK_MOD is None else not full
+                mask_full = False
             else:
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, first, columns, end, kv_length, masked, full, mod_b, mod_h, q_idx, shifts,
+                d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx, shifts,
                 tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
                 CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
                 WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,

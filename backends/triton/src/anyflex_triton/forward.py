@@ -269,10 +269,8 @@ def forward_kernel(
     alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     if others > 0:
         for _step in range(others):
-            if EVEN:
-                masked = None if MASK_MOD is None else not full
-            else:
-                masked = (not full) | (first + BLOCK_N > end)
+            # Not behind a branch as in backward: Triton then takes another layout for all scores.
+            masked = None if EVEN and MASK_MOD is None else True
             acc, weights, alpha, top, total, nans = forward_step(
                 acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
                 v_strides, first_key, first, first, columns, end, kv_length,

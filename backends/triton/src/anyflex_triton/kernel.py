@@ -61,8 +61,9 @@ class TritonKernel(Kernel):
         """Splits' sums for decoding; rows' values for backward."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
+            halves = 1 if self.spec.gradients == ("v",) and not self._made.learned else 2
             # Each head's begin at a multiple of 16 bytes.
-            return (TensorSpec((2, batch, heads, -(-length // 4) * 4), torch.float32),)
+            return (TensorSpec((halves, batch, heads, -(-length // 4) * 4), torch.float32),)
         if not self._decodes(call):
             return ()
         splits = split_count(self._made, call)

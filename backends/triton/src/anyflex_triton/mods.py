@@ -20,8 +20,9 @@ __all__ = [
     "MOST_HEADS",
     "TRITON",
     "DirectRead",
+    "cap_factors",
     "direct_reads",
-    "source_within",
+    "source_for",
     "write_source",
 ]
 
@@ -43,6 +44,7 @@ import triton.language as {_LANGUAGE}
 from anyflex_triton import operations as ops
 
 WITHIN = {_LANGUAGE}.constexpr(False)
+COARSE = {_LANGUAGE}.constexpr(False)
 """
 _JIT = "triton.jit"
 
@@ -193,6 +195,7 @@ class _Program:
         needs: of `_dependences`.
         first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
         first_number: where in ``ints`` the closed-over numbers begin.
+        capped: whether each tanh of a float32 is of `cap_factors`.
         types: name of a value -> the language's type that holds it.
     """
 
@@ -201,6 +204,7 @@ class _Program:
     needs: Mapping[Node, frozenset[str]]
     first_size: tuple[int, ...]
     first_number: int
+    capped: bool
     lines: list[str] = field(default_factory=list)
     types: dict[str, str] = field(default_factory=dict)
 
@@ -210,7 +214,9 @@ class _Program:
         for facts in spec.captured:
             places.append(first)
             first += 2 * facts.rank
-        return cls(nodes, _ranges(nodes, spec), _dependences(nodes), tuple(places), first)
+        capped = bool(cap_factors(spec))
+        needs = _dependences(nodes)
+        return cls(nodes, _ranges(nodes, spec), needs, tuple(places), first, capped)
 
     def emit(self, text: str, type_: str) -> str:
         name = f"v{len(self.lines)}"
@@ -354,7 +360,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
             text = f"ops.moved({pointer}, {place}, {stride})"
         pointer = program.emit(text, "pointer")
     if rank:
-        text = f"{_LANGUAGE}.load({pointer}, mask={program.nonempty(captured, rank)}, other=0)"
+        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
     else:
         text = f"{_LANGUAGE}.load({pointer})"
     value = program.cast(program.emit(text, ""), program.type_of(node))
@@ -473,6 +479,13 @@ def _sqrt(program: _Program, node: Node, operands: Sequence[str]) -> str:
     return _plain(f"{{tl}}.{name}({{0}})")(program, node, operands)
 
 
+def _tanh(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    capped = program.capped and node.dtype is torch.float32
+    return _plain("ops.tanh_capped({0}, COARSE)" if capped else "ops.tanh({0})")(
+        program, node, operands
+    )
+
+
 _EVERY = "{tl}.PropagateNan.ALL"
 
 TRITON: Lowering[_Program, str] = Lowering(
@@ -527,6 +540,7 @@ TRITON: Lowering[_Program, str] = Lowering(
         "le:bool": _plain("~{0} | {1}"),
         "gt:bool": _plain("{0} & ~{1}"),
         "ge:bool": _plain("{0} | ~{1}"),
+        "tanh": _tanh,
         "round": _plain("ops.round_to_even({0})"),
         **{
             name: _plain(f"{{tl}}.{name}({{0}})")
@@ -535,7 +549,7 @@ TRITON: Lowering[_Program, str] = Lowering(
         **{
             name: _plain(f"ops.{name}({{0}})")
             for name in (
-                "trunc exp expm1 log10 log1p rsqrt tan asin acos atan sinh cosh tanh asinh acosh "
+                "trunc exp expm1 log10 log1p rsqrt tan asin acos atan sinh cosh asinh acosh "
                 "atanh sigmoid erfc"
             ).split()
         },
@@ -621,10 +635,56 @@ def direct_reads(spec: Spec) -> frozenset[DirectRead]:
     )
 
 
-def source_within(source: str) -> str:
-    """`write_source`'s text for calls where each of `direct_reads` stays inside of its dimension,
-    and where the last stride of every captured tensor is 1."""
-    return source.replace("\nWITHIN = tl.constexpr(False)\n", "\nWITHIN = tl.constexpr(True)\n")
+def cap_factors(spec: Spec) -> tuple[float | str, ...]:
+    """What each tanh of a float32 in the score mod is multiplied with before it adds to the score:
+    a number, or the name of a number's slot. Empty if a value of one goes elsewhere, or if the
+    score is wanted with float32's digits."""
+    if spec.score_graph is None or spec.dtype.itemsize != 2:
+        return ()
+    graph = simplify(spec.score_graph)
+    nodes = graph.nodes
+    readers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+    for reader, node in enumerate(nodes):
+        for slot, argument in enumerate(node.arguments):
+            readers[argument].append((reader, slot))
+
+    def adds_up(position: int) -> bool:
+        return all(
+            nodes[reader].dtype is torch.float32
+            and (
+                nodes[reader].operation in ("add", "sub")
+                or (nodes[reader].operation == "where" and slot > 0)
+            )
+            and adds_up(reader)
+            for reader, slot in readers[position]
+        )
+
+    factors: list[float | str] = []
+    for position, node in enumerate(nodes):
+        if node.operation != "tanh" or node.dtype is not torch.float32:
+            continue
+        for reader, slot in readers[position]:
+            product = nodes[reader]
+            other = nodes[product.arguments[1 - slot]] if product.operation == "mul" else node
+            if other.operation not in ("const", "number") or not adds_up(reader):
+                return ()
+            known = other.operation == "const"
+            factors.append(float(_held(other)) if known else str(other.attribute))
+    return tuple(factors)
+
+
+def source_for(source: str, *, within: bool, coarse: bool) -> str:
+    """Return `write_source`'s text for some calls.
+
+    Args:
+        within: each of `direct_reads` stays inside of its dimension, and the last stride of every
+            captured tensor is 1.
+        coarse: `cap_factors` are small.
+    """
+    for name, holds in (("WITHIN", within), ("COARSE", coarse)):
+        line = f"\n{name} = {_LANGUAGE}.constexpr("
+        source = source.replace(f"{line}False)\n", f"{line}{holds})\n")
+    return source
 
 
 def write_source(spec: Spec) -> str:

@@ -15,7 +15,7 @@ from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout
 from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
-from anyflex_triton.mods import direct_reads, source_within
+from anyflex_triton.mods import cap_factors, direct_reads, source_for
 from anyflex_triton.module_files import load_module
 
 __all__ = [
@@ -32,6 +32,9 @@ __all__ = [
 
 _HEAD_GROUP_BYTES = 16 << 20
 """Keys and values of the heads that run at a time: a part of the second cache."""
+_LARGEST_CAP = 256.0
+"""Times what `operations.tanh_capped` is off, a quarter of what rounding takes from a weight in
+float16."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers."""
 
@@ -70,6 +73,7 @@ class Programs:
         self._source = source
         self._mods: dict[object, Mods] = {}
         self._direct = direct_reads(spec)
+        self._caps = cap_factors(spec)
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
         self._configs: dict[KernelName, Config] = {}
@@ -117,11 +121,12 @@ class Programs:
             even: whether the kernel's tiles end where the lengths do.
         """
         within = even and self._is_within(call)
+        coarse = self._is_coarse(call)
         plain = call.scale > 0 and math.isfinite(call.scale)
-        key = (within, plain)
+        key = (within, coarse, plain)
         found = self._mods.get(key)
         if found is None:
-            source = source_within(self._source) if within else self._source
+            source = source_for(self._source, within=within, coarse=coarse)
             functions = vars(load_module(source))
             found = self._mods[key] = Mods(
                 key,
@@ -132,8 +137,20 @@ class Programs:
             )
         return found
 
+    def _is_coarse(self, call: Call) -> bool:
+        """As `source_for` asks."""
+        return bool(self._caps) and all(
+            abs(
+                factor
+                if isinstance(factor, float)
+                else (call.ints if factor[0] == "i" else call.floats)[int(factor[1:])]
+            )
+            <= _LARGEST_CAP
+            for factor in self._caps
+        )
+
     def _is_within(self, call: Call) -> bool:
-        """As `source_within` asks."""
+        """As `source_for` asks."""
         if not call.captured:
             return False
         batch, heads, rows = call.query.shape[:3]

@@ -34,7 +34,7 @@ __all__ = [
 LOG2E = tl.constexpr(1.4426950408889634)
 FULL = tl.constexpr(1)
 """A run's kind, as `anyflex.plugin.FULL`."""
-LONG = tl.constexpr(16)
+LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
 
@@ -179,18 +179,17 @@ def masked_scores(
     Args:
         masked: whether some pair may be dead; None where no step of the loop has one.
         inside: of the rows or columns that the loop runs over, shaped to broadcast; None where all
-            are, and `masked` says that the run isn't FULL.
+            are.
         full: whether the mask mod holds for all pairs.
     """
     if masked is None:
         return scores
     if masked:
-        if inside is None:
-            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
-        elif MASK_MOD is None:
-            live = inside
-        else:
-            live = inside & (full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats))
+        live = inside
+        if MASK_MOD is not None:
+            live = full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+            if inside is not None:
+                live = live & inside
         scores = tl.where(live, scores, float("-inf"))
     return scores
 
