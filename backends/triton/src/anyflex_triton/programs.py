@@ -35,6 +35,8 @@ _HEAD_GROUP_BYTES = 16 << 20
 _LARGEST_CAP = 256.0
 """Times what `operations.tanh_capped` is off, a quarter of what rounding takes from a weight in
 float16."""
+_KEYS = 3
+"""Of `direct_reads`' arguments, kv_idx."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers."""
 
@@ -93,6 +95,10 @@ class Programs:
             self.target, name, max(spec.head_dim, spec.value_head_dim), spec.dtype.itemsize
         )
         options = config.options
+        if name == "forward" and any(read.argument == _KEYS for read in self._direct):
+            # What mods read lies beside the tiles: with a third of each, one program would fill a
+            # core's shared memory where else two fit.
+            options = replace(options, num_stages=min(2, options.num_stages))
         if name == "forward" or name == "decode":
             config = replace(
                 config,
