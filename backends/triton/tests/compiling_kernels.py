@@ -5,7 +5,8 @@ Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`, or by han
     python compiling_kernels.py [--targets hopper,amd] [--types bfloat16,float32] [--dims 64,128]
 
 Prints a line a kernel: target, architecture, type, head dim, kernel, tiles, warps, stages, bytes
-of shared memory, and what the target's tools say of registers and spills.
+of shared memory, and what the target's tools say of registers, spills, and of Hopper's products,
+which should not wait for each other.
 """
 
 from __future__ import annotations
@@ -49,14 +50,20 @@ def resources(asm: Mapping[str, Any]) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        said = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return " ".join(f"{n.lower()}={c}" for n, c in re.findall(r"(REG|STACK):(\d+)", said))
+        said, code = (
+            subprocess.run(
+                [tool, option, file.name], capture_output=True, text=True, check=True
+            ).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    found = [f"{n.lower()}={c}" for n, c in re.findall(r"(REG|STACK):(\d+)", said)]
+    products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+    return " ".join([*found, f"products={products}", f"waits={waits}"])
 
 
 def compile_all(target: Target, dtype: torch.dtype, dim: int) -> None:
-    """Compile what a causal call with gradients, and a decoding one, need."""
+    """Compile what a causal call with gradients, and a decoding one, need; for Hopper also what a
+    call without mask and grouped heads does."""
 
     class Offline(TritonBackend):
         def probe(self) -> Decision:
@@ -87,15 +94,16 @@ def compile_all(target: Target, dtype: torch.dtype, dim: int) -> None:
         long, short = (
             torch.randn(1, 2, rows, dim).to(dtype).requires_grad_(rows > 1) for rows in (256, 1)
         )
-        keys = torch.randn(1, 1, 256, dim).to(dtype).requires_grad_()
+        keys = torch.randn(1, 1, 256, dim).to(dtype)
         with posing("cuda"):
-            out = anyflex.flex_attention(
-                long, keys, keys, None, mask, enable_gqa=True, backend="cuda.offline"
-            )
-            torch.autograd.grad(out, (long, keys), torch.randn_like(out))
-            anyflex.flex_attention(
-                short, keys.detach(), keys.detach(), enable_gqa=True, backend="cuda.offline"
-            )
+            # What ptxas makes of nested loops depends on all of them.
+            for heads, pattern in ((1, mask), (2, None)) if target == "hopper" else ((1, mask),):
+                seen = keys.detach().repeat(1, heads, 1, 1).requires_grad_()
+                out = anyflex.flex_attention(
+                    long, seen, seen, None, pattern, enable_gqa=True, backend="cuda.offline"
+                )
+                torch.autograd.grad(out, (long, seen), torch.randn_like(out))
+            anyflex.flex_attention(short, keys, keys, enable_gqa=True, backend="cuda.offline")
 
 
 def main() -> None:

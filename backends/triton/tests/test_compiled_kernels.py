@@ -38,7 +38,16 @@ def test_kernels_compile_and_fit(target: str, types: str, dims: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     lines = done.stdout.splitlines()
-    assert len(lines) == 6 * len(dims.split(",")), done.stdout
+    kernels = 10 if target == "hopper" else 6
+    assert len(lines) == kernels * len(dims.split(",")), done.stdout
     for line in lines:
         shared = next(int(word[7:]) for word in line.split() if word.startswith("shared="))
         assert shared <= SHARED[target] * 1024, line
+        if target == "hopper":
+            # ptxas makes each product wait for the one before (C7515) when it can't follow where
+            # their registers are; some ways to nest the loops over runs bring that about.
+            products, waits = (
+                next(int(word.split("=")[1]) for word in line.split() if word.startswith(name))
+                for name in ("products=", "waits=")
+            )
+            assert waits <= products / 2, line

@@ -66,7 +66,79 @@ def test_lengths_and_batches_share_their_programs(
         "combine_kernel",
         "decode_kernel",
         "forward_kernel",
+        "forward_kernel",
     ]
+    # The second knows that its tiles end where the lengths do.
+    assert sorted(program.constants.get("EVEN", False) for program in programs) == [
+        False, False, False, True,
+    ]  # fmt: skip
+
+
+def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    live = ids[:rows, None] == ids[None, :keys]
+    scores = query.double() @ key.double().mT * query.shape[3] ** -0.5
+    weights = scores.masked_fill(~live, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return weights @ value.double()
+
+
+@pytest.mark.parametrize("length", [128, 192, 200])
+@pytest.mark.parametrize("table", ["exact", "longer", "every second", "last dimension of two"])
+def test_a_table_is_read_where_it_lies(length: int, table: str) -> None:
+    """With lengths that end where tiles do and others; where indices stay inside and where not."""
+    ids = (torch.arange(length) * 7 // 90).to(torch.int32)
+    held = {
+        "exact": ids,
+        "longer": torch.cat([ids, ids.new_full((9,), 99)]),
+        "every second": torch.stack([ids, ids.new_full((length,), -1)], 1).flatten()[::2],
+        "last dimension of two": torch.stack([ids, ids]),
+    }[table]
+
+    def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if table == "last dimension of two":
+            return held[0, q] == held[h, k]
+        return held[q] == held[k]
+
+    query, key, value = (randn(1, 2, length, 16).requires_grad_() for _ in range(3))
+    mask = anyflex.create_block_mask(same, None, 2, length, length)
+    out = attention(query, key, value, block_mask=mask)
+    expected = documents_oracle(query, key, value, ids)
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    dout = randn(1, 2, length, 16)
+    found = torch.autograd.grad(out, (query, key, value), dout)
+    wanted = torch.autograd.grad(expected, (query, key, value), dout.double())
+    for gradient, right in zip(found, wanted, strict=True):
+        assert torch.allclose(gradient.double(), right.double(), atol=1e-5)
+
+
+def test_a_table_shorter_than_the_lengths_is_clamped() -> None:
+    bias = randn(70)
+    query, key, value = (randn(1, 1, 128, 16) for _ in range(3))
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[torch.clamp(k, max=69)]
+
+    def bare(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[k]
+
+    wanted = attention(query, key, value, score_mod=mod)
+    assert torch.equal(attention(query, key, value, score_mod=bare), wanted)
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 250.0, 1000.0])
+def test_a_soft_cap_in_float16_is_within_a_weights_rounding(cap: float) -> None:
+    query, key, value = (randn(1, 2, 128, 32).half() * 3 for _ in range(3))
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    out, lse = anyflex.flex_attention(
+        query, key, value, mod, return_lse=True, backend="cuda.mine", scale=0.3
+    )
+    scores = cap * torch.tanh(query.double() @ key.double().mT * 0.3 / cap)
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 2e-4
+    expected = scores.softmax(-1) @ value.double()
+    assert torch.allclose(out.double(), expected, atol=4e-3, rtol=2e-3)
 
 
 def test_an_option_reaches_the_kernel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -11,7 +12,7 @@ from tile_case import Case, M, N
 from torch import Tensor
 
 from anyflex.plugin import DTYPES, OPERATIONS, ModGraph, Node, operand_classes, parse_graph
-from anyflex_triton.mods import TRITON, write_source
+from anyflex_triton.mods import TRITON, cap_factors, write_source
 
 # numpy says what it divides by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -245,6 +246,30 @@ def test_powers_of_ten_have_whole_logarithms() -> None:
     nodes.append(Node("log10", torch.float32, (5,)))
     found = Case(ModGraph(tuple(nodes), 6), captured=[x]).run("score_mod", "score")
     assert found.flatten()[30:61].tolist() == [float(k) for k in range(31)]
+
+
+SOFT_CAP = "input f32 - score;const f32 - 30.0;truediv f32 0,1 -;tanh f32 2 -;mul f32 1,3 -;"
+
+
+@pytest.mark.parametrize(
+    ("text", "factors"),
+    [
+        (f"{SOFT_CAP}=4", (30.0,)),
+        (f"{SOFT_CAP}add f32 4,0 -;=5", (30.0,)),
+        (f"{SOFT_CAP}exp f32 4 -;=5", ()),
+        (f"{SOFT_CAP}add f32 4,3 -;=5", ()),
+        ("input f32 - score;tanh f32 0 -;mul f32 0,1 -;=2", ()),
+        ("input f32 - score;tanh f32 0 -;=1", ()),
+        ("input f32 - score;exp f32 0 -;=1", ()),
+    ],
+)
+def test_a_soft_caps_tanh_is_found_if_it_adds_to_the_score(
+    text: str, factors: tuple[float, ...]
+) -> None:
+    graph = parse_graph(text)
+    spec = dataclasses.replace(Case(graph).spec, dtype=torch.float16)
+    assert cap_factors(spec) == factors
+    assert cap_factors(dataclasses.replace(spec, dtype=torch.float32)) == ()
 
 
 def test_the_text_is_the_same_for_the_same_spec_and_int64_appears_where_it_must() -> None:

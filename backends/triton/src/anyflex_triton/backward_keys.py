@@ -182,8 +182,8 @@ def key_kernel(
                 )
 
         # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-        # steps were counted above: counting them in a loop before lets ptxas wait for each product
-        # (C7515).
+        # steps were counted above: else ptxas makes products wait for each other (C7515). So does
+        # here what the other kernels have instead of this `if`.
         r = run
         first, end, full = first_other_step(
             runs, run, last_run, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,

@@ -143,13 +143,13 @@ def query_kernel(
             )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-    # steps were counted above: counting them in a loop before lets ptxas wait for each product
-    # (C7515).
+    # steps were counted above, and `_once` is no `if`: else ptxas makes products wait for each
+    # other (C7515), and Triton fails to compile forward for Blackwell.
     r = run
     first, end, full = first_other_step(
         runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
     )
-    if others > 0:
+    for _once in range(tl.minimum(others, 1)):
         for _step in range(others):
             mask_full = full
             if EVEN:

@@ -259,15 +259,15 @@ def forward_kernel(
                 )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
-    # steps were counted above: counting them in a loop before lets ptxas wait for each product
-    # (C7515).
+    # steps were counted above, and `_once` is no `if`: else ptxas makes products wait for each
+    # other (C7515), and Triton fails to compile forward for Blackwell.
     r = run
     first, end, full = first_other_step(
         runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
     )
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     alpha = tl.full([BLOCK_M], 1.0, tl.float32)
-    if others > 0:
+    for _once in range(tl.minimum(others, 1)):
         for _step in range(others):
             # Not behind a branch as in backward: Triton then takes another layout for all scores.
             masked = None if EVEN and MASK_MOD is None else True

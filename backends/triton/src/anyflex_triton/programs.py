@@ -112,6 +112,14 @@ class Programs:
                     num_stages=self.overrides.get("num_stages", options.num_stages),
                 ),
             )
+        if (
+            name == "keys"
+            and self.target == "hopper"
+            and (spec.gqa_ratio > 1 or spec.kv_broadcast)
+        ):
+            # The loop over query heads takes the registers that the larger tile needs: products
+            # would wait for each other (ptxas: C7512).
+            config = replace(config, block_m=min(32, config.block_m))
         if spec.mask_kind == "runs":
             q_block, kv_block = spec.block_size
             if name == "forward" or name == "queries":
