@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,34 @@ def test_an_option_reaches_the_kernel(
     (first, _), (second, _) = launched
     assert (first.constants["BLOCK_M"], first.options.num_warps) == (32, 8)
     assert second.constants["BLOCK_N"] == 16
+
+
+def test_options_of_backward_reach_their_kernels() -> None:
+    wanted = {"dkv_block_m": 16, "dkv_block_n": 32, "dq_block_m": 32, "dq_block_n": 16}
+    seen: dict[str, launch.Program] = {}
+    original = launch.Program.launch
+
+    def note(program: launch.Program, *more: Any) -> None:
+        seen[program.function.__name__] = program
+        original(program, *more)
+
+    tensors = [randn(1, 1, 70, 16).requires_grad_() for _ in range(3)]
+    options = {"cuda.mine": {**wanted, "backward_num_warps": 2, "backward_num_stages": 1}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch.Program, "launch", note)
+        out = attention(*tensors, kernel_options=options)
+        found = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    plain = attention(*tensors)
+    for gradient, right in zip(
+        found, torch.autograd.grad(plain, tensors, torch.ones_like(out)), strict=True
+    ):
+        assert torch.allclose(gradient, right, atol=1e-5)
+    for kernel, prefix in (("key_kernel", "dkv"), ("query_kernel", "dq")):
+        program = seen[kernel]
+        assert program.constants["BLOCK_M"] == wanted[f"{prefix}_block_m"]
+        assert program.constants["BLOCK_N"] == wanted[f"{prefix}_block_n"]
+        assert (program.options.num_warps, program.options.num_stages) == (2, 1)
+    assert seen["forward_kernel"].constants["BLOCK_M"] == 64
 
 
 def test_a_wrong_option_is_refused() -> None:

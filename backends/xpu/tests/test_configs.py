@@ -8,7 +8,13 @@ import pytest
 
 pytest.importorskip("triton", reason="there is no Triton on this machine")
 
+import torch
+
+from anyflex.plugin import Spec
 from anyflex_triton.configs import KernelName, config_for
+from anyflex_triton.mods import write_source
+from anyflex_triton.programs import Programs
+from anyflex_xpu.backend import XpuBackend
 
 GRF_MODES = ("default", "128", "256", "512", "auto")
 
@@ -26,3 +32,12 @@ def test_a_configuration_fits_dpas(kernel: KernelName, itemsize: int, width: int
     assert 1 <= keywords.pop("num_stages") <= 3
     assert keywords.pop("grf_mode", "default") in GRF_MODES
     assert not keywords
+
+
+@pytest.mark.parametrize("mode", GRF_MODES)
+def test_grf_mode_reaches_every_kernel(mode: str) -> None:
+    assert mode in XpuBackend.options["grf_mode"].choices
+    spec = Spec("xpu", "pvc", torch.bfloat16, 64, 64, options=(("grf_mode", mode),))
+    made = Programs(spec, write_source(spec), "xpu", dict(spec.options))
+    for kernel in get_args(KernelName):
+        assert made.config(kernel).options.keywords()["grf_mode"] == mode

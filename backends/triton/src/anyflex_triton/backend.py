@@ -32,13 +32,20 @@ __all__ = ["TritonBackend"]
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
 _LEAST_SM = 80
+_TILES = (16, 32, 64, 128)
+_WARPS = (1, 2, 4, 8, 16, 32)
+_STAGES = (1, 2, 3, 4, 5)
 _OPTIONS = {
-    "block_m": Option(int, None, "query rows of a forward tile", (16, 32, 64, 128), "BLOCK_M"),
-    "block_n": Option(int, None, "keys of a forward tile", (16, 32, 64, 128), "BLOCK_N"),
-    "num_warps": Option(int, None, "warps of a forward program", (1, 2, 4, 8, 16), "num_warps"),
-    "num_stages": Option(
-        int, None, "tiles in flight of a forward program", (1, 2, 3, 4, 5), "num_stages"
-    ),
+    "block_m": Option(int, None, "query rows of a forward tile", _TILES, "BLOCK_M"),
+    "block_n": Option(int, None, "keys of a forward tile", _TILES, "BLOCK_N"),
+    "num_warps": Option(int, None, "warps of a forward program", _WARPS, "num_warps"),
+    "num_stages": Option(int, None, "tiles in flight of forward", _STAGES, "num_stages"),
+    "dkv_block_m": Option(int, None, "query rows of a tile of dK and dV", _TILES, "BLOCK_M1"),
+    "dkv_block_n": Option(int, None, "keys of a tile of dK and dV", _TILES, "BLOCK_N1"),
+    "dq_block_m": Option(int, None, "query rows of a tile of dQ", _TILES, "BLOCK_M2"),
+    "dq_block_n": Option(int, None, "keys of a tile of dQ", _TILES, "BLOCK_N2"),
+    "backward_num_warps": Option(int, None, "warps of a backward program", _WARPS),
+    "backward_num_stages": Option(int, None, "tiles in flight of backward", _STAGES),
 }
 
 
@@ -117,8 +124,7 @@ class TritonBackend(Backend):
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        overrides = {name: int(value) for name, value in spec.options}
-        return TritonKernel(spec, stored.decode(), self.target(), overrides)
+        return TritonKernel(spec, stored.decode(), self.target(), dict(spec.options))
 
 
 def _version(distribution: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ class TritonKernel(Kernel):
     """
 
     def __init__(
-        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, int]
+        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, Any]
     ) -> None:
         self.spec = spec
         self._made = Programs(spec, source, target, overrides)

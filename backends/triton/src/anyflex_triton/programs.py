@@ -35,6 +35,14 @@ _HEAD_GROUP_BYTES = 16 << 20
 _LARGEST_CAP = 256.0
 """Times what `operations.tanh_capped` is off, a quarter of what rounding takes from a weight in
 float16."""
+_OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
+    "forward": ("block_m", "block_n", "num_warps", "num_stages"),
+    # Its rows are all that there are.
+    "decode": ("", "block_n", "num_warps", "num_stages"),
+    "keys": ("dkv_block_m", "dkv_block_n", "backward_num_warps", "backward_num_stages"),
+    "queries": ("dq_block_m", "dq_block_n", "backward_num_warps", "backward_num_stages"),
+}
+"""What users call a kernel's block_m, block_n, num_warps and num_stages."""
 _KEYS = 3
 """Of `direct_reads`' arguments, kv_idx."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
@@ -67,7 +75,7 @@ class Programs:
     """
 
     def __init__(
-        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, int]
+        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, Any]
     ) -> None:
         self.spec = spec
         self.target = target
@@ -94,32 +102,17 @@ class Programs:
         config = config_for(
             self.target, name, max(spec.head_dim, spec.value_head_dim), spec.dtype.itemsize
         )
-        options = config.options
         if name == "forward" and any(read.argument == _KEYS for read in self._direct):
             # What mods read lies beside the tiles: with a third of each, one program would fill a
             # core's shared memory where else two fit.
-            options = replace(options, num_stages=min(2, options.num_stages))
-        if name == "forward" or name == "decode":
-            config = replace(
-                config,
-                block_m=self.overrides.get("block_m", config.block_m)
-                if name == "forward"
-                else config.block_m,
-                block_n=self.overrides.get("block_n", config.block_n),
-                options=replace(
-                    options,
-                    num_warps=self.overrides.get("num_warps", options.num_warps),
-                    num_stages=self.overrides.get("num_stages", options.num_stages),
-                ),
-            )
-        if (
-            name == "keys"
-            and self.target == "hopper"
-            and (spec.gqa_ratio > 1 or spec.kv_broadcast)
-        ):
+            stages = min(2, config.options.num_stages)
+            config = replace(config, options=replace(config.options, num_stages=stages))
+        grouped = spec.gqa_ratio > 1 or spec.kv_broadcast
+        if name == "keys" and self.target == "hopper" and grouped:
             # The loop over query heads takes the registers that the larger tile needs: products
             # would wait for each other (ptxas: C7512).
             config = replace(config, block_m=min(32, config.block_m))
+        config = self._overridden(name, config)
         if spec.mask_kind == "runs":
             q_block, kv_block = spec.block_size
             if name == "forward" or name == "queries":
@@ -127,6 +120,22 @@ class Programs:
             elif name == "keys":
                 config = fitted(config, config.block_m, kv_block)
         return config
+
+    def _overridden(self, name: KernelName, config: Config) -> Config:
+        """The user's options instead of the table's."""
+        wanted = self.overrides
+        block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
+        options = config.options
+        return replace(
+            config,
+            block_m=wanted.get(block_m, config.block_m),
+            block_n=wanted.get(block_n, config.block_n),
+            options=Options(
+                wanted.get(num_warps, options.num_warps),
+                wanted.get(num_stages, options.num_stages),
+                tuple({**dict(options.more), **_only(wanted, "grf_mode")}.items()),
+            ),
+        )
 
     def mods(self, call: Call, even: bool) -> Mods:
         """The call's mods.
@@ -306,6 +315,10 @@ def _common_types(spec: Spec) -> dict[str, Types]:
         "shifts": ("i32",) * 4,
         "scale": "fp32",
     }
+
+
+def _only(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}
 
 
 def padded(dim: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from anyflex.plugin import Accepted, Decision, Rejected
+from anyflex.plugin import Accepted, Decision, Option, Rejected
 from anyflex_triton.backend import TritonBackend
 from anyflex_xpu import ipex, probing
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["XpuBackend"]
 
+_GRF_MODES = ("default", "128", "256", "512", "auto")
 _NEVER_RUN = (
     "the project has never run this backend on an Intel GPU; `anyflex conformance --backend xpu "
     "--require all` holds it to the contract on yours"
@@ -22,11 +24,17 @@ _NEVER_RUN = (
 
 
 class XpuBackend(TritonBackend):
-    """The portable kernels with Intel's configurations. What they take and their options are
-    `cuda.triton`'s."""
+    """The portable kernels with Intel's configurations. They take what `cuda.triton` takes, and of
+    options ``grf_mode`` too."""
 
     # Nobody else is the default of this device type.
     priority = 0
+    options: ClassVar[Mapping[str, Option]] = {
+        **TritonBackend.options,
+        "grf_mode": Option(
+            str, None, "registers of a thread, as Intel's compiler has it", _GRF_MODES
+        ),
+    }
 
     def target(self) -> Target:
         """Intel's entries of the config table."""
