@@ -1,4 +1,4 @@
-"""Launching backward: rows' values, dK and dV, then dQ and captured tensors' gradients."""
+"""What backward launches: rows' values, dK and dV, then dQ and captured tensors' gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyflex_triton.arguments import (
     layout_of,
     row_strides,
 )
-from anyflex_triton.launch import Options, Types, pointer_type
+from anyflex_triton.launch import Launch, Options, Types, pointer_type
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -24,7 +24,7 @@ from anyflex_triton.programs import (
     strides,
 )
 
-__all__ = ["launch_keys", "launch_queries", "launch_rows"]
+__all__ = ["keys_launch", "queries_launch", "rows_launch"]
 
 
 _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}
@@ -34,10 +34,10 @@ def _value_places(row_values: Tensor) -> dict[str, object]:
     return {"values_of_head": row_values.shape[3], "values_in_all": row_values[0].numel()}
 
 
-def launch_rows(
+def rows_launch(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
-) -> None:
-    """Fill row_values [2, B, Hq, L or more], float32, or the first half alone."""
+) -> Launch:
+    """What fills row_values [2, B, Hq, L or more], float32, or the first half alone."""
     spec = made.spec
     rest = saved.extras[0] if saved.extras else None
     layouts = (
@@ -83,9 +83,9 @@ def launch_rows(
             Options(4, 1),
         )
     batch, heads, length = call.query.shape[:3]
-    program.launch(
+    return Launch(
+        program,
         batch * heads * -(-length // 32),
-        call.query.device,
         {
             "out": saved.out, "rest": or_else(rest, saved.out), "dout": grad.dout,
             "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, row_values),
@@ -98,10 +98,10 @@ def launch_rows(
     )  # fmt: skip
 
 
-def launch_keys(
+def keys_launch(
     made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
-) -> None:
-    """Fill grads.dk and grads.dv."""
+) -> Launch:
+    """What fills grads.dk and grads.dv."""
     spec = made.spec
     dk, dv = grads.dk, grads.dv
     layouts = (
@@ -160,9 +160,9 @@ def launch_keys(
         tiles = -(-keys // config.block_n)
     else:
         tiles = -(-keys // mask.block_size[0]) * -(-mask.block_size[0] // config.block_n)
-    program.launch(
+    return Launch(
+        program,
         tiles * kv_batch * kv_heads,
-        call.query.device,
         {
             **made.common_values(call, mask),
             "key": call.key, "value": call.value,
@@ -182,10 +182,10 @@ def launch_keys(
     )  # fmt: skip
 
 
-def launch_queries(
+def queries_launch(
     made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
-) -> None:
-    """Fill grads.dq, and add to the captured tensors' gradients."""
+) -> Launch:
+    """What fills grads.dq, and adds to the captured tensors' gradients."""
     spec = made.spec
     dq = grads.dq
     layouts = (
@@ -233,9 +233,9 @@ def launch_queries(
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     tiles = made.row_tiles(call, config.block_m)
-    program.launch(
+    return Launch(
+        program,
         tiles * batch * heads,
-        call.query.device,
         {
             **made.common_values(call, call.mask),
             "query": call.query, "dout": dout,

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
-from anyflex_triton.backward_call import launch_keys, launch_queries, launch_rows
+from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
+from anyflex_triton.launch import launch_all
 from anyflex_triton.programs import Programs
 
 __all__ = ["TritonKernel"]
@@ -90,8 +91,9 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         (row_values,) = grads.workspace
-        launch_rows(self._made, call, saved, grad, row_values)
+        launches = [rows_launch(self._made, call, saved, grad, row_values)]
         if grads.dk is not None or grads.dv is not None:
-            launch_keys(self._made, call, dout, row_values, grads)
+            launches.append(keys_launch(self._made, call, dout, row_values, grads))
         if grads.dq is not None or any(total is not None for total in grads.captured):
-            launch_queries(self._made, call, dout, row_values, grads)
+            launches.append(queries_launch(self._made, call, dout, row_values, grads))
+        launch_all(launches, call.query.device)

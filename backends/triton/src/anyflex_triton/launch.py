@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Options", "Program", "Types", "pointer_type", "without_bools"]
+__all__ = [
+    "INTERPRETED",
+    "Launch",
+    "Options",
+    "Program",
+    "Types",
+    "launch_all",
+    "pointer_type",
+    "without_bools",
+]
 
 Types = str | tuple[str, ...]
 """Of one argument: Triton's name of its type (``"*bf16"``, ``"i32"``), or a tuple of them."""
@@ -111,6 +121,10 @@ class Program:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         return ASTSource(self.function, signature, dict(self.constants), attributes)
 
+    def is_compiled(self, device: int | None) -> bool:
+        """Whether `compile` has nothing to do."""
+        return device in self._compiled
+
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""
         found = self._compiled.get(device)
@@ -137,6 +151,37 @@ class Program:
             self.function[(grid,)](*arguments, **self.options.keywords())
             return
         self.compile(device.index)[(grid, 1, 1)](*arguments)
+
+
+class Launch(NamedTuple):
+    """A program with what it runs on.
+
+    Args:
+        values: of all arguments that aren't constants.
+    """
+
+    program: Program
+    grid: int
+    values: Mapping[str, object]
+
+
+def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
+    """Run them one after the other on the current stream of the current device. What isn't
+    compiled yet is compiled side by side first: compilers hold no lock of Python's."""
+    missing = [
+        launch.program for launch in launches if not launch.program.is_compiled(device.index)
+    ]
+    if len(missing) > 1 and device.type != "cpu":
+
+        def compile_there(program: Program) -> None:
+            # Which device is the current one is a thread's own.
+            with torch.get_device_module(device).device(device):
+                program.compile(device.index)
+
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(compile_there, missing))
+    for program, grid, values in launches:
+        program.launch(grid, device, values)
 
 
 def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
