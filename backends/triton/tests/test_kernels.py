@@ -126,6 +126,56 @@ def test_a_table_shorter_than_the_lengths_is_clamped() -> None:
     assert torch.equal(attention(query, key, value, score_mod=bare), wanted)
 
 
+@pytest.mark.parametrize("length", [1, 100])
+def test_a_large_cap_after_small_ones_is_not_coarse(length: int) -> None:
+    query, key, value = randn(1, 1, length, 32).half(), *(randn(1, 1, 128, 32).half(),) * 2
+    for cap in (30.0, 40.0, 50.0, 1e6):
+
+        def mod(
+            score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, cap: float = cap
+        ) -> Tensor:
+            return cap * torch.tanh(score / cap)
+
+        _, lse = anyflex.flex_attention(
+            query, key, value, mod, return_lse=True, backend="cuda.mine", scale=1.0
+        )
+        scores = cap * torch.tanh(query.double() @ key.double().mT / cap)
+        assert (lse.double() - scores.logsumexp(-1)).abs().max() < 2e-4
+
+
+def test_a_masks_tanh_keeps_its_digits_beside_a_soft_cap() -> None:
+    signs = randn(128) * 1e-7
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return 30 * torch.tanh(score / 30)
+
+    def up(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (torch.tanh(signs[k]) > 0) & (q >= 0)
+
+    query, key, value = (randn(1, 1, 128, 32).half() for _ in range(3))
+    mask = anyflex.create_block_mask(up, None, None, 128, 128)
+    out = attention(query, key, value, score_mod=mod, block_mask=mask)
+    scores = 30 * torch.tanh(query.double() @ key.double().mT * 32**-0.5 / 30)
+    weights = scores.masked_fill(~(signs > 0), -torch.inf).softmax(-1)
+    assert torch.allclose(out.double(), weights @ value.double(), atol=4e-3)
+
+
+def test_an_index_that_becomes_direct_late_is_clamped() -> None:
+    held = torch.full((200,), 100.0)
+    held[:70] = randn(70)
+    bias = held[:70]
+    query, key, value = (randn(1, 1, 128, 16) for _ in range(3))
+
+    def twice(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[(k ^ -1) ^ -1]
+
+    def clamped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[torch.clamp(k, max=69)]
+
+    wanted = attention(query, key, value, score_mod=clamped)
+    assert torch.allclose(attention(query, key, value, score_mod=twice), wanted, atol=1e-6)
+
+
 @pytest.mark.parametrize("cap", [1.0, 30.0, 250.0, 1000.0])
 def test_a_soft_cap_in_float16_is_within_a_weights_rounding(cap: float) -> None:
     query, key, value = (randn(1, 2, 128, 32).half() * 3 for _ in range(3))

@@ -256,6 +256,8 @@ SOFT_CAP = "input f32 - score;const f32 - 30.0;truediv f32 0,1 -;tanh f32 2 -;mu
     [
         (f"{SOFT_CAP}=4", (30.0,)),
         (f"{SOFT_CAP}add f32 4,0 -;=5", (30.0,)),
+        (f"{SOFT_CAP}add f32 4,4 -;=5", ()),
+        (f"{SOFT_CAP}add f32 4,0 -;sub f32 5,4 -;=6", ()),
         (f"{SOFT_CAP}exp f32 4 -;=5", ()),
         (f"{SOFT_CAP}add f32 4,3 -;=5", ()),
         ("input f32 - score;tanh f32 0 -;mul f32 0,1 -;=2", ()),

@@ -129,9 +129,8 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     layouts = made.layouts(call)
     config = made.config("decode")
     rows = max(16, 1 << (packed * length - 1).bit_length())
-    # It takes any scale: scores are scaled before maxima are taken.
     mods = made.mods(call, False)
-    key = ("decode", config, packed, rows, *classes(layouts))
+    key = ("decode", config, mods.key, packed, rows, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(

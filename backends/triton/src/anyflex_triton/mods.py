@@ -185,6 +185,14 @@ def _dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
 # The program of one function
 
 
+class DirectRead(NamedTuple):
+    """A captured tensor's dimension that one of b, h, q_idx and kv_idx (0 to 3) counts into."""
+
+    captured: int
+    axis: int
+    argument: int
+
+
 @dataclass
 class _Program:
     """The lines of one function, and what its rules read.
@@ -196,6 +204,7 @@ class _Program:
         first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
         first_number: where in ``ints`` the closed-over numbers begin.
         capped: whether each tanh of a float32 is of `cap_factors`.
+        direct: `direct_reads`.
         types: name of a value -> the language's type that holds it.
     """
 
@@ -205,18 +214,20 @@ class _Program:
     first_size: tuple[int, ...]
     first_number: int
     capped: bool
+    direct: frozenset[DirectRead]
     lines: list[str] = field(default_factory=list)
     types: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, spec: Spec, nodes: Sequence[Node]) -> _Program:
+    def of(cls, spec: Spec, nodes: Sequence[Node], capped: bool) -> _Program:
         first, places = 0, []
         for facts in spec.captured:
             places.append(first)
             first += 2 * facts.rank
-        capped = bool(cap_factors(spec))
-        needs = _dependences(nodes)
-        return cls(nodes, _ranges(nodes, spec), needs, tuple(places), first, capped)
+        return cls(
+            nodes, _ranges(nodes, spec), _dependences(nodes), tuple(places), first, capped,
+            direct_reads(spec),
+        )  # fmt: skip
 
     def emit(self, text: str, type_: str) -> str:
         name = f"v{len(self.lines)}"
@@ -262,11 +273,12 @@ class _Program:
         product = " * ".join(f"{_LANGUAGE}.cast({size}, {_LANGUAGE}.int64)" for size in sizes)
         return self.emit(f"ops.truth({product} != 0)", "int1")
 
-    def place(self, position: int, index: str, size: str) -> str:
-        """An index into a dimension, wrapped and clamped."""
+    def place(self, captured: int, axis: int, position: int, index: str) -> str:
+        """An index into a captured tensor's dimension, wrapped and clamped."""
+        size = f"ints[{self.first_size[captured] + axis}]"
         if self.types[index] not in ("int32", "int64"):
             index = self.cast(index, "int32")
-        if _is_direct(self.nodes[position]):
+        if _read(captured, axis, self.nodes[position]) in self.direct:
             return self.emit(f"ops.place_direct({index}, {size}, WITHIN)", self.types[index])
         name = "place_up" if self.is_up(self.nodes[position]) else "place"
         return self.emit(f"ops.{name}({index}, {size})", self.types[index])
@@ -352,7 +364,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
     assert isinstance(captured, int)
     pointer, first = f"tables[{captured}]", program.first_size[captured]
     for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=True)):
-        place = program.place(position, index, f"ints[{first + axis}]")
+        place = program.place(captured, axis, position, index)
         stride = f"ints[{first + rank + axis}]"
         if axis == rank - 1:
             text = f"ops.moved_last({pointer}, {place}, {stride}, WITHIN)"
@@ -570,7 +582,7 @@ def _function(name: str, arguments: str, program: _Program, last: str) -> list[s
 
 def _score_mod(spec: Spec, nodes: Sequence[Node], output: int | None) -> tuple[_Program, str]:
     """A program whose result is float32 in the score's shape; None is 0."""
-    program = _Program.of(spec, nodes)
+    program = _Program.of(spec, nodes, bool(cap_factors(spec)))
     if output is None:
         value = program.full("0.0", "float32")
     else:
@@ -579,13 +591,13 @@ def _score_mod(spec: Spec, nodes: Sequence[Node], output: int | None) -> tuple[_
 
 
 def _mask_mod(spec: Spec, graph: ModGraph) -> tuple[_Program, str]:
-    program = _Program.of(spec, graph.nodes)
+    program = _Program.of(spec, graph.nodes, False)
     value = TRITON.lower(graph.nodes, program, [graph.output])[graph.output]
     return program, f"return {program.cast(value, 'int1')}"
 
 
 def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, str]:
-    program = _Program.of(spec, derivative.nodes)
+    program = _Program.of(spec, derivative.nodes, bool(cap_factors(spec)))
     learned = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
     wanted = [node for s in derivative.scatters for node in (*s.indices, s.value)]
     values = TRITON.lower(derivative.nodes, program, wanted)
@@ -594,7 +606,7 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, s
         offset = ""
         for axis, position in enumerate(scatter.indices):
             size = f"ints[{first + axis}]"
-            place = program.place(position, values[position], size)
+            place = program.place(scatter.captured, axis, position, values[position])
             if axis == 0:
                 offset = program.cast(place, "int64")
             else:
@@ -608,31 +620,25 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, s
     return program, "return"
 
 
-def _is_direct(node: Node) -> bool:
-    """Whether a node is b, h, q_idx or kv_idx itself."""
-    return node.operation == "input" and node.attribute in _DIRECT
-
-
-class DirectRead(NamedTuple):
-    """A captured tensor's dimension that one of b, h, q_idx and kv_idx (0 to 3) counts into."""
-
-    captured: int
-    axis: int
-    argument: int
-
-
 def direct_reads(spec: Spec) -> frozenset[DirectRead]:
-    """What a call must look at before it takes `source_within`'s functions."""
-    return frozenset(
-        DirectRead(int(str(node.attribute)), axis, _DIRECT.index(str(nodes[argument].attribute)))
+    """What a call must look at before it takes functions that are `within` (`source_for`)."""
+    found = (
+        _read(int(str(node.attribute)), axis, nodes[argument])
         for graph in (spec.score_graph, spec.mask_graph)
         if graph is not None
-        for nodes in (graph.nodes,)
+        for nodes in (simplify(graph).nodes,)
         for node in nodes
         if node.operation == "load"
         for axis, argument in enumerate(node.arguments)
-        if _is_direct(nodes[argument])
     )
+    return frozenset(read for read in found if read is not None)
+
+
+def _read(captured: int, axis: int, index: Node) -> DirectRead | None:
+    """If the index is b, h, q_idx or kv_idx itself."""
+    if index.operation != "input" or index.attribute not in _DIRECT:
+        return None
+    return DirectRead(captured, axis, _DIRECT.index(str(index.attribute)))
 
 
 def cap_factors(spec: Spec) -> tuple[float | str, ...]:
@@ -649,7 +655,8 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
             readers[argument].append((reader, slot))
 
     def adds_up(position: int) -> bool:
-        return all(
+        # Once: a sum with itself would make its factor larger.
+        return len(readers[position]) <= 1 and all(
             nodes[reader].dtype is torch.float32
             and (
                 nodes[reader].operation in ("add", "sub")
@@ -679,7 +686,7 @@ def source_for(source: str, *, within: bool, coarse: bool) -> str:
     Args:
         within: each of `direct_reads` stays inside of its dimension, and the last stride of every
             captured tensor is 1.
-        coarse: `cap_factors` are small.
+        coarse: the sum of `cap_factors` is small.
     """
     for name, holds in (("WITHIN", within), ("COARSE", coarse)):
         line = f"\n{name} = {_LANGUAGE}.constexpr("

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -145,7 +144,8 @@ class Programs:
         """
         within = even and self._is_within(call)
         coarse = self._is_coarse(call)
-        plain = call.scale > 0 and math.isfinite(call.scale)
+        # As float32, and times a little.
+        plain = 2.0**-100 < call.scale < 2.0**100
         key = (within, coarse, plain)
         found = self._mods.get(key)
         if found is None:
@@ -162,15 +162,15 @@ class Programs:
 
     def _is_coarse(self, call: Call) -> bool:
         """As `source_for` asks."""
-        return bool(self._caps) and all(
-            abs(
-                factor
-                if isinstance(factor, float)
-                else (call.ints if factor[0] == "i" else call.floats)[int(factor[1:])]
-            )
-            <= _LARGEST_CAP
+        if not self._caps:
+            return False
+        factors = (
+            factor
+            if isinstance(factor, float)
+            else (call.ints if factor[0] == "i" else call.floats)[int(factor[1:])]
             for factor in self._caps
         )
+        return sum(map(abs, factors)) <= _LARGEST_CAP
 
     def _is_within(self, call: Call) -> bool:
         """As `source_for` asks."""
