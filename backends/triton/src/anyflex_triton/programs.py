@@ -125,6 +125,9 @@ class Programs:
         wanted = self.overrides
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         options = config.options
+        more = dict(options.more)
+        if "grf_mode" in wanted:
+            more["grf_mode"] = wanted["grf_mode"]
         return replace(
             config,
             block_m=wanted.get(block_m, config.block_m),
@@ -132,7 +135,7 @@ class Programs:
             options=Options(
                 wanted.get(num_warps, options.num_warps),
                 wanted.get(num_stages, options.num_stages),
-                tuple({**dict(options.more), **_only(wanted, "grf_mode")}.items()),
+                tuple(more.items()),
             ),
         )
 
@@ -315,10 +318,6 @@ def _common_types(spec: Spec) -> dict[str, Types]:
         "shifts": ("i32",) * 4,
         "scale": "fp32",
     }
-
-
-def _only(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: options[name] for name in names if name in options}
 
 
 def padded(dim: int) -> int:
