@@ -1,14 +1,16 @@
 """What `import anyflex` costs over `import torch`; that it scans nothing and loads no compiler.
 
-    python bench/import_time.py [--limit 25] [--processes 9]
+    python bench/import_time.py [--limit 25] [--percent 3] [--processes 9]
 
 Each figure comes from a fresh process that imports torch first, then times `import anyflex`;
 one warm-up process fills the bytecode cache. The median of the CPU time is judged, because on a
 busy machine the wall time, printed beside it, measures the neighbours. The import waits for
-nothing, so on an idle machine the two agree.
+nothing, so on an idle machine the two agree. A processor that is slow, or shares its cores, takes
+longer for both imports: the limit is in milliseconds or in percent of `import torch`, whichever
+allows more.
 
-Exits 1 above the limit, or where the import looks at installed distributions or loads a forbidden
-module.
+Exits 1 above both limits, or where the import looks at installed distributions or loads a
+forbidden module.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ FORBIDDEN = (
 PROGRAM = """
 import json, sys, time
 import importlib.metadata as metadata
+began_torch = time.process_time()
 import torch
+torch_milliseconds = (time.process_time() - began_torch) * 1e3
 scans = []
 search = metadata.MetadataPathFinder.find_distributions
 def spy(*arguments, **named):
@@ -53,7 +57,8 @@ began = time.process_time(), time.perf_counter()
 import anyflex
 ended = time.process_time(), time.perf_counter()
 milliseconds = [(end - begin) * 1e3 for begin, end in zip(began, ended)]
-print(json.dumps([*milliseconds, len(scans), sorted(set(sys.modules) - before)]))
+added = sorted(set(sys.modules) - before)
+print(json.dumps([*milliseconds, torch_milliseconds, len(scans), added]))
 """
 
 
@@ -63,12 +68,14 @@ class ImportFacts:
 
     Args:
         cpu_milliseconds, wall_milliseconds: that the import took.
+        torch_milliseconds: of CPU that `import torch` took before it.
         scans: how often it looked for installed distributions.
         modules: names of the modules that it added.
     """
 
     cpu_milliseconds: float
     wall_milliseconds: float
+    torch_milliseconds: float
     scans: int
     modules: tuple[str, ...]
 
@@ -92,13 +99,14 @@ def import_in_a_fresh_process() -> ImportFacts:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, env=environment
     )
-    cpu, wall, scans, modules = json.loads(done.stdout)
-    return ImportFacts(cpu, wall, scans, tuple(modules))
+    cpu, wall, torch_cpu, scans, modules = json.loads(done.stdout)
+    return ImportFacts(cpu, wall, torch_cpu, scans, tuple(modules))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="time `import anyflex` over `import torch`")
     parser.add_argument("--limit", type=float, default=25.0, help="milliseconds, median")
+    parser.add_argument("--percent", type=float, default=3.0, help="of `import torch`, median")
     parser.add_argument("--processes", type=int, default=9)
     arguments = parser.parse_args()
 
@@ -109,12 +117,17 @@ def main() -> int:
     runs = [import_in_a_fresh_process() for _ in range(arguments.processes)]
     cpu = statistics.median(run.cpu_milliseconds for run in runs)
     wall = statistics.median(run.wall_milliseconds for run in runs)
+    percent = statistics.median(100 * run.cpu_milliseconds / run.torch_milliseconds for run in runs)
     print(
-        f"import anyflex over import torch: {cpu:.1f} ms of CPU, {wall:.1f} ms of wall time "
-        f"(median of {len(runs)} processes), {len(facts.modules)} modules, 0 scans"
+        f"import anyflex over import torch: {cpu:.1f} ms of CPU, {percent:.1f} % of torch's, "
+        f"{wall:.1f} ms of wall time (median of {len(runs)} processes), "
+        f"{len(facts.modules)} modules, 0 scans"
     )
-    if cpu > arguments.limit:
-        print(f"error: above the limit of {arguments.limit:g} ms", file=sys.stderr)
+    if cpu > arguments.limit and percent > arguments.percent:
+        print(
+            f"error: above {arguments.limit:g} ms and {arguments.percent:g} % of `import torch`",
+            file=sys.stderr,
+        )
         return 1
     return 0
 
