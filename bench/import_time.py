@@ -117,7 +117,9 @@ def main() -> int:
     runs = [import_in_a_fresh_process() for _ in range(arguments.processes)]
     cpu = statistics.median(run.cpu_milliseconds for run in runs)
     wall = statistics.median(run.wall_milliseconds for run in runs)
-    percent = statistics.median(100 * run.cpu_milliseconds / run.torch_milliseconds for run in runs)
+    percent = statistics.median(
+        100 * run.cpu_milliseconds / run.torch_milliseconds for run in runs
+    )
     print(
         f"import anyflex over import torch: {cpu:.1f} ms of CPU, {percent:.1f} % of torch's, "
         f"{wall:.1f} ms of wall time (median of {len(runs)} processes), "
