@@ -27,7 +27,7 @@ from anyflex.plugin import (
     parse_graph,
     type_class,
 )
-from anyflex_triton.mods import write_source
+from anyflex_triton.mods import Sums, source_for, write_source
 from anyflex_triton.module_files import load_module
 
 TARGETS = {
@@ -132,9 +132,9 @@ def specs() -> list[tuple[str, Spec]]:
     ]  # fmt: skip
 
 
-def source(spec: Spec) -> ASTSource:
+def source(spec: Spec, sums: Sums) -> ASTSource:
     """The kernel with the functions of a spec."""
-    module = load_module(write_source(spec))
+    module = load_module(source_for(write_source(spec), within=False, coarse=False, sums=sums))
     names = {torch_type: name for name, torch_type in DTYPES.items()}
     learned = [facts for facts in spec.captured if facts.needs_grad]
     signature = dict.fromkeys(("scores", "grads", "out"), "*fp32")
@@ -143,7 +143,10 @@ def source(spec: Spec) -> ASTSource:
         "tables": tuple(POINTERS[names[facts.dtype]] for facts in spec.captured),
         "ints": ("i64",) * (2 * sum(facts.rank for facts in spec.captured) + 1),
         "floats": ("fp32",),
-        "totals": tuple("*fp64" if facts.dtype is torch.float64 else "*fp32" for facts in learned),
+        "totals": (
+            *("*fp64" if facts.dtype is torch.float64 else "*fp32" for facts in learned),
+            *(() if sums == "floats" else ("*i64",) * len(learned) + ("*i32", "i32")),
+        ),
     }
     functions = {
         "SCORE": module.score_mod,
@@ -158,10 +161,13 @@ def source(spec: Spec) -> ASTSource:
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, spec in specs():
+        each: list[tuple[str, Spec, Sums]] = [(name, spec, "floats") for name, spec in specs()]
+        name, spec, _ = each[-1]
+        each += [(f"{name}, largest", spec, "largest"), (f"{name}, integers", spec, "integers")]
+        for name, spec, sums in each:
             for target_name, target in TARGETS.items():
                 start = time.perf_counter()
-                compiled = triton.compile(source(spec), target=target)
+                compiled = triton.compile(source(spec, sums), target=target)
                 seconds = time.perf_counter() - start
                 binary = compiled.asm["hsaco" if target.backend == "hip" else "cubin"]
                 print(f"{target_name} {name}: {len(binary)} bytes, {seconds:.1f} s", flush=True)

@@ -62,6 +62,7 @@ class TritonBackend(Backend):
         scattered=True,
         aux=frozenset({"lse", "max_scores"}),
         gradients=frozenset({"q", "k", "v", "captured", "lse"}),
+        deterministic=True,
         captured_dtypes=frozenset(
             {
                 torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,

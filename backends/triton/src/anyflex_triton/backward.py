@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.forward import final_scores, unit_of_scores
+from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
-__all__ = ["gradient_of_scores", "row_kernel"]
+__all__ = ["gradient_of_scores", "row_kernel", "total_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -72,6 +73,16 @@ def row_kernel(
         from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
         sums -= tl.load(from_lse, mask=inside, other=0.0)
     tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums), mask=inside)
+
+
+@triton.jit
+def total_kernel(total, integers, largest, headroom, count, BLOCK: tl.constexpr):
+    """total [count] += what the integers stand for (`operations.accumulate`)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    shift = integer_shift(tl.load(largest), headroom)
+    added = scaled(tl.load(integers + at, mask=at < count).to(tl.float32), -shift)
+    before = tl.load(total + at, mask=at < count)
+    tl.store(total + at, before + added, mask=at < count)
 
 
 @triton.jit

@@ -1,6 +1,11 @@
-"""What backward launches: rows' values, dK and dV, then dQ and captured tensors' gradients."""
+"""What backward launches: rows' values, dK and dV, then dQ and captured tensors' gradients.
+
+Those that repeat bit for bit take more launches: backward_captured.py.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -13,6 +18,7 @@ from anyflex_triton.arguments import (
     row_strides,
 )
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
+from anyflex_triton.mods import Sums
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -183,20 +189,28 @@ def keys_launch(
 
 
 def queries_launch(
-    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
+    made: Programs,
+    call: Call,
+    dout: Tensor,
+    row_values: Tensor,
+    dq: Tensor | None,
+    totals: Sequence[Tensor | int],
+    sums: Sums = "floats",
 ) -> Launch:
-    """What fills grads.dq, and adds to the captured tensors' gradients."""
+    """What fills dq, and adds to the captured tensors' gradients.
+
+    Args:
+        totals, sums: as in `operations.accumulate`.
+    """
     spec = made.spec
-    dq = grads.dq
     layouts = (
         *made.layouts(call, layout_of(dout)),
         layout_of(call.query if dq is None else dq),
     )
-    totals = tuple(total for i in made.learned if (total := grads.captured[i]) is not None)
     config = made.config("queries")
     described = made.describable(call.key, call.value)
     even = made.is_even(call, config, "keys")
-    mods = made.mods(call, even)
+    mods = made.mods(call, even, sums)
     key = ("queries", config, even, mods.key, dq is not None, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
@@ -210,7 +224,10 @@ def queries_launch(
                 **float_pointers("row_values"),
                 **_value_types,
                 **made.common_types,
-                "totals": tuple(pointer_type(total.dtype) for total in totals),
+                "totals": tuple(
+                    "i32" if isinstance(total, int) else pointer_type(total.dtype)
+                    for total in totals
+                ),
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides"),
                 **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles",
                        "head_group"),
@@ -240,7 +257,7 @@ def queries_launch(
             **made.common_values(call, call.mask),
             "query": call.query, "dout": dout,
             **made.described(described, config.block_n, key=call.key, value=call.value),
-            "row_values": row_values, "dq": or_else(dq, call.query), "totals": totals,
+            "row_values": row_values, "dq": or_else(dq, call.query), "totals": tuple(totals),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
             "dq_strides": layouts[4].strides,

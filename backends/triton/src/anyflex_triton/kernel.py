@@ -9,6 +9,7 @@ import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
+from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.launch import launch_all
@@ -59,12 +60,14 @@ class TritonKernel(Kernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Splits' sums for decoding; rows' values for backward."""
+        """Splits' sums for decoding; for backward rows' values, and integers that captured
+        tensors' gradients are added up in."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
             halves = 1 if self.spec.gradients == ("v",) and not self._made.learned else 2
             # Each head's begin at a multiple of 16 bytes.
-            return (TensorSpec((halves, batch, heads, -(-length // 4) * 4), torch.float32),)
+            rows = TensorSpec((halves, batch, heads, -(-length // 4) * 4), torch.float32)
+            return (rows, *integer_specs(self._made, call))
         if not self._decodes(call):
             return ()
         splits = split_count(self._made, call)
@@ -90,10 +93,15 @@ class TritonKernel(Kernel):
                 if gradient is not None:
                     gradient.zero_()
             return
-        (row_values,) = grads.workspace
+        row_values, *integers = grads.workspace
         launches = [rows_launch(self._made, call, saved, grad, row_values)]
         if grads.dk is not None or grads.dv is not None:
             launches.append(keys_launch(self._made, call, dout, row_values, grads))
-        if grads.dq is not None or any(total is not None for total in grads.captured):
-            launches.append(queries_launch(self._made, call, dout, row_values, grads))
+        totals = [total for total in grads.captured if total is not None]
+        if integers:
+            launches += repeatable_launches(
+                self._made, call, dout, row_values, grads.dq, totals, integers
+            )
+        elif grads.dq is not None or totals:
+            launches.append(queries_launch(self._made, call, dout, row_values, grads.dq, totals))
         launch_all(launches, call.query.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,11 +20,15 @@ __all__ = [
     "MOST_HEADS",
     "TRITON",
     "DirectRead",
+    "Sums",
     "cap_factors",
     "direct_reads",
     "source_for",
     "write_source",
 ]
+
+Sums = Literal["floats", "largest", "integers"]
+"""What captured tensors' gradients are added up in: see backward_captured.py."""
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
 """A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
@@ -45,6 +49,7 @@ from anyflex_triton import operations as ops
 
 WITHIN = {_LANGUAGE}.constexpr(False)
 COARSE = {_LANGUAGE}.constexpr(False)
+SUMS = {_LANGUAGE}.constexpr('floats')
 """
 _JIT = "triton.jit"
 
@@ -612,10 +617,10 @@ def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, s
             else:
                 offset = program.emit(f"ops.next_index({offset}, {size}, {place})", "int64")
         inside = program.nonempty(scatter.captured, len(scatter.indices))
-        total = f"totals[{learned.index(scatter.captured)}]"
         program.lines.append(
-            f"ops.accumulate({total}, {offset or program.full('0', 'int64')}, {inside}, "
-            f"{values[scatter.value]}, live)"
+            f"ops.accumulate(totals, {learned.index(scatter.captured)}, "
+            f"{offset or program.full('0', 'int64')}, {inside}, {values[scatter.value]}, live, "
+            f"SUMS)"
         )
     return program, "return"
 
@@ -680,17 +685,22 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     return tuple(factors)
 
 
-def source_for(source: str, *, within: bool, coarse: bool) -> str:
+def source_for(source: str, *, within: bool, coarse: bool, sums: Sums = "floats") -> str:
     """Return `write_source`'s text for some calls.
 
     Args:
         within: each of `direct_reads` stays inside of its dimension, and the last stride of every
             captured tensor is 1.
         coarse: the sum of `cap_factors` is small.
+        sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
     """
-    for name, holds in (("WITHIN", within), ("COARSE", coarse)):
+    for name, default, value in (
+        ("WITHIN", False, within),
+        ("COARSE", False, coarse),
+        ("SUMS", "floats", sums),
+    ):
         line = f"\n{name} = {_LANGUAGE}.constexpr("
-        source = source.replace(f"{line}False)\n", f"{line}{holds})\n")
+        source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")
     return source
 
 
@@ -706,7 +716,8 @@ def write_source(spec: Spec) -> str:
         The gradient of the score that came in, float32, of its shape.
     ``captured_gradients(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)``
         Adds to ``totals``, a contiguous accumulator for each captured tensor that learns, by
-        atomic additions; ``live``, int1 of the score's shape, says where.
+        atomic additions; ``live``, int1 of the score's shape, says where. `source_for` makes
+        functions that add in other ways.
 
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
     score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: of each captured

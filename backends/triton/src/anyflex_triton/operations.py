@@ -697,11 +697,42 @@ def spread(x, score):
 
 
 @triton.jit
-def accumulate(total, offset, inside, value, live):
-    """total[offset] += value where live, by atomic additions.
+def power_of_2(exponent):
+    """Of an int32 from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled(x, exponent):
+    """x times a power of two, whose exponent may be from -252 to 254."""
+    half = exponent >> 1
+    return x * power_of_2(half) * power_of_2(exponent - half)
+
+
+@triton.jit
+def integer_shift(largest, headroom):
+    """Which power of two makes integers of additions.
+
+    Args:
+        largest: the bits of the largest addition.
+        headroom: 2 to this are more additions than one sum has.
+    """
+    return 62 - headroom - ((largest >> 23) - 126)
+
+
+@triton.jit
+def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS: tl.constexpr):
+    """totals[LEARNED][offset] += value where live, by atomic additions.
 
     Where offset is the same along an axis, the sum along it is added at once. `inside` is False
     where the tensor is empty.
+
+    Args:
+        totals: where SUMS is "floats", a pointer to float32 for each captured tensor that learns.
+            Else (backward_captured.py) pointers to int64 for each follow, then the pointer to the
+            largest additions' bits, int32, one for each, then `integer_shift`'s headroom.
+        SUMS: "floats"; "largest": only the largest finite addition is found; "integers": what is
+            finite is added to the integers.
     """
     value = tl.where(live, value, 0.0)
     if len(offset.shape) == 0:
@@ -711,5 +742,24 @@ def accumulate(total, offset, inside, value, live):
             value = tl.sum(value, axis=0, keep_dims=True)
         if offset.shape[1] == 1:
             value = tl.sum(value, axis=1, keep_dims=True)
-    # A zero adds nothing; NaN is not 0.
-    tl.atomic_add(total + offset, value, mask=(value != 0.0) & inside, sem="relaxed")
+    if SUMS == "floats":
+        # A zero adds nothing; NaN is not 0.
+        kept = (value != 0.0) & inside
+        tl.atomic_add(totals[LEARNED] + offset, value, mask=kept, sem="relaxed")
+    else:
+        COUNT: tl.constexpr = len(totals) // 2 - 1
+        largest = totals[2 * COUNT] + LEARNED
+        finite = tl.abs(value) < float("inf")
+        known = tl.where(finite & inside, value, 0.0)
+        if SUMS == "largest":
+            bits = tl.abs(known).to(tl.int32, bitcast=True)
+            for _axis in tl.static_range(len(bits.shape)):
+                bits = tl.max(bits, axis=0)
+            tl.atomic_max(largest, bits, sem="relaxed")
+        else:
+            shift = integer_shift(tl.load(largest), totals[2 * COUNT + 1])
+            whole = round_to_even(scaled(known, shift)).to(tl.int64)
+            integers = totals[COUNT + LEARNED] + offset
+            tl.atomic_add(integers, whole, mask=whole != 0, sem="relaxed")
+            strange = ~finite & inside
+            tl.atomic_add(totals[LEARNED] + offset, value, mask=strange, sem="relaxed")

@@ -14,7 +14,7 @@ from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout
 from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
-from anyflex_triton.mods import cap_factors, direct_reads, source_for
+from anyflex_triton.mods import Sums, cap_factors, direct_reads, source_for
 from anyflex_triton.module_files import load_module
 
 __all__ = [
@@ -139,20 +139,21 @@ class Programs:
             ),
         )
 
-    def mods(self, call: Call, even: bool) -> Mods:
+    def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
         """The call's mods.
 
         Args:
             even: whether the kernel's tiles end where the lengths do.
+            sums: as in `source_for`.
         """
         within = even and self._is_within(call)
         coarse = self._is_coarse(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, plain)
+        key = (within, coarse, plain, sums)
         found = self._mods.get(key)
         if found is None:
-            source = source_for(self._source, within=within, coarse=coarse)
+            source = source_for(self._source, within=within, coarse=coarse, sums=sums)
             functions = vars(load_module(source))
             found = self._mods[key] = Mods(
                 key,
