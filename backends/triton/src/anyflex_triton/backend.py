@@ -40,6 +40,7 @@ _OPTIONS = {
     "block_n": Option(int, None, "keys of a forward tile", _TILES, "BLOCK_N"),
     "num_warps": Option(int, None, "warps of a forward program", _WARPS, "num_warps"),
     "num_stages": Option(int, None, "tiles in flight of forward", _STAGES, "num_stages"),
+    "finer_mask": Option(bool, False, "decide a mask's PARTIAL blocks anew, tile by tile"),
     "dkv_block_m": Option(int, None, "query rows of a tile of dK and dV", _TILES, "BLOCK_M1"),
     "dkv_block_n": Option(int, None, "keys of a tile of dK and dV", _TILES, "BLOCK_N1"),
     "dq_block_m": Option(int, None, "query rows of a tile of dQ", _TILES, "BLOCK_M2"),

@@ -20,6 +20,7 @@ from anyflex_triton.arguments import (
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
 from anyflex_triton.mods import Sums
 from anyflex_triton.programs import (
+    MaskRows,
     Programs,
     aligned,
     classes,
@@ -105,9 +106,14 @@ def rows_launch(
 
 
 def keys_launch(
-    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
+    made: Programs,
+    call: Call,
+    dout: Tensor,
+    row_values: Tensor,
+    grads: Grads,
+    rows: MaskRows | None,
 ) -> Launch:
-    """What fills grads.dk and grads.dv."""
+    """What fills grads.dk and grads.dv; `rows` are the transposed mask's."""
     spec = made.spec
     dk, dv = grads.dk, grads.dv
     layouts = (
@@ -120,12 +126,13 @@ def keys_launch(
     described = (
         made.describable(call.query, dout)
         and is_described_whole(row_values)
-        and (call.mask is None or call.mask.block_size[0] % 4 == 0)
+        and (rows is None or rows.block_size[1] % 4 == 0)
     )
-    even = made.is_even(call, config, "queries")
+    even = made.is_even(call, config, "queries", rows)
     mods = made.mods(call, even)
     wanted = (dk is not None, dv is not None)
-    key = ("keys", config, even, mods.key, wanted, described, *classes(layouts))
+    blocks = spec.block_size[::-1] if rows is None else rows.block_size
+    key = ("keys", config, blocks, even, mods.key, wanted, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dk", "dv")
     if program is None:
@@ -148,7 +155,8 @@ def keys_launch(
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": spec.block_size[0],
+                "Q_BLOCK": blocks[1],
+                "KV_BLOCK": blocks[0],
                 "WANT_DK": dk is not None,
                 "WANT_DV": dv is not None,
                 "DESCRIBED": described,
@@ -161,16 +169,15 @@ def keys_launch(
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
-    mask = None if call.mask is None else call.mask.transposed()
-    if mask is None:
+    if rows is None:
         tiles = -(-keys // config.block_n)
     else:
-        tiles = -(-keys // mask.block_size[0]) * -(-mask.block_size[0] // config.block_n)
+        tiles = rows.tiles(keys, config.block_n)
     return Launch(
         program,
         tiles * kv_batch * kv_heads,
         {
-            **made.common_values(call, mask),
+            **made.common_values(call, rows),
             "key": call.key, "value": call.value,
             **made.described(described, config.block_m, query=call.query, dout=dout),
             "row_values": descriptor_of_floats(row_values, config.block_m)
@@ -195,6 +202,7 @@ def queries_launch(
     row_values: Tensor,
     dq: Tensor | None,
     totals: Sequence[Tensor | int],
+    rows: MaskRows | None,
     sums: Sums = "floats",
 ) -> Launch:
     """What fills dq, and adds to the captured tensors' gradients.
@@ -209,9 +217,10 @@ def queries_launch(
     )
     config = made.config("queries")
     described = made.describable(call.key, call.value)
-    even = made.is_even(call, config, "keys")
+    even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
-    key = ("queries", config, even, mods.key, dq is not None, described, *classes(layouts))
+    blocks = spec.block_size if rows is None else rows.block_size
+    key = ("queries", config, blocks, even, mods.key, dq is not None, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
     if program is None:
@@ -238,7 +247,8 @@ def queries_launch(
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
                 "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": spec.block_size[0],
+                "Q_BLOCK": blocks[0],
+                "KV_BLOCK": blocks[1],
                 "WANT_DQ": dq is not None,
                 "DESCRIBED": described,
                 "EVEN": even,
@@ -249,12 +259,15 @@ def queries_launch(
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
-    tiles = made.row_tiles(call, config.block_m)
+    if rows is None:
+        tiles = -(-length // config.block_m)
+    else:
+        tiles = rows.tiles(length, config.block_m)
     return Launch(
         program,
         tiles * batch * heads,
         {
-            **made.common_values(call, call.mask),
+            **made.common_values(call, rows),
             "query": call.query, "dout": dout,
             **made.described(described, config.block_n, key=call.key, value=call.value),
             "row_values": row_values, "dq": or_else(dq, call.query), "totals": tuple(totals),

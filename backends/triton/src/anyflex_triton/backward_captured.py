@@ -17,7 +17,7 @@ from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
 from anyflex_triton.backward_call import queries_launch
 from anyflex_triton.launch import Launch, Options
-from anyflex_triton.programs import Programs, float_pointers
+from anyflex_triton.programs import MaskRows, Programs, float_pointers
 
 __all__ = ["integer_specs", "repeatable_launches"]
 
@@ -45,6 +45,7 @@ def repeatable_launches(
     row_values: Tensor,
     dq: Tensor | None,
     totals: Sequence[Tensor],
+    rows: MaskRows | None,
     workspace: Sequence[Tensor],
 ) -> list[Launch]:
     """What fills dq and adds to `totals`, float32, with the workspace of `integer_specs`."""
@@ -69,8 +70,8 @@ def repeatable_launches(
             Options(4, 1),
         )
     return [
-        queries_launch(made, call, dout, row_values, None, places, "largest"),
-        queries_launch(made, call, dout, row_values, dq, places, "integers"),
+        queries_launch(made, call, dout, row_values, None, places, rows, "largest"),
+        queries_launch(made, call, dout, row_values, dq, places, rows, "integers"),
         *(
             Launch(
                 program,

@@ -101,21 +101,22 @@ def add_to_keys(
 
 @triton.jit
 def key_kernel(
-    query, key, value, dout, row_values, dk, dv, offsets, runs, q_strides, k_strides, v_strides,
-    do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts, scale, batch,
-    heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length, kv_length, tiles,
-    head_group, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, key, value, dout, row_values, dk, dv, offsets, ends, runs, q_strides, k_strides,
+    v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts,
+    scale, batch, heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length,
+    kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
         row_values: of `row_kernel`, [2, values_in_all]; a descriptor of [BLOCK_M] where DESCRIBED.
-        offsets, runs: of the transposed mask: a row is a row of key blocks, runs count q blocks.
+        offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
+            blocks.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
     # Under causal masks the first keys are those that most queries see.
@@ -160,7 +161,7 @@ def key_kernel(
         first_row = (b * heads + h) * q_length
         first_value = (b * heads + h).to(tl.int64) * values_of_head
         if HAS_MASK:
-            run, last_run = mask_row(offsets, mask_strides, b, h, block)
+            run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
         else:
             run = 0
             last_run = 1
@@ -225,7 +226,7 @@ def key_kernel(
             first_row = (b * heads + h) * q_length
             first_value = (b * heads + h).to(tl.int64) * values_of_head
             if HAS_MASK:
-                run, last_run = mask_row(offsets, mask_strides, b, h, block)
+                run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
             else:
                 run = 0
                 last_run = 1

@@ -70,7 +70,7 @@ def add_to_queries(
 
 @triton.jit
 def query_kernel(
-    query, key, value, dout, row_values, dq, offsets, runs, q_strides, k_strides, v_strides,
+    query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides, v_strides,
     do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale, batch_heads,
     heads, values_of_head, values_in_all, q_length, kv_length, tiles, head_group,
     SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr,
@@ -94,7 +94,7 @@ def query_kernel(
         block = tile // TILES_A_BLOCK
         first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
         end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
-        run, last_run = mask_row(offsets, mask_strides, b, h, block)
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
     else:
         first_row = tile * BLOCK_M
         end_row = q_length

@@ -48,9 +48,9 @@ def scores_of_tile(
 
 @triton.jit
 def decode_kernel(
-    query, key, value, partial_out, partial_sums, offsets, runs, q_strides, k_strides, v_strides,
-    mask_strides, tables, ints, floats, shifts, scale, heads, q_length, kv_length, splits,
-    split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    query, key, value, partial_out, partial_sums, offsets, ends, runs, q_strides, k_strides,
+    v_strides, mask_strides, tables, ints, floats, shifts, scale, heads, q_length, kv_length,
+    splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
     KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -101,7 +101,7 @@ def decode_kernel(
     split_begin = split * split_length
     split_end = tl.minimum(split_begin + split_length, kv_length)
     if HAS_MASK:
-        run, last_run = mask_row(offsets, mask_strides, b, first_head, 0)
+        run, last_run = mask_row(offsets, ends, mask_strides, b, first_head, 0)
     else:
         run = 0
         last_run = 1

@@ -165,13 +165,13 @@ def seen_scores(
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, rest, lse, max_scores, offsets, runs, q_strides, k_strides, v_strides,
-    o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
-    q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    query, key, value, out, rest, lse, max_scores, offsets, ends, runs, q_strides, k_strides,
+    v_strides, o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale,
+    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
     PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
@@ -182,7 +182,7 @@ def forward_kernel(
             UNITS elements; the last counts where SCATTERED says so. rest is what rounding takes
             from out.
         lse, max_scores: [B, Hq, L], float32.
-        offsets, runs: the block mask's, rows by (b, h) strides `mask_strides`.
+        offsets, ends, runs: the block mask's, rows by (b, h) strides `mask_strides`.
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
         tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
@@ -197,7 +197,7 @@ def forward_kernel(
         block = tile // TILES_A_BLOCK
         first_row = block * Q_BLOCK + (tile % TILES_A_BLOCK) * BLOCK_M
         end_row = tl.minimum((block + 1) * Q_BLOCK, q_length)
-        run, last_run = mask_row(offsets, mask_strides, b, h, block)
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
     else:
         first_row = tile * BLOCK_M
         end_row = q_length

@@ -8,7 +8,9 @@ from anyflex.plugin import Call, Outputs
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import layout_of
 from anyflex_triton.launch import Options
+from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
+    MaskRows,
     Programs,
     aligned,
     classes,
@@ -55,16 +57,19 @@ def _cores(device: torch.device) -> int:
     return 32
 
 
-def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
+def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | None) -> None:
     """Launch the forward kernel: tiles of queries."""
     spec = made.spec
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     config = made.config("forward")
     described = made.describable(call.key, call.value)
-    even = made.is_even(call, config, "keys")
+    even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
-    key = ("forward", config, even, mods.key, described, rest is not None, *classes(layouts))
+    blocks = spec.block_size if rows is None else rows.block_size
+    key = (
+        "forward", config, blocks, even, mods.key, described, rest is not None, *classes(layouts),
+    )  # fmt: skip
     program = made.existing.get(key)
     if program is None:
         program = made.program(
@@ -82,7 +87,8 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
                 **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "MASK_MOD": mods.mask_mod,
-                "Q_BLOCK": spec.block_size[0],
+                "Q_BLOCK": blocks[0],
+                "KV_BLOCK": blocks[1],
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
@@ -100,12 +106,15 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
             config.options,
         )
     batch, heads, length = call.query.shape[:3]
-    tiles = made.row_tiles(call, config.block_m)
+    if rows is None:
+        tiles = -(-length // config.block_m)
+    else:
+        tiles = rows.tiles(length, config.block_m)
     program.launch(
         tiles * batch * heads,
         call.query.device,
         {
-            **made.common_values(call, call.mask),
+            **made.common_values(call, rows),
             "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
             **made.described(described, config.block_n, key=call.key, value=call.value),
             "lse": or_else(out.lse, out.out), "max_scores": or_else(out.max_scores, out.out),
@@ -147,6 +156,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
                 **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "MASK_MOD": mods.mask_mod,
+                "KV_BLOCK": spec.block_size[1],
                 "PACKED": packed,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
@@ -161,7 +171,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
         batch * (heads // packed) * splits,
         call.query.device,
         {
-            **made.common_values(call, call.mask),
+            **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
             "query": call.query, "key": call.key, "value": call.value,
             "partial_out": partial_out, "partial_sums": partial_sums,
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
@@ -13,6 +14,7 @@ from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.launch import launch_all
+from anyflex_triton.mask_rows import Over, finer_specs, rows_for
 from anyflex_triton.programs import Programs
 
 __all__ = ["TritonKernel"]
@@ -60,21 +62,32 @@ class TritonKernel(Kernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Splits' sums for decoding; for backward rows' values, and integers that captured
-        tensors' gradients are added up in."""
+        """Splits' sums for decoding, finer runs of the mask for each other kernel that takes them;
+        for backward rows' values, and integers that captured tensors' gradients add up in."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
             halves = 1 if self.spec.gradients == ("v",) and not self._made.learned else 2
             # Each head's begin at a multiple of 16 bytes.
             rows = TensorSpec((halves, batch, heads, -(-length // 4) * 4), torch.float32)
-            return (rows, *integer_specs(self._made, call))
+            return (
+                rows,
+                *self._finer_specs(call, "keys"),
+                *self._finer_specs(call, "queries"),
+                *integer_specs(self._made, call),
+            )
         if not self._decodes(call):
-            return ()
+            return self._finer_specs(call, "forward")
         splits = split_count(self._made, call)
         return (
             TensorSpec((batch, heads, length, splits, self.spec.value_head_dim), torch.float32),
             TensorSpec((batch, heads, length, splits, 3), torch.float32),
         )
+
+    def _finer_specs(
+        self, call: Call, name: Literal["forward", "keys", "queries"]
+    ) -> tuple[TensorSpec, ...]:
+        over: Over = "queries" if name == "keys" else "keys"
+        return finer_specs(self._made, call, self._made.config(name), over)
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
@@ -83,7 +96,10 @@ class TritonKernel(Kernel):
         if self._decodes(call):
             launch_decode(self._made, call, out)
         else:
-            launch_prefill(self._made, call, out)
+            config = self._made.config("forward")
+            rows, launches = rows_for(self._made, call, config, "keys", out.workspace)
+            launch_all(launches, call.query.device)
+            launch_prefill(self._made, call, out, rows)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
@@ -93,15 +109,28 @@ class TritonKernel(Kernel):
                 if gradient is not None:
                     gradient.zero_()
             return
-        row_values, *integers = grads.workspace
-        launches = [rows_launch(self._made, call, saved, grad, row_values)]
+        made = self._made
+        row_values, *rest = grads.workspace
+        for_keys, rest = _cut(rest, len(self._finer_specs(call, "keys")))
+        for_queries, integers = _cut(rest, len(self._finer_specs(call, "queries")))
+        launches = [rows_launch(made, call, saved, grad, row_values)]
         if grads.dk is not None or grads.dv is not None:
-            launches.append(keys_launch(self._made, call, dout, row_values, grads))
+            rows, before = rows_for(made, call, made.config("keys"), "queries", for_keys)
+            launches += [*before, keys_launch(made, call, dout, row_values, grads, rows)]
         totals = [total for total in grads.captured if total is not None]
-        if integers:
-            launches += repeatable_launches(
-                self._made, call, dout, row_values, grads.dq, totals, integers
-            )
-        elif grads.dq is not None or totals:
-            launches.append(queries_launch(self._made, call, dout, row_values, grads.dq, totals))
+        if grads.dq is not None or totals:
+            rows, before = rows_for(made, call, made.config("queries"), "keys", for_queries)
+            launches += before
+            if integers:
+                launches += repeatable_launches(
+                    made, call, dout, row_values, grads.dq, totals, rows, integers
+                )
+            else:
+                launches.append(
+                    queries_launch(made, call, dout, row_values, grads.dq, totals, rows)
+                )
         launch_all(launches, call.query.device)
+
+
+def _cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+    return tensors[:count], tensors[count:]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from anyflex.plugin import Call, MaskViews, Spec
+from anyflex.plugin import Call, Spec
 from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout_of
 from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
 from anyflex_triton.forward import plain_score
@@ -18,6 +18,7 @@ from anyflex_triton.mods import Sums, cap_factors, direct_reads, source_for
 from anyflex_triton.module_files import load_module
 
 __all__ = [
+    "MaskRows",
     "Mods",
     "Programs",
     "aligned",
@@ -46,6 +47,27 @@ _KEYS = 3
 """Of `direct_reads`' arguments, kv_idx."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers."""
+
+
+class MaskRows(NamedTuple):
+    """A block mask's runs as kernels read them: mask_rows.py.
+
+    Args:
+        offsets, ends: int32, where in `runs` those of a row of blocks begin and end; batch entries
+            and heads are `strides` elements apart.
+        runs: int32 [n, 3]: first block, end block, FULL or PARTIAL.
+        block_size: elements of a block: of a row, then of a column.
+    """
+
+    offsets: Tensor
+    ends: Tensor
+    runs: Tensor
+    strides: tuple[int, int]
+    block_size: tuple[int, int]
+
+    def tiles(self, length: int, rows: int) -> int:
+        """Tiles of so many rows: none crosses a block."""
+        return -(-length // self.block_size[0]) * -(-self.block_size[0] // rows)
 
 
 class Mods(NamedTuple):
@@ -238,7 +260,6 @@ class Programs:
         spec = self.spec
         return {
             "HAS_MASK": spec.mask_kind == "runs",
-            "KV_BLOCK": spec.block_size[1],
             "GROUP": spec.gqa_ratio,
             "KV_SHARED": spec.kv_broadcast,
             "DIM": spec.head_dim,
@@ -251,20 +272,15 @@ class Programs:
             "PRECISION": "ieee",
         }
 
-    def common_values(self, call: Call, mask: MaskViews | None) -> dict[str, object]:
+    def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         types = self.common_types
         ints = [number for t in call.captured for number in (*t.shape, *t.stride())]
         ints += call.ints
-        offsets = runs = call.query
-        strides = (0, 0)
-        if mask is not None:
-            offsets, runs = mask.offsets, mask.runs
-            batch, heads, rows = offsets.shape
-            strides = (heads * rows if batch > 1 else 0, rows if heads > 1 else 0)
         return {
-            "offsets": offsets,
-            "runs": runs,
-            "mask_strides": strides,
+            "offsets": call.query if rows is None else rows.offsets,
+            "ends": call.query if rows is None else rows.ends,
+            "runs": call.query if rows is None else rows.runs,
+            "mask_strides": (0, 0) if rows is None else rows.strides,
             "tables": without_bools(call.captured),
             "ints": tuple(ints[: len(types["ints"])]),
             "floats": tuple(call.floats[: len(types["floats"])]),
@@ -272,21 +288,17 @@ class Programs:
             "scale": call.scale,
         }
 
-    def is_even(self, call: Call, config: Config, over: Literal["keys", "queries"]) -> bool:
+    def is_even(
+        self,
+        call: Call,
+        config: Config,
+        over: Literal["keys", "queries"],
+        rows: MaskRows | None,
+    ) -> bool:
         """Whether the tiles that a kernel runs over end where lengths and mask blocks do."""
-        which = 1 if over == "keys" else 0
         step = config.block_n if over == "keys" else config.block_m
         length = call.key.shape[2] if over == "keys" else call.query.shape[2]
-        return length % step == 0 and (
-            call.mask is None or self.spec.block_size[which] % step == 0
-        )
-
-    def row_tiles(self, call: Call, block_m: int) -> int:
-        length = call.query.shape[2]
-        if call.mask is None:
-            return -(-length // block_m)
-        q_block = call.mask.block_size[0]
-        return -(-length // q_block) * -(-q_block // block_m)
+        return length % step == 0 and (rows is None or rows.block_size[1] % step == 0)
 
     def head_group(self, call: Call) -> int:
         """Query heads that run at a time."""
@@ -311,7 +323,7 @@ def _common_types(spec: Spec) -> dict[str, Types]:
     }
     sizes = 2 * sum(facts.rank for facts in spec.captured)
     return {
-        **dict.fromkeys(("offsets", "runs"), "*i32"),
+        **dict.fromkeys(("offsets", "ends", "runs"), "*i32"),
         "mask_strides": ("i32", "i32"),
         "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
         "ints": ("i64",) * (sizes + counts["i"]),

@@ -12,6 +12,7 @@ import triton.language as tl
 __all__ = [
     "FULL",
     "LOG2E",
+    "PARTIAL",
     "bounded_run",
     "first_other_step",
     "load_rows",
@@ -34,6 +35,8 @@ __all__ = [
 LOG2E = tl.constexpr(1.4426950408889634)
 FULL = tl.constexpr(1)
 """A run's kind, as `anyflex.plugin.FULL`."""
+PARTIAL = tl.constexpr(2)
+"""A run's kind, as `anyflex.plugin.PARTIAL`."""
 LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
@@ -105,10 +108,10 @@ def store_rows(
 
 
 @triton.jit
-def mask_row(offsets, mask_strides, b, h, row):
+def mask_row(offsets, ends, mask_strides, b, h, row):
     """Where the runs of a row of blocks begin and end."""
-    at = offsets + b * mask_strides[0] + h * mask_strides[1] + row
-    return tl.load(at), tl.load(at + 1)
+    at = b * mask_strides[0] + h * mask_strides[1] + row
+    return tl.load(offsets + at), tl.load(ends + at)
 
 
 @triton.jit

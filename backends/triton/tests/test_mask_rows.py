@@ -1,0 +1,167 @@
+"""Finer runs of a mask: those that create_block_mask makes, and the same attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.testing import posing
+
+pytest.importorskip("triton", reason="there is no Triton to interpret with")
+
+from anyflex_triton import launch
+from anyflex_triton.backend import TritonBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+Found = dict[str, tuple[Tensor, Tensor]]
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+OPTIONS = {
+    "finer_mask": True, "block_m": 32, "block_n": 32, "dkv_block_m": 16, "dkv_block_n": 32,
+    "dq_block_m": 64, "dq_block_n": 32,
+}  # fmt: skip
+TILES = {"forward": (32, 32), "keys": (16, 32), "queries": (64, 32)}
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with isolated(), posing("cuda"):
+        register("cuda.mine", TritonBackend)
+        yield
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Edges and runs, by the kernel that reads them."""
+    seen: Found = {}
+    launched = launch.Program.launch
+
+    def noting(
+        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, object]
+    ) -> None:
+        edges = values.get("new_edges")
+        runs = values.get("new_runs")
+        if not isinstance(edges, Tensor) or not isinstance(runs, Tensor):
+            launched(program, grid, device, values)
+            return
+        # What isn't written is never read.
+        launched(program, grid, device, {**values, "new_runs": runs.fill_(-1)})
+        if program.constants["TRANSPOSED"]:
+            name = "keys"
+        else:
+            name = "forward" if program.constants["ROWS"] == 32 else "queries"
+        seen[name] = edges, runs
+
+    monkeypatch.setattr(launch.Program, "launch", noting)
+    return seen
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+IDS = (torch.arange(512) // 61 % 7).to(torch.int32)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (IDS[q] == IDS[k]) & (q >= k)
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k < 100) & (k - q < 30)
+
+
+def dilated(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q - k) % 3 == 0
+
+
+def nothing_at_first(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (q > 200) & (k > 130)
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "rows", "keys"),
+    [
+        (causal, 256, 256),
+        (documents, 300, 211),
+        (window, 65, 400),
+        (dilated, 140, 211),
+        (nothing_at_first, 300, 150),
+    ],
+)
+def test_runs_and_attention_are_those_of_finer_blocks(
+    mask_mod: Mask, rows: int, keys: int, found: Found
+) -> None:
+    query, key, value = (
+        randn(1, heads, length, 16).requires_grad_()
+        for heads, length in ((2, rows), (1, keys), (1, keys))
+    )
+    mask = anyflex.create_block_mask(mask_mod, None, None, rows, keys)
+    out = anyflex.flex_attention(
+        query, key, value, None, mask, enable_gqa=True, backend="cuda.mine",
+        kernel_options={"cuda.mine": OPTIONS},
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    dout = randn(1, 2, rows, 16)
+    gradients = torch.autograd.grad(out, (query, key, value), dout)
+
+    assert set(found) == set(TILES)
+    for name, (edges, runs) in found.items():
+        wanted = anyflex.create_block_mask(
+            mask_mod, None, None, rows, keys, BLOCK_SIZE=TILES[name], exact=True
+        ).views()
+        if name == "keys":
+            wanted = wanted.transposed()
+        assert edges.shape[1] == wanted.q_blocks
+        for row in range(wanted.q_blocks):
+            begin, end = wanted.offsets[0, 0, row : row + 2].tolist()
+            mine = runs.view(-1, 3)[edges[0, row] : edges[1, row]]
+            assert mine.tolist() == wanted.runs[begin:end].tolist(), (name, row)
+
+    q, k, v = (tensor.detach().double().requires_grad_() for tensor in (query, key, value))
+    zero = torch.tensor(0)
+    live = mask_mod(zero, zero, torch.arange(rows)[:, None], torch.arange(keys))
+    scores = (q @ k.mT / 4).masked_fill(~live, -torch.inf)
+    weights = torch.where(live.any(1)[:, None], scores, 0.0).softmax(-1) * live
+    right = weights @ v
+    torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-5)
+    wanted_gradients = torch.autograd.grad(right, (q, k, v), dout.double())
+    for gradient, oracle in zip(gradients, wanted_gradients, strict=True):
+        torch.testing.assert_close(gradient.double(), oracle, rtol=1e-5, atol=1e-5)
+
+
+def by_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k + 16 * h
+
+
+@pytest.mark.parametrize("case", ["by head", "full", "blocks are tiles"])
+def test_masks_that_stay_as_they_are(case: str, found: Found) -> None:
+    query = randn(1, 2, 256, 16)
+    if case == "full":
+        mask = anyflex.BlockMask.from_runs(
+            torch.tensor([[[0, 1, 2]]], dtype=torch.int32),
+            torch.tensor([[0, 1, 1], [0, 2, 1]], dtype=torch.int32),
+            seq_lengths=(256, 256),
+        )
+    else:
+        mask_mod = by_head if case == "by head" else causal
+        size = 32 if case == "blocks are tiles" else 128
+        mask = anyflex.create_block_mask(mask_mod, None, 2, 256, 256, BLOCK_SIZE=size)
+    options = {"cuda.mine": OPTIONS}
+    out = anyflex.flex_attention(
+        query, query, query, None, mask, backend="cuda.mine", kernel_options=options
+    )
+    other = anyflex.flex_attention(query, query, query, None, mask, backend="reference")
+    assert isinstance(out, Tensor)
+    assert isinstance(other, Tensor)
+    torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-5)
+    assert not found
