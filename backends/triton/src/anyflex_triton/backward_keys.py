@@ -194,7 +194,7 @@ def key_kernel(
                 mask_full = full
                 if EVEN:
                     masked = None if MASK_MOD is None else not full
-                    mask_full = False
+                    mask_full = None
                 else:
                     masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(

@@ -154,7 +154,7 @@ def query_kernel(
             mask_full = full
             if EVEN:
                 masked = None if MASK_MOD is None else not full
-                mask_full = False
+                mask_full = None
             else:
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(

@@ -172,8 +172,8 @@ def forward_kernel(
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr,
+    EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -186,6 +186,7 @@ def forward_kernel(
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
         tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
+        MASK_READS: the mask mod reads captured tensors.
         EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
         DESCRIBED: key and value are descriptors [rows of all heads, dims] of tiles of BLOCK_N.
     """
@@ -269,14 +270,21 @@ def forward_kernel(
     alpha = tl.full([BLOCK_M], 1.0, tl.float32)
     for _once in range(tl.minimum(others, 1)):
         for _step in range(others):
-            # Not behind a branch as in backward: Triton then takes another layout for all scores.
-            masked = None if EVEN and MASK_MOD is None else True
+            mask_full = full
+            if EVEN and not MASK_READS:
+                masked = None if MASK_MOD is None else not full
+                mask_full = None
+            elif MASK_READS:
+                # Behind a branch Triton would take another layout for all scores.
+                masked = True
+            else:
+                masked = (not full) | (first + BLOCK_N > end)
             acc, weights, alpha, top, total, nans = forward_step(
                 acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
                 v_strides, first_key, first, first, columns, end, kv_length,
-                masked, full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, SCORE_MOD,
-                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, not EVEN, False,
+                masked, mask_full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale,
+                SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX,
+                PRECISION, DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,

@@ -93,6 +93,8 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | No
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "DESCRIBED": described,
+                "MASK_READS": spec.mask_graph is not None
+                and any(node.operation == "load" for node in spec.mask_graph.nodes),
                 "EVEN": even,
                 "OVERLAP": config.overlap,
                 "BLOCK_M": config.block_m,

@@ -183,17 +183,20 @@ def masked_scores(
         masked: whether some pair may be dead; None where no step of the loop has one.
         inside: of the rows or columns that the loop runs over, shaped to broadcast; None where all
             are.
-        full: whether the mask mod holds for all pairs.
+        full: whether the mask mod holds for all pairs; None where it is asked.
     """
     if masked is None:
         return scores
     if masked:
-        live = inside
         if MASK_MOD is not None:
-            live = full | MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
-            if inside is not None:
-                live = live & inside
-        scores = tl.where(live, scores, float("-inf"))
+            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+            if full is None:
+                scores = tl.where(live, scores, float("-inf"))
+            else:
+                # As a second value to choose from, `full` costs less than in the condition.
+                scores = tl.where(live, scores, tl.where(full, scores, float("-inf")))
+        if inside is not None:
+            scores = tl.where(inside, scores, float("-inf"))
     return scores
 
 
