@@ -12,6 +12,7 @@ from anyflex_triton.arguments import (
     layout_of,
     row_strides,
 )
+from anyflex_triton.configs import Config
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
 from anyflex_triton.programs import (
     Programs,
@@ -99,7 +100,7 @@ def rows_launch(
 
 
 def keys_launch(
-    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
+    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads, config: Config
 ) -> Launch:
     """What fills grads.dk and grads.dv."""
     spec = made.spec
@@ -109,7 +110,6 @@ def keys_launch(
         layout_of(call.key if dk is None else dk),
         layout_of(call.value if dv is None else dv),
     )
-    config = made.config("keys")
     # A tile's first value must lie at a multiple of 16 bytes.
     described = (
         made.describable(call.query, dout)
@@ -183,7 +183,7 @@ def keys_launch(
 
 
 def queries_launch(
-    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads
+    made: Programs, call: Call, dout: Tensor, row_values: Tensor, grads: Grads, config: Config
 ) -> Launch:
     """What fills grads.dq, and adds to the captured tensors' gradients."""
     spec = made.spec
@@ -193,7 +193,6 @@ def queries_launch(
         layout_of(call.query if dq is None else dq),
     )
     totals = tuple(total for i in made.learned if (total := grads.captured[i]) is not None)
-    config = made.config("queries")
     described = made.describable(call.key, call.value)
     even = made.is_even(call, config, "keys")
     mods = made.mods(call, even)
@@ -248,4 +247,5 @@ def queries_launch(
             "q_length": length, "kv_length": call.key.shape[2],
             "tiles": tiles, "head_group": made.head_group(call),
         },
+        totals,
     )  # fmt: skip

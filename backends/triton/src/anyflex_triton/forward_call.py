@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from anyflex.plugin import Call, Outputs
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import layout_of
-from anyflex_triton.launch import Options
+from anyflex_triton.configs import Config
+from anyflex_triton.launch import Launch, Options
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -57,10 +60,14 @@ def _cores(device: torch.device) -> int:
 
 def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the forward kernel: tiles of queries."""
+    launch = made.launch("forward", call, partial(_prefill_launch, made, call, out))
+    launch.run(call.query.device)
+
+
+def _prefill_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     spec = made.spec
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
-    config = made.config("forward")
     described = made.describable(call.key, call.value)
     even = made.is_even(call, config, "keys")
     mods = made.mods(call, even)
@@ -101,9 +108,9 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
         )
     batch, heads, length = call.query.shape[:3]
     tiles = made.row_tiles(call, config.block_m)
-    program.launch(
+    return Launch(
+        program,
         tiles * batch * heads,
-        call.query.device,
         {
             **made.common_values(call, call.mask),
             "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
@@ -121,13 +128,16 @@ def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the splits of a decoding call, and what combines them."""
-    spec = made.spec
+    device = call.query.device
+    made.launch("decode", call, partial(_split_launch, made, call, out)).run(device)
+    _combine_launch(made, call, out).run(device)
+
+
+def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     packed = packed_heads(made, call)
-    o_layout = layout_of(out.out)
     layouts = made.layouts(call)
-    config = made.config("decode")
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)
     key = ("decode", config, mods.key, packed, rows, *classes(layouts))
@@ -157,9 +167,9 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     splits = split_count(made, call)
     partial_out, partial_sums = out.workspace
     pieces = -(-max(keys, 1) // config.block_n)
-    program.launch(
+    return Launch(
+        program,
         batch * (heads // packed) * splits,
-        call.query.device,
         {
             **made.common_values(call, call.mask),
             "query": call.query, "key": call.key, "value": call.value,
@@ -170,6 +180,13 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             "split_length": -(-pieces // splits) * config.block_n,
         },
     )  # fmt: skip
+
+
+def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
+    spec = made.spec
+    batch, heads, length = call.query.shape[:3]
+    o_layout = layout_of(out.out)
+    partial_out, partial_sums = out.workspace
     rest = out.saved[0] if out.saved else None
     key = ("combine", o_layout.unit, rest is not None)
     program = made.existing.get(key)
@@ -195,15 +212,15 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             (),
             Options(4, 1),
         )
-    program.launch(
+    return Launch(
+        program,
         batch * heads * length,
-        call.query.device,
         {
             "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
             "rest": or_else(rest, out.out),
             "lse": or_else(out.lse, partial_sums),
             "max_scores": or_else(out.max_scores, partial_sums),
             "o_strides": o_layout.strides, "heads": heads, "q_length": length,
-            "splits": splits,
+            "splits": partial_out.shape[3],
         },
     )  # fmt: skip

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
-from anyflex_triton.configs import Target
+from anyflex_triton.configs import KernelName, Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.launch import launch_all
 from anyflex_triton.programs import Programs
+from anyflex_triton.tuning import Tuner
 
 __all__ = ["TritonKernel"]
 
@@ -28,20 +30,32 @@ class TritonKernel(Kernel):
         source: of the mods, by `anyflex_triton.mods.write_source`.
         target: which configs.
         overrides: the user's options by name.
+        tuner: finds the fastest configs; None: they are the table's.
     """
 
     def __init__(
-        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, Any]
+        self,
+        spec: Spec,
+        source: str,
+        target: Target,
+        overrides: Mapping[str, Any],
+        tuner: Tuner | None = None,
     ) -> None:
         self.spec = spec
-        self._made = Programs(spec, source, target, overrides)
+        self._made = Programs(spec, source, target, overrides, tuner)
 
     def describe(self, call: Call) -> str:
-        """``decode splits=8`` or ``prefill 128x64``."""
-        if self._decodes(call):
-            return f"decode splits={split_count(self._made, call)}"
-        config = self._made.config("forward")
-        return f"prefill {config.block_m}x{config.block_n}"
+        """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
+        config was found by timing: ``prefill 64x64, tuned``."""
+        made = self._made
+        decodes = self._decodes(call)
+        name: KernelName = "decode" if decodes else "forward"
+        tuned = made.tuned(name, call)
+        state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
+        if decodes:
+            return f"decode splits={split_count(made, call)}{state}"
+        config = tuned or made.config("forward")
+        return f"prefill {config.block_m}x{config.block_n}{state}"
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2]
@@ -91,9 +105,13 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         (row_values,) = grads.workspace
-        launches = [rows_launch(self._made, call, saved, grad, row_values)]
+        made = self._made
+        rows = rows_launch(made, call, saved, grad, row_values)
+        launches = [rows]
         if grads.dk is not None or grads.dv is not None:
-            launches.append(keys_launch(self._made, call, dout, row_values, grads))
+            keys = partial(keys_launch, made, call, dout, row_values, grads)
+            launches.append(made.launch("keys", call, keys, rows))
         if grads.dq is not None or any(total is not None for total in grads.captured):
-            launches.append(queries_launch(self._made, call, dout, row_values, grads))
+            queries = partial(queries_launch, made, call, dout, row_values, grads)
+            launches.append(made.launch("queries", call, queries, rows))
         launch_all(launches, call.query.device)
