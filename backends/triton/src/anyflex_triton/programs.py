@@ -113,10 +113,10 @@ class Programs:
         beside it."""
         found = self._configs.get(name)
         if found is None:
-            first = self._from_table(name)
-            tried = [first, *around(name, first)] if self.tuner is not None else [first]
-            allowed = (self._fitted(name, self._overridden(name, config)) for config in tried)
-            found = self._configs[name] = tuple(dict.fromkeys(allowed))
+            first = self._allowed(name, self._from_table(name))
+            tried = around(name, first) if self.tuner is not None else []
+            allowed = (self._allowed(name, config) for config in tried)
+            found = self._configs[name] = tuple(dict.fromkeys((first, *allowed)))
         return found
 
     def tunes(self, name: KernelName) -> bool:
@@ -166,8 +166,9 @@ class Programs:
             config = replace(config, block_m=min(32, config.block_m))
         return config
 
-    def _fitted(self, name: KernelName, config: Config) -> Config:
-        """With tiles that the mask's blocks allow."""
+    def _allowed(self, name: KernelName, config: Config) -> Config:
+        """The nearest config with the user's options, and tiles within the mask's blocks."""
+        config = self._overridden(name, config)
         if self.spec.mask_kind == "runs":
             q_block, kv_block = self.spec.block_size
             if name == "forward" or name == "queries":

@@ -2,7 +2,7 @@
 
 Nothing of this runs unless the user asks for it: option ``autotune``. What was found is an
 artifact of the spec, one a kernel, size and device: core keeps it in the disk cache, under a key
-that covers this package's sources, Triton's version and the user's other options, and finds damage.
+that covers this package's sources, Triton's version and the user's other options.
 """
 
 from __future__ import annotations
