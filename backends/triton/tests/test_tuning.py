@@ -383,6 +383,25 @@ def test_results_are_those_of_any_config(machine: Machine) -> None:
             assert torch.allclose(gradient.double(), exact.double(), atol=1e-4)
 
 
+@pytest.mark.parametrize(("learned", "kernel"), [(0, "queries"), (1, "keys")])
+def test_rows_values_are_there_before_backward_is_timed(
+    machine: Machine, learned: int, kernel: KernelName
+) -> None:
+    """With values of nowhere a kernel may take its slow way, for results that aren't finite."""
+    tensors = [torch.zeros(1, 1, 200, 16) for _ in range(3)]
+    tensors[learned].requires_grad_()
+    out = anyflex.flex_attention(*tensors, **options())  # type: ignore[arg-type]
+    assert isinstance(out, Tensor)
+    machine.run.clear()
+    machine.timed.clear()
+    torch.autograd.grad(out, tensors[learned], torch.ones_like(out))
+    values: Tile = (32, None)
+    assert machine.run[:2] == [values, machine.timed[0]]
+    assert len(machine.timed) == tried(kernel)
+    # Then the call's own.
+    assert machine.run[1 + len(machine.timed)] == values and machine.run.count(values) == 2
+
+
 class Pretended:
     """A program of a GPU that isn't there."""
 
