@@ -155,6 +155,7 @@ class Tuner:
                 return configs[0]
             if before is not None:
                 before.run(device)
+            # Their programs stay: another size tries the same ones.
             launches = {config: launch_with(config) for config in configs}
             try:
                 times, failed = self._time(size, launches, device)
