@@ -38,6 +38,7 @@ from anyflex.mod_graph.graph import ModGraph, Node, parse_graph
 from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
+from anyflex.progress_line import ProgressLine
 from anyflex.registry.environment import check_indices
 from anyflex.registry.hook_specs import hookimpl
 from anyflex.registry.table import isolated, register, register_hooks
@@ -75,6 +76,7 @@ __all__ = [
     "Outputs",
     "PerformanceWarning",
     "PluginError",
+    "ProgressLine",
     "Rejected",
     "Saved",
     "Scatter",

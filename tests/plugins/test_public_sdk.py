@@ -18,8 +18,8 @@ NAMES = """
     CONTRACT CONTRACT_1_FIELDS CONTRACT_MIN DTYPES FULL OPERATIONS PARTIAL Accepted Alignment
     AnyflexError ArgumentError Artifacts Backend BackendRefused Call Capabilities CapturedFacts
     Decision Derivative GradInputs Grads IndexLists Kernel Lowering MaskViews ModGraph
-    ModIndexError Node Option Outputs PerformanceWarning PluginError Rejected Saved Scatter Spec
-    TensorSpec check_indices differentiate evaluate hookimpl isolated make_first_calls
+    ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected Saved
+    Scatter Spec TensorSpec check_indices differentiate evaluate hookimpl isolated make_first_calls
     operand_classes parse_graph register register_hooks simplify simplify_nodes type_class
 """.split()
 
@@ -84,6 +84,9 @@ METHODS = {
     "MaskViews.transposed": "self",
     "MaskViews.index_lists": "self",
     "MaskViews.dense": "self",
+    "ProgressLine.__init__": "self stream seconds",
+    "ProgressLine.show": "self text",
+    "ProgressLine.clear": "self",
     "Spec.unsupported_by": "self capabilities",
 }
 

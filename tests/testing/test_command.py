@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from anyflex.cli import conformance
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.main import main
 from anyflex.plugin import Call, Outputs, isolated, register
@@ -148,31 +146,6 @@ def test_the_cases_are_listed_without_a_backend(capsys: pytest.CaptureFixture[st
         name for name in every_case() if name.startswith("options/")
     ]
     assert all(" quick " in line for line in lines)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_line_on_a_terminal_and_lines_of_time_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    terminal = Terminal()
-    progress = conformance._Progress(9, terminal)
-    progress.show(1, 0, "masks/causal")
-    progress.show(2, 1, "masks/" + "long" * 40)
-    progress.clear()
-    assert "\n" not in terminal.getvalue()
-    assert "2/9 cases, 1 failed, now masks/long" in terminal.getvalue()
-    assert max(map(len, terminal.getvalue().split("\r\x1b[K"))) < 80
-    file = io.StringIO()
-    progress = conformance._Progress(9, file)
-    progress.show(1, 0, "masks/causal")
-    assert file.getvalue() == ""
-    monkeypatch.setattr(conformance, "_SECONDS", 0.0)
-    progress.show(2, 0, "masks/causal")
-    assert file.getvalue() == "2/9 cases, 0 failed, now masks/causal\n"
 
 
 SUITE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from anyflex.bench.case import BenchCase, Direction
@@ -120,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(lines))
         return ExitCode.OK
 
-    progress = _Progress()
+    # Output while something is timed costs time: only a terminal's line.
+    progress = ProgressLine(sys.stderr, math.inf)
     clock = clock_of(device, wall=args.clock == "wall")
     begin = time.perf_counter()
     measurements: list[Measurement] = []
@@ -138,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     for count, case in enumerate(cases, start=1):
-        measurements += measure_case(case, contenders, device, clock, args.rounds, progress.say)
+        measurements += measure_case(case, contenders, device, clock, args.rounds, progress.show)
         if args.json not in (None, "-"):
             # A run that is stopped leaves what it has measured.
             _write(Path(args.json), json.dumps(report_of(cases[:count]), indent=1) + "\n")
@@ -226,18 +229,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WrongUsage(f"{path} can't be written: {error}") from error
-
-
-class _Progress:
-    """One line on a terminal, written again and again; nothing elsewhere: output while something
-    is timed costs time."""
-
-    def say(self, text: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{text[:79]}")
-            sys.stderr.flush()
-
-    def clear(self) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()

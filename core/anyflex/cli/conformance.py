@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from anyflex.testing.case import Case
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_SECONDS = 5.0
-"""Between lines of progress where there is no terminal."""
-_COLUMNS = 79
 _TIMEOUT = 300.0
 _LONGEST = 1e6
 """Seconds, eleven days: more than timers take everywhere is wrong usage."""
@@ -111,8 +109,12 @@ def run(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     outcomes: list[Outcome] = []
     with open_session(args.backend, device) as session:
-        progress = _Progress(len(chosen), sys.stderr)
-        progress.show(0, 0, chosen[0].name)
+        progress = ProgressLine(sys.stderr)
+
+        def show(done: int, failed: int, following: str) -> None:
+            progress.show(f"{done}/{len(chosen)} cases, {failed} failed, now {following}")
+
+        show(0, 0, chosen[0].name)
 
         def enter(outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -145,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
             enter(limited(case.name, attempt, args.timeout, expire))
             bad = sum(not other.good for other in outcomes)
             following = chosen[min(len(outcomes), len(chosen) - 1)].name
-            progress.show(len(outcomes), bad, following)
+            show(len(outcomes), bad, following)
         passed = report()
     return ExitCode.OK if passed else ExitCode.CHECK_FAILED
 
@@ -204,29 +206,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WrongUsage(f"{path} can't be written: {error}") from error
-
-
-class _Progress:
-    """One line that is written again on a terminal; elsewhere a line every few seconds."""
-
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self._total = total
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._last = time.monotonic()
-
-    def show(self, done: int, failed: int, following: str) -> None:
-        """Say how far the run is and which case comes."""
-        line = f"{done}/{self._total} cases, {failed} failed, now {following}"
-        if self._terminal:
-            self._stream.write("\r\x1b[K" + line[:_COLUMNS])
-            self._stream.flush()
-        elif time.monotonic() - self._last >= _SECONDS:
-            self._last = time.monotonic()
-            print(line, file=self._stream, flush=True)
-
-    def clear(self) -> None:
-        """Empty the line, so that something else can be printed."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
-import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from anyflex.plugin import (
     Rejected,
     Spec,
 )
+from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
@@ -32,22 +34,6 @@ __all__ = ["TritonBackend"]
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
 _LEAST_SM = 80
-_TILES = (16, 32, 64, 128)
-_WARPS = (1, 2, 4, 8, 16, 32)
-_STAGES = (1, 2, 3, 4, 5)
-_OPTIONS = {
-    "block_m": Option(int, None, "query rows of a forward tile", _TILES, "BLOCK_M"),
-    "block_n": Option(int, None, "keys of a forward tile", _TILES, "BLOCK_N"),
-    "num_warps": Option(int, None, "warps of a forward program", _WARPS, "num_warps"),
-    "num_stages": Option(int, None, "tiles in flight of forward", _STAGES, "num_stages"),
-    "finer_mask": Option(bool, False, "decide a mask's PARTIAL blocks anew, tile by tile"),
-    "dkv_block_m": Option(int, None, "query rows of a tile of dK and dV", _TILES, "BLOCK_M1"),
-    "dkv_block_n": Option(int, None, "keys of a tile of dK and dV", _TILES, "BLOCK_N1"),
-    "dq_block_m": Option(int, None, "query rows of a tile of dQ", _TILES, "BLOCK_M2"),
-    "dq_block_n": Option(int, None, "keys of a tile of dQ", _TILES, "BLOCK_N2"),
-    "backward_num_warps": Option(int, None, "warps of a backward program", _WARPS),
-    "backward_num_stages": Option(int, None, "tiles in flight of backward", _STAGES),
-}
 
 
 class TritonBackend(Backend):
@@ -72,7 +58,7 @@ class TritonBackend(Backend):
         ),
         known_fields=CONTRACT_1_FIELDS,
     )  # fmt: skip
-    options: ClassVar[Mapping[str, Option]] = _OPTIONS
+    options: ClassVar[Mapping[str, Option]] = OPTIONS
 
     def probe(self) -> Decision:
         """Look for a GPU and for Triton, without starting either."""
@@ -88,12 +74,10 @@ class TritonBackend(Backend):
         return Accepted()
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key: what another table has written isn't found."""
-        from anyflex_triton import mods
-
+        """Part of the disk cache's key: what other sources have written isn't found, nor what was
+        found fastest for other kernels."""
         found = [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
-        sources = inspect.getsource(mods).encode()
-        return f"{', '.join(found) or 'triton unknown'}, mods {zlib.crc32(sources):x}"
+        return f"{', '.join(found) or 'triton unknown'}, sources {_sources():x}"
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
@@ -105,6 +89,12 @@ class TritonBackend(Backend):
         major, _ = torch.cuda.get_device_capability()
         # 12 is Blackwell for workstations, with an Ampere's shared memory.
         return "hopper" if major == 9 else "blackwell" if major == 10 else "ampere"
+
+    def milliseconds(self, launch: Callable[[], None]) -> float:
+        """Time a launch on the current device: for autotuning."""
+        from anyflex_triton.launch import milliseconds
+
+        return milliseconds(launch)
 
     def supports(self, spec: Spec) -> Decision:
         """As declared, on GPUs that Triton compiles for."""
@@ -121,12 +111,26 @@ class TritonBackend(Backend):
         """Write the mods; Triton compiles at the first call, when it knows its class."""
         from anyflex_triton.kernel import TritonKernel
         from anyflex_triton.mods import write_source
+        from anyflex_triton.tuning import Tuner
 
         stored = artifacts.get("mods.py")
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        return TritonKernel(spec, stored.decode(), self.target(), dict(spec.options))
+        options = dict(spec.options)
+        tuner = None
+        if options.get("autotune"):
+            tuner = Tuner(artifacts, self.name, self.milliseconds)
+        return TritonKernel(spec, stored.decode(), self.target(), options, tuner)
+
+
+@functools.cache
+def _sources() -> int:
+    """A checksum of this package."""
+    checksum = 0
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        checksum = zlib.crc32(file.read_bytes(), checksum)
+    return checksum
 
 
 def _version(distribution: str) -> str | None:

@@ -17,6 +17,7 @@ from anyflex_triton.arguments import (
     layout_of,
     row_strides,
 )
+from anyflex_triton.configs import Config
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
 from anyflex_triton.mods import Sums
 from anyflex_triton.programs import (
@@ -112,6 +113,7 @@ def keys_launch(
     row_values: Tensor,
     grads: Grads,
     rows: MaskRows | None,
+    config: Config,
 ) -> Launch:
     """What fills grads.dk and grads.dv; `rows` are the transposed mask's."""
     spec = made.spec
@@ -121,7 +123,6 @@ def keys_launch(
         layout_of(call.key if dk is None else dk),
         layout_of(call.value if dv is None else dv),
     )
-    config = made.config("keys")
     # A tile's first value must lie at a multiple of 16 bytes.
     described = (
         made.describable(call.query, dout)
@@ -203,6 +204,7 @@ def queries_launch(
     dq: Tensor | None,
     totals: Sequence[Tensor | int],
     rows: MaskRows | None,
+    config: Config,
     sums: Sums = "floats",
 ) -> Launch:
     """What fills dq, and adds to the captured tensors' gradients.
@@ -215,7 +217,6 @@ def queries_launch(
         *made.layouts(call, layout_of(dout)),
         layout_of(call.query if dq is None else dq),
     )
-    config = made.config("queries")
     described = made.describable(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
@@ -278,4 +279,5 @@ def queries_launch(
             "q_length": length, "kv_length": call.key.shape[2],
             "tiles": tiles, "head_group": made.head_group(call),
         },
+        tuple(total for total in totals if isinstance(total, Tensor)),
     )  # fmt: skip

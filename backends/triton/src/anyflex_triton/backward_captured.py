@@ -51,6 +51,7 @@ def repeatable_launches(
     """What fills dq and adds to `totals`, float32, with the workspace of `integer_specs`."""
     largest, *integers = workspace
     headroom = _headroom(made, call)
+    config = made.config("queries")
     places: tuple[Tensor | int, ...] = (*totals, *integers, largest, headroom)
     key = ("totals",)
     program = made.existing.get(key)
@@ -70,8 +71,8 @@ def repeatable_launches(
             Options(4, 1),
         )
     return [
-        queries_launch(made, call, dout, row_values, None, places, rows, "largest"),
-        queries_launch(made, call, dout, row_values, dq, places, rows, "integers"),
+        queries_launch(made, call, dout, row_values, None, places, rows, config, "largest"),
+        queries_launch(made, call, dout, row_values, dq, places, rows, config, "integers"),
         *(
             Launch(
                 program,

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from anyflex_triton.launch import Options
+from anyflex_triton.options import STAGES, TILES, WARPS
 
-__all__ = ["Config", "KernelName", "Target", "config_for"]
+__all__ = ["Config", "KernelName", "Target", "around", "config_for", "fitted"]
 
 KernelName = Literal["forward", "decode", "keys", "queries"]
 Target = Literal["hopper", "ampere", "blackwell", "amd", "xpu", "interpreter"]
@@ -29,6 +30,17 @@ class Config:
     block_n: int
     options: Options
     overlap: bool = False
+
+    def __str__(self) -> str:
+        options = self.options
+        parts = [
+            f"{self.block_m}x{self.block_n}",
+            f"{options.num_warps} warps",
+            f"{options.num_stages} stages",
+            *(f"{name} {value}" for name, value in options.more),
+            *(["overlap"] if self.overlap else []),
+        ]
+        return ", ".join(parts)
 
 
 def _c(block_m: int, block_n: int, warps: int, stages: int, **more: object) -> Config:
@@ -139,6 +151,43 @@ def config_for(target: Target, kernel: KernelName, head_dim: int, itemsize: int)
     of_kernel = _TABLE[target][kernel]
     by_width = of_kernel[0 if itemsize == 2 else 1]
     return by_width[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]
+
+
+# Of the tile that a program keeps, of the one that its loop takes, of warps, of stages. Those that
+# change two keep what a warp holds in registers, or what stages hold in shared memory.
+_STEPS = (
+    (2, 1, 1, 0), (0.5, 1, 1, 0), (1, 2, 1, 0), (1, 0.5, 1, 0),
+    (1, 1, 2, 0), (1, 1, 0.5, 0), (1, 1, 1, 1), (1, 1, 1, -1),
+    (2, 1, 2, 0), (0.5, 1, 0.5, 0), (1, 2, 1, -1), (1, 0.5, 1, 1),
+)  # fmt: skip
+
+
+def around(kernel: KernelName, config: Config) -> list[Config]:
+    """Return the configs that stand one step from `config`, for autotuning."""
+    found = [replace(config, overlap=False)] if config.overlap else []
+    for kept, looped, warps, stages in _STEPS:
+        # Its rows are all that there are.
+        if kernel == "decode" and kept != 1:
+            continue
+        m, n = (looped, kept) if kernel == "keys" else (kept, looped)
+        other = replace(
+            config,
+            block_m=int(config.block_m * m),
+            block_n=int(config.block_n * n),
+            options=replace(
+                config.options,
+                num_warps=int(config.options.num_warps * warps),
+                num_stages=config.options.num_stages + stages,
+            ),
+        )
+        if (
+            other.block_m in TILES
+            and other.block_n in TILES
+            and other.options.num_warps in WARPS
+            and other.options.num_stages in STAGES
+        ):
+            found.append(other)
+    return found
 
 
 def fitted(config: Config, rows: int, keys: int) -> Config:

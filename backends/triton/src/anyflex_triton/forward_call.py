@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from anyflex.plugin import Call, Outputs
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import layout_of
-from anyflex_triton.launch import Options
-from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.configs import Config
+from anyflex_triton.launch import Launch, Options, launch_all
+from anyflex_triton.mask_rows import mask_rows, rows_for
 from anyflex_triton.programs import (
     MaskRows,
     Programs,
@@ -57,12 +60,19 @@ def _cores(device: torch.device) -> int:
     return 32
 
 
-def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | None) -> None:
+def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the forward kernel: tiles of queries."""
+    rows, before = rows_for(made, call, made.config("forward"), "keys", out.workspace)
+    launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
+    launch_all([*before, launch], call.query.device)
+
+
+def _prefill_launch(
+    made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
+) -> Launch:
     spec = made.spec
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
-    config = made.config("forward")
     described = made.describable(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
@@ -112,9 +122,9 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | No
         tiles = -(-length // config.block_m)
     else:
         tiles = rows.tiles(length, config.block_m)
-    program.launch(
+    return Launch(
+        program,
         tiles * batch * heads,
-        call.query.device,
         {
             **made.common_values(call, rows),
             "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
@@ -132,13 +142,16 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | No
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the splits of a decoding call, and what combines them."""
-    spec = made.spec
+    device = call.query.device
+    made.launch("decode", call, partial(_split_launch, made, call, out)).run(device)
+    _combine_launch(made, call, out).run(device)
+
+
+def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     packed = packed_heads(made, call)
-    o_layout = layout_of(out.out)
     layouts = made.layouts(call)
-    config = made.config("decode")
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)
     key = ("decode", config, mods.key, packed, rows, *classes(layouts))
@@ -158,7 +171,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
                 **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "MASK_MOD": mods.mask_mod,
-                "KV_BLOCK": spec.block_size[1],
+                "KV_BLOCK": made.spec.block_size[1],
                 "PACKED": packed,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
@@ -169,9 +182,9 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     splits = split_count(made, call)
     partial_out, partial_sums = out.workspace
     pieces = -(-max(keys, 1) // config.block_n)
-    program.launch(
+    return Launch(
+        program,
         batch * (heads // packed) * splits,
-        call.query.device,
         {
             **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
             "query": call.query, "key": call.key, "value": call.value,
@@ -182,6 +195,13 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             "split_length": -(-pieces // splits) * config.block_n,
         },
     )  # fmt: skip
+
+
+def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
+    spec = made.spec
+    batch, heads, length = call.query.shape[:3]
+    o_layout = layout_of(out.out)
+    partial_out, partial_sums = out.workspace
     rest = out.saved[0] if out.saved else None
     key = ("combine", o_layout.unit, rest is not None)
     program = made.existing.get(key)
@@ -207,15 +227,15 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
             (),
             Options(4, 1),
         )
-    program.launch(
+    return Launch(
+        program,
         batch * heads * length,
-        call.query.device,
         {
             "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
             "rest": or_else(rest, out.out),
             "lse": or_else(out.lse, partial_sums),
             "max_scores": or_else(out.max_scores, partial_sums),
             "o_strides": o_layout.strides, "heads": heads, "q_length": length,
-            "splits": splits,
+            "splits": partial_out.shape[3],
         },
     )  # fmt: skip

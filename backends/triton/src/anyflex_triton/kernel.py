@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
-from anyflex_triton.configs import Target
+from anyflex_triton.configs import KernelName, Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.launch import launch_all
 from anyflex_triton.mask_rows import Over, finer_specs, rows_for
 from anyflex_triton.programs import Programs
+from anyflex_triton.tuning import Tuner
 
 __all__ = ["TritonKernel"]
 
@@ -31,20 +33,32 @@ class TritonKernel(Kernel):
         source: of the mods, by `anyflex_triton.mods.write_source`.
         target: which configs.
         overrides: the user's options by name.
+        tuner: finds the fastest configs; None: they are the table's.
     """
 
     def __init__(
-        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, Any]
+        self,
+        spec: Spec,
+        source: str,
+        target: Target,
+        overrides: Mapping[str, Any],
+        tuner: Tuner | None = None,
     ) -> None:
         self.spec = spec
-        self._made = Programs(spec, source, target, overrides)
+        self._made = Programs(spec, source, target, overrides, tuner)
 
     def describe(self, call: Call) -> str:
-        """``decode splits=8`` or ``prefill 128x64``."""
-        if self._decodes(call):
-            return f"decode splits={split_count(self._made, call)}"
-        config = self._made.config("forward")
-        return f"prefill {config.block_m}x{config.block_n}"
+        """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
+        config was found by timing: ``prefill 64x64, tuned``."""
+        made = self._made
+        decodes = self._decodes(call)
+        name: KernelName = "decode" if decodes else "forward"
+        tuned = made.tuned(name, call)
+        state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
+        if decodes:
+            return f"decode splits={split_count(made, call)}{state}"
+        config = tuned or made.config("forward")
+        return f"prefill {config.block_m}x{config.block_n}{state}"
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2]
@@ -96,10 +110,7 @@ class TritonKernel(Kernel):
         if self._decodes(call):
             launch_decode(self._made, call, out)
         else:
-            config = self._made.config("forward")
-            rows, launches = rows_for(self._made, call, config, "keys", out.workspace)
-            launch_all(launches, call.query.device)
-            launch_prefill(self._made, call, out, rows)
+            launch_prefill(self._made, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
@@ -113,10 +124,12 @@ class TritonKernel(Kernel):
         row_values, *rest = grads.workspace
         for_keys, rest = _cut(rest, len(self._finer_specs(call, "keys")))
         for_queries, integers = _cut(rest, len(self._finer_specs(call, "queries")))
-        launches = [rows_launch(made, call, saved, grad, row_values)]
+        first = rows_launch(made, call, saved, grad, row_values)
+        launches = [first]
         if grads.dk is not None or grads.dv is not None:
             rows, before = rows_for(made, call, made.config("keys"), "queries", for_keys)
-            launches += [*before, keys_launch(made, call, dout, row_values, grads, rows)]
+            keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
+            launches += [*before, made.launch("keys", call, keys, [first, *before])]
         totals = [total for total in grads.captured if total is not None]
         if grads.dq is not None or totals:
             rows, before = rows_for(made, call, made.config("queries"), "keys", for_queries)
@@ -126,9 +139,10 @@ class TritonKernel(Kernel):
                     made, call, dout, row_values, grads.dq, totals, rows, integers
                 )
             else:
-                launches.append(
-                    queries_launch(made, call, dout, row_values, grads.dq, totals, rows)
+                queries = partial(
+                    queries_launch, made, call, dout, row_values, grads.dq, totals, rows
                 )
+                launches.append(made.launch("queries", call, queries, [first, *before]))
         launch_all(launches, call.query.device)
 
 

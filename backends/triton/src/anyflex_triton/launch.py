@@ -7,8 +7,9 @@ answer. Here the class is said once, by types, so that a new length or stride ne
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ __all__ = [
     "Options",
     "Program",
     "Types",
+    "compile_all",
     "launch_all",
+    "milliseconds",
     "pointer_type",
     "without_bools",
 ]
@@ -158,30 +161,60 @@ class Launch(NamedTuple):
 
     Args:
         values: of all arguments that aren't constants.
+        sums: tensors that are zeros before and are added to; others are overwritten.
     """
 
     program: Program
     grid: int
     values: Mapping[str, object]
+    sums: Sequence[Tensor] = ()
+
+    def run(self, device: torch.device) -> None:
+        """Run it on the current stream of the current device."""
+        self.program.launch(self.grid, device, self.values)
+
+
+def compile_all(
+    programs: Sequence[Program], device: torch.device
+) -> Iterator[tuple[Program, BaseException | None]]:
+    """Compile side by side, for compilers hold no lock of Python's. Yield each as soon as it is
+    done, with what its compiler raised."""
+
+    def compile_there(program: Program) -> None:
+        # Which device is the current one is a thread's own.
+        with torch.get_device_module(device).device(device):
+            program.compile(device.index)
+
+    with ThreadPoolExecutor(len(programs)) as pool:
+        futures = {pool.submit(compile_there, program): program for program in programs}
+        for future in as_completed(futures):
+            yield futures[future], future.exception()
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Run them one after the other on the current stream of the current device. What isn't
-    compiled yet is compiled side by side first: compilers hold no lock of Python's."""
+    compiled yet is compiled side by side first."""
     missing = [
         launch.program for launch in launches if not launch.program.is_compiled(device.index)
     ]
     if len(missing) > 1 and device.type != "cpu":
+        for _, error in compile_all(missing, device):
+            if error is not None:
+                raise error
+    for launch in launches:
+        launch.run(device)
 
-        def compile_there(program: Program) -> None:
-            # Which device is the current one is a thread's own.
-            with torch.get_device_module(device).device(device):
-                program.compile(device.index)
 
-        with ThreadPoolExecutor(len(missing)) as pool:
-            list(pool.map(compile_there, missing))
-    for program, grid, values in launches:
-        program.launch(grid, device, values)
+def milliseconds(launch: Callable[[], None]) -> float:
+    """Median of a launch's times on the current device, caches flushed before each; in the
+    interpreter, the wall time of one."""
+    if INTERPRETED:
+        begin = time.perf_counter()
+        launch()
+        return (time.perf_counter() - begin) * 1e3
+    from triton.testing import do_bench
+
+    return float(do_bench(launch, return_mode="median"))
 
 
 def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,11 +11,19 @@ from torch import Tensor
 
 from anyflex.plugin import Call, Spec
 from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout_of
-from anyflex_triton.configs import Config, KernelName, Target, config_for, fitted
+from anyflex_triton.configs import Config, KernelName, Target, around, config_for, fitted
 from anyflex_triton.forward import plain_score
-from anyflex_triton.launch import Options, Program, Types, pointer_type, without_bools
+from anyflex_triton.launch import (
+    Launch,
+    Options,
+    Program,
+    Types,
+    pointer_type,
+    without_bools,
+)
 from anyflex_triton.mods import Sums, cap_factors, direct_reads, source_for
 from anyflex_triton.module_files import load_module
+from anyflex_triton.tuning import Tuner
 
 __all__ = [
     "MaskRows",
@@ -93,10 +101,16 @@ class Programs:
         source: of the mods, by `anyflex_triton.mods.write_source`.
         target: which configs.
         overrides: the user's options by name.
+        tuner: finds the fastest configs; None: they are the table's.
     """
 
     def __init__(
-        self, spec: Spec, source: str, target: Target, overrides: Mapping[str, Any]
+        self,
+        spec: Spec,
+        source: str,
+        target: Target,
+        overrides: Mapping[str, Any],
+        tuner: Tuner | None = None,
     ) -> None:
         self.spec = spec
         self.target = target
@@ -107,18 +121,63 @@ class Programs:
         self._caps = cap_factors(spec)
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
-        self._configs: dict[KernelName, Config] = {}
+        self.tuner = tuner
+        self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._lock = threading.Lock()
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
 
     def config(self, name: KernelName) -> Config:
-        """What a kernel is compiled with."""
+        """What a kernel is compiled with where nothing was timed."""
+        return self.configs(name)[0]
+
+    def configs(self, name: KernelName) -> tuple[Config, ...]:
+        """What a kernel is compiled with where nothing was timed, then what autotuning tries
+        beside it."""
         found = self._configs.get(name)
         if found is None:
-            found = self._configs[name] = self._choose(name)
+            first = self._allowed(name, self._from_table(name))
+            tried = around(name, first) if self.tuner is not None else []
+            if self.overrides.get("finer_mask"):
+                # The finer blocks are the first config's tiles.
+                tried = [
+                    replace(config, block_m=first.block_m, block_n=first.block_n)
+                    for config in tried
+                ]
+            allowed = (self._allowed(name, config) for config in tried)
+            found = self._configs[name] = tuple(dict.fromkeys((first, *allowed)))
         return found
 
-    def _choose(self, name: KernelName) -> Config:
+    def tunes(self, name: KernelName) -> bool:
+        """Whether timing decides: the user asks for it, and other options leave a choice."""
+        return len(self.configs(name)) > 1
+
+    def tuned(self, name: KernelName, call: Call) -> Config | None:
+        """What was found to be the fastest for such calls, if that is asked for and known."""
+        if self.tuner is None or not self.tunes(name):
+            return None
+        return self.tuner.known(name, call, self.configs(name))
+
+    def launch(
+        self,
+        name: KernelName,
+        call: Call,
+        launch_with: Callable[[Config], Launch],
+        before: Sequence[Launch] = (),
+    ) -> Launch:
+        """Return the launch with the config that the kernel shall have for this call.
+
+        Args:
+            launch_with: returns the launch with a config.
+            before: fill what the launch reads; they are run before anything is timed.
+        """
+        configs = self.configs(name)
+        config = configs[0]
+        if self.tuner is not None and len(configs) > 1:
+            found = self.tuner.known(name, call, configs)
+            config = found or self.tuner.find(name, call, configs, launch_with, before)
+        return launch_with(config)
+
+    def _from_table(self, name: KernelName) -> Config:
         spec = self.spec
         config = config_for(
             self.target, name, max(spec.head_dim, spec.value_head_dim), spec.dtype.itemsize
@@ -133,9 +192,13 @@ class Programs:
             # The loop over query heads takes the registers that the larger tile needs: products
             # would wait for each other (ptxas: C7512).
             config = replace(config, block_m=min(32, config.block_m))
+        return config
+
+    def _allowed(self, name: KernelName, config: Config) -> Config:
+        """The nearest config with the user's options, and tiles within the mask's blocks."""
         config = self._overridden(name, config)
-        if spec.mask_kind == "runs":
-            q_block, kv_block = spec.block_size
+        if self.spec.mask_kind == "runs":
+            q_block, kv_block = self.spec.block_size
             if name == "forward" or name == "queries":
                 config = fitted(config, q_block, config.block_n)
             elif name == "keys":

@@ -1,0 +1,247 @@
+"""Autotuning: the fastest of the configs around the table's, timed at the first call of its size.
+
+Nothing of this runs unless the user asks for it: option ``autotune``. What was found is an
+artifact of the spec, one a kernel, size and device: core keeps it in the disk cache, under a key
+that covers this package's sources, Triton's version and the user's other options.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from triton.errors import TritonError
+
+from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine
+from anyflex_triton.configs import Config, KernelName
+from anyflex_triton.launch import Launch, compile_all
+
+__all__ = ["Clock", "Tuner"]
+
+Clock = Callable[[Callable[[], None]], float]
+"""Returns the milliseconds that a launch takes on the current device."""
+
+_COMPILER_ERRORS = (TritonError, RuntimeError)
+"""What a config may bring about that can't be compiled: Triton's own, and its passes', which
+raise RuntimeError."""
+_ONE_AT_A_TIME = threading.Lock()
+"""Kernels that run meanwhile would be timed too."""
+
+
+class Size(NamedTuple):
+    """Calls for which one config is the fastest.
+
+    Args:
+        kernel: which one.
+        device: where it runs.
+        heads: batch times query heads, rounded up to a power of two.
+        rows, keys: lengths of query and key, likewise.
+    """
+
+    kernel: KernelName
+    device: torch.device
+    heads: int
+    rows: int
+    keys: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel} of up to {self.heads} heads, {self.rows} rows and {self.keys} keys "
+            f"on {device_name(self.device)}"
+        )
+
+    def artifact(self) -> str:
+        """Name of what is kept: the same on each device of a product."""
+        device = re.sub(r"[^A-Za-z0-9]+", "_", device_name(self.device))
+        return f"tuned-{self.kernel}-{self.heads}-{self.rows}-{self.keys}-{device}.json"
+
+
+def size_of(kernel: KernelName, call: Call) -> Size:
+    """Return which calls a call is one of."""
+    batch, heads, rows = call.query.shape[:3]
+    return Size(
+        kernel,
+        call.query.device,
+        _power_from(batch * heads),
+        _power_from(rows),
+        _power_from(call.key.shape[2]),
+    )
+
+
+def _power_from(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def device_name(device: torch.device) -> str:
+    """Return the product's name, or the device's type where it has none."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if name is None else str(name(device))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """Whether the current stream records a graph."""
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
+
+
+class Tuner:
+    """The fastest configs of one spec's kernels. Thread-safe: of the threads that need the same
+    one, one finds it and the others wait.
+
+    Args:
+        artifacts: of the spec.
+        backend: its name, for what is printed.
+        clock: times a launch.
+    """
+
+    def __init__(self, artifacts: Artifacts, backend: str, clock: Clock) -> None:
+        self._artifacts = artifacts
+        self._backend = backend
+        self._clock = clock
+        self._found: dict[Size, Config] = {}
+        self._given_up: set[Size] = set()
+
+    def known(self, kernel: KernelName, call: Call, configs: Sequence[Config]) -> Config | None:
+        """Return what was found earlier, in this process or another, or None. Times nothing."""
+        size = size_of(kernel, call)
+        if size not in self._found:
+            kept = self._artifacts.get(size.artifact())
+            if kept is None:
+                return None
+            chosen = json.loads(kept)["chosen"]
+            config = next((config for config in configs if str(config) == chosen), None)
+            if config is None:  # CPU tensors stood in for a device with another table.
+                return None
+            self._found[size] = config
+        return self._found[size]
+
+    def find(
+        self,
+        kernel: KernelName,
+        call: Call,
+        configs: Sequence[Config],
+        launch_with: Callable[[Config], Launch],
+        before: Sequence[Launch],
+    ) -> Config:
+        """Return the fastest of `configs` for the call, and keep it. What the launches overwrite
+        is left with anything, what they add to with zeros. Where nothing can be timed, in a graph
+        capture or for want of memory, it is the first, with a `PerformanceWarning`.
+
+        Args:
+            configs: the table's first.
+            launch_with: returns the launch with a config.
+            before: are run before anything is timed.
+
+        Raises:
+            TritonError, RuntimeError: what the compiler said of the first; none can be compiled.
+        """
+        device = call.query.device
+        size = size_of(kernel, call)
+        if _is_capturing(device):
+            self._warn(size, "a graph is being captured; make such a call before the capture")
+            return configs[0]
+        with _ONE_AT_A_TIME:
+            config = self.known(kernel, call, configs)
+            if config is not None:
+                return config
+            if size in self._given_up:
+                return configs[0]
+            for launch in before:
+                launch.run(device)
+            # Their programs stay: another size tries the same ones.
+            launches = {config: launch_with(config) for config in configs}
+            try:
+                times, failed = self._time(size, launches, device)
+            except torch.OutOfMemoryError as error:
+                self._given_up.add(size)
+                self._warn(size, f"the device has no memory left for it: {error}")
+                return configs[0]
+            if not times:
+                raise failed[configs[0]]
+            config = min(times, key=times.__getitem__)
+            self._keep(size, config, times, failed)
+        self._tell(size, config, configs[0], times, failed)
+        return config
+
+    def _time(
+        self, size: Size, launches: Mapping[Config, Launch], device: torch.device
+    ) -> tuple[dict[Config, float], dict[Config, BaseException]]:
+        """Return the milliseconds of each config, and what was raised for those that can't be
+        compiled or don't fit the device."""
+        progress = ProgressLine(sys.stderr)
+
+        def show(what: str, done: int) -> None:
+            progress.show(
+                f"anyflex: tuning {self._backend} {size.kernel}: {what} {done}/{len(launches)}"
+            )
+
+        times: dict[Config, float] = {}
+        failed: dict[Config, BaseException] = {}
+        if device.type != "cpu":
+            configs = {launch.program: config for config, launch in launches.items()}
+            show("compiled", 0)
+            for done, (program, error) in enumerate(compile_all(list(configs), device), 1):
+                show("compiled", done)
+                if isinstance(error, _COMPILER_ERRORS):
+                    failed[configs[program]] = error
+                elif error is not None:
+                    raise error
+        for done, (config, launch) in enumerate(launches.items()):
+            show("timed", done)
+            if config in failed:
+                continue
+            try:
+                times[config] = self._clock(partial(launch.run, device))
+            except TritonError as error:  # It takes more of a core than there is.
+                failed[config] = error
+            finally:
+                for tensor in launch.sums:
+                    tensor.zero_()
+        progress.clear()
+        return times, failed
+
+    def _keep(
+        self,
+        size: Size,
+        config: Config,
+        times: Mapping[Config, float],
+        failed: Mapping[Config, BaseException],
+    ) -> None:
+        self._found[size] = config
+        record = {
+            "of": str(size),
+            "chosen": str(config),
+            "milliseconds": {str(c): times[c] for c in sorted(times, key=times.__getitem__)},
+            "failed": {str(c): f"{type(e).__name__}: {e}" for c, e in failed.items()},
+        }
+        self._artifacts.put(size.artifact(), json.dumps(record, indent=1).encode())
+
+    def _tell(
+        self,
+        size: Size,
+        config: Config,
+        first: Config,
+        times: Mapping[Config, float],
+        failed: Mapping[Config, BaseException],
+    ) -> None:
+        line = f"anyflex: tuned {self._backend} {size}: {config}: {times[config]:.3g} ms"
+        if config is not first:
+            usual = f"{times[first]:.3g} ms" if first in times else "failed"
+            line += f" (the table's {first}: {usual})"
+        if failed:
+            line += f"; {len(failed)} of {len(times) + len(failed)} failed"
+        sys.stderr.write(f"{line}\n")
+
+    def _warn(self, size: Size, reason: str) -> None:
+        warnings.warn(
+            f"{self._backend} runs {size} as it would without autotuning: {reason}",
+            PerformanceWarning,
+            stacklevel=2,
+        )
