@@ -2,7 +2,7 @@
 //
 // Split-KV (Flash-Decoding, Dao et al., 2023): a job is a split of the keys of one unit; its
 // sums stay in a record, and the records of a unit are combined in their order.
-#include "decode_products.h"
+#include "decode_amx.h"
 #include "decode_plan.h"
 #include "finish_row.h"
 #include "level.h"
@@ -23,12 +23,14 @@ struct decode_run {
 };
 
 struct decode_buffers {
-    float *score, *again;
+    float* score;
+    float* spare;  // as large: scores computed again, or weights as tiles take them
     live_tile live;
     decode_query query;
     float *query_rows, *out, *before;
     uint16_t* pairs;
     uint32_t* tiles;
+    bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
     softmax_state state;
     void* scratch;
     af_error* error;
@@ -44,7 +46,7 @@ decode_buffers decode_buffers_of(const decode_run& run, int thread) {
     };
     decode_buffers b;
     b.score = reinterpret_cast<float*>(take(d.score_bytes));
-    b.again = reinterpret_cast<float*>(take(d.score_bytes));
+    b.spare = reinterpret_cast<float*>(take(d.score_bytes));
     b.live.live = reinterpret_cast<uint16_t*>(take(d.live_bytes));
     b.live.spare = reinterpret_cast<uint16_t*>(take(d.spare_bytes));
     b.live.ld = decode_live_ld;
@@ -121,16 +123,43 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
     t.in = live_columns_of<decode_columns>(b.live, 0, static_cast<int>(run.plan.rows), t.columns);
 }
 
+#if defined(__AMX_BF16__)
+// What is read after the scores of some columns: their values.
+stream_block values_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
+    const af_problem& p = *run.p;
+    const matrix value = matrix_of(p.value, AF_BF16, t.job.b, t.job.kv_head, t.span.begin);
+    return block_of(value, c.begin, c.stride(), 0, smaller(p.value_head_dim, value_dim_a_pass));
+}
+
+// What is read after a tile's values: the next tile's keys, if this job has one.
+stream_block keys_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
+    const af_problem& p = *run.p;
+    const int64_t first = t.span.end < t.job.end ? t.span.end : t.span.begin;
+    const matrix key = matrix_of(p.key, AF_BF16, t.job.b, t.job.kv_head, first);
+    return block_of(key, 0, c.stride(), 0, p.head_dim);
+}
+#endif
+
 template <int DTYPE>
 void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                     float* score) {
     const af_problem& p = *run.p;
     const matrix key = matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
     const int rows = static_cast<int>(run.plan.rows);
-    for (int i = 0; i < t.in.parts; ++i)
-        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, t.in.part[i].begin,
-                             smaller(t.in.part[i].end, t.columns), run.scale.stored, score,
+    for (int i = 0; i < t.in.parts; ++i) {
+        int64_t begin = t.in.part[i].begin;
+        const int64_t end = smaller(t.in.part[i].end, t.columns);
+#if defined(__AMX_BF16__)
+        if (DTYPE == AF_BF16 && b.query.tiles) {
+            const tile_columns columns = columns_for_tiles(begin, end);
+            score_tiles(b.query, rows, key, p.head_dim, columns, values_next(run, t, columns),
+                        run.scale.stored, score, decode_ld);
+            begin = columns.end;
+        }
+#endif
+        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, begin, end, run.scale.stored, score,
                              decode_ld);
+    }
     if (!p.score) return;
     const subnormal_results kept(true);
     for (int64_t head = 0; head < run.plan.heads; ++head) {
@@ -156,13 +185,13 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
     const af_problem& p = *run.p;
     const decode_plan& d = run.plan;
     memcpy(b.out, b.before, d.rows * d.value_width * 4);
-    scores_of_tile<DTYPE>(run, b, t, b.again);
+    scores_of_tile<DTYPE>(run, b, t, b.spare);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
     for (int i = 0; i < t.in.parts; ++i)
         for (int64_t c = t.in.part[i].begin; c < smaller(t.in.part[i].end, t.columns); ++c)
             for (int64_t r = 0; r < d.rows; ++r) {
                 const uint16_t bits = t.in.all ? 0xffff : b.live.live[r * b.live.ld + c / 16];
-                if (!(bits >> (c % 16) & 1) || b.again[r * decode_ld + c] == -infinity) continue;
+                if (!(bits >> (c % 16) & 1) || b.spare[r * decode_ld + c] == -infinity) continue;
                 const float weight = b.score[r * decode_ld + c];
                 float* out = b.out + r * d.value_width;
                 for (int64_t e = 0; e < p.value_head_dim; e += VL)
@@ -195,10 +224,22 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    for (int i = 0; i < t.in.parts; ++i)
-        decode_values<DTYPE>(b.score, decode_ld, static_cast<int>(d.rows), value,
-                             p.value_head_dim, t.in.part[i].begin,
-                             smaller(t.in.part[i].end, t.columns), b.out, d.value_width);
+    const int rows = static_cast<int>(d.rows);
+    for (int i = 0; i < t.in.parts; ++i) {
+        int64_t begin = t.in.part[i].begin;
+        const int64_t end = smaller(t.in.part[i].end, t.columns);
+#if defined(__AMX_BF16__)
+        if (DTYPE == AF_BF16 && b.values_on_tiles) {
+            const tile_columns columns = columns_for_tiles(begin, end);
+            value_tiles(b.score, decode_ld, rows, value, p.value_head_dim, columns,
+                        keys_next(run, t, columns), reinterpret_cast<uint32_t*>(b.spare), b.out,
+                        d.value_width);
+            begin = columns.end;
+        }
+#endif
+        decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, begin, end, b.out,
+                             d.value_width);
+    }
     if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
 }
 
@@ -213,6 +254,8 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     const bool pairs =
         has_pairs && DTYPE == AF_BF16 && (p.key.stride[3] == 1 || p.head_dim == 1);
     const bool tiles = has_tiles && pairs && p.head_dim % (2 * VL) == 0;
+    b.values_on_tiles = has_tiles && DTYPE == AF_BF16 && p.value.stride[3] == 1 &&
+                    p.value_head_dim % (2 * VL) == 0;
     b.query = {b.query_rows, pairs ? b.pairs : nullptr, tiles ? b.tiles : nullptr, d.query_width};
     for (int64_t head = 0; head < d.heads; ++head) {
         const matrix query = matrix_of(p.query, DTYPE, t.job.b, t.job.h + head, 0);
@@ -225,12 +268,11 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
                       b.query_rows + row);
     }
     if constexpr (has_tiles) {
-        if (tiles) {
+        if (tiles)
             pack_transposed_pairs({b.pairs, d.query_width, 1, AF_BF16}, d.rows, p.head_dim,
                                   d.query_width, d.rows_padded, b.tiles);
-            pairs_begin();
-        }
     }
+    if (tiles || b.values_on_tiles) pairs_begin();
     memset(b.out, 0, d.rows * d.value_width * 4);
     memset(b.state.sum, 0, d.rows_padded * VL * 4);
     memset(b.state.nan, 0, d.rows_padded);
@@ -252,7 +294,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
             softmax_of_tile<true>(run, b, t);
         values_of_tile<DTYPE>(run, b, t);
     }
-    if (tiles) pairs_end();
+    if (tiles || b.values_on_tiles) pairs_end();
     float* record = run.records + index * d.rows * d.record;
     for (int64_t r = 0; r < d.rows; ++r, record += d.record) {
         record[0] = b.state.top[r];

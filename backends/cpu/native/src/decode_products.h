@@ -1,4 +1,4 @@
-// The two products of decoding: a few rows against keys and values as they lie in memory.
+// The two products of decoding, on vectors: few rows against keys and values as memory has them.
 //
 // Each element of K and V is read once and used for up to four rows while it is in a register;
 // nothing is packed, because packing would write as much as decoding reads.
@@ -148,65 +148,10 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
     }
 }
 
-#if defined(__AMX_BF16__)
-// The same for 16 keys of each stream from `first` on and all rows. Keys are the left side, which a
-// tile takes as they lie in memory.
-static void score_tiles(const decode_query& q, int rows, const matrix& key, int64_t dim,
-                        int64_t first, int64_t stride, float scale, float* score, int64_t ld) {
-    static_assert(streams == 4, "a tile for each");
-    const char* k[streams];
-    for (int s = 0; s < streams; ++s) {
-        k[s] = address(key, first + s * stride, 0);
-        for (int i = 0; i < 16; ++i)
-            for (int64_t d = 0; d < dim; d += 32)
-                __builtin_prefetch(k[s] + ((16 + i) * key.row + d) * 2, 0, 2);
-    }
-    for (int r = 0; r < rows; r += 16) {
-        const uint32_t* b = q.tiles + r / NR * (q.width / 2) * NR + r % NR;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t d = 0; d < dim; d += 32, b += 16 * NR) {
-            _tile_loadd(6, b, NR * 4);
-            _tile_loadd(4, k[0] + d * 2, key.row * 2);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, k[1] + d * 2, key.row * 2);
-            _tile_dpbf16ps(1, 5, 6);
-            _tile_loadd(4, k[2] + d * 2, key.row * 2);
-            _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(5, k[3] + d * 2, key.row * 2);
-            _tile_dpbf16ps(3, 5, 6);
-        }
-        alignas(64) uint32_t sums[streams][VL * VL];
-        _tile_stored(0, sums[0], VL * 4);
-        _tile_stored(1, sums[1], VL * 4);
-        _tile_stored(2, sums[2], VL * 4);
-        _tile_stored(3, sums[3], VL * 4);
-        for (int s = 0; s < streams; ++s) {
-            vu x[VL];
-            for (int i = 0; i < VL; ++i) x[i] = load(sums[s] + i * VL);
-            transpose(x);
-            float* to = score + r * ld + first + s * stride;
-            for (int i = 0; i < VL && r + i < rows; ++i)
-                store(to + i * ld, as_float(x[i]) * splat(scale));
-        }
-    }
-}
-#endif
-
 // All rows.
 template <int DTYPE>
 static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
                           int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
-#if defined(__AMX_BF16__)
-    if (DTYPE == AF_BF16 && q.tiles && (end - begin) % (streams * VL) == 0) {
-        const int64_t stride = (end - begin) / streams;
-        for (int64_t c = begin; c < begin + stride; c += VL)
-            score_tiles(q, rows, key, dim, c, stride, scale, score, ld);
-        return;
-    }
-#endif
     // A few keys for all rows, then the next few: they are in the first cache from then on.
     in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
         int r = 0;

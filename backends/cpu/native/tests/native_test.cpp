@@ -204,7 +204,7 @@ void run_problem(int64_t number, uint64_t seed) {
     n.q_length = draw({0, 1, 3, 4, 17, 40, 65, 130});
     n.kv_length = draw({0, 1, 31, 32, 33, 70, 129, 300, 520});
     n.head_dim = draw({1, 7, 16, 33, 64, 100});
-    n.value_head_dim = draw({1, 8, 20, 64, 100, n.head_dim});
+    n.value_head_dim = draw({1, 8, 20, 64, 100, 160, n.head_dim});
     const int32_t dtype = draw({0, 0, 1}) ? AF_BF16 : AF_F32;
     mod_code code;
     code.mod.cap = draw({0, 0, 3});

@@ -1,0 +1,253 @@
+// The two products of decoding on AMX tiles, which take keys and values as they lie in memory.
+//
+// Both go over turns of 64 columns, 16 of each stream. A tile waits for all of its lines, so each
+// product asks for the lines of the turn after it: a few of every stream beside each tile, in the
+// order of their addresses, for that order is what sets off the processor's own prefetching.
+#pragma once
+#include "decode_products.h"
+
+#if defined(__AMX_BF16__)
+namespace AF_LEVEL {
+
+static_assert(streams == 4, "a tile of scores for each");
+constexpr int tile_keys = 16;
+constexpr int64_t turn_columns = streams * tile_keys;
+
+// Columns [begin, end), a multiple of a turn's.
+struct tile_columns {
+    int64_t begin, end;
+    int64_t stride() const { return (end - begin) / streams; }
+    int64_t turns() const { return (end - begin) / turn_columns; }
+};
+
+// As many of [begin, end) as turns take; the others are for vectors.
+AF_INLINE tile_columns columns_for_tiles(int64_t begin, int64_t end) {
+    return {begin, begin + (end - begin) / turn_columns * turn_columns};
+}
+
+// `dim` elements of each row of a matrix, in four streams that begin at these addresses.
+struct stream_block {
+    const char* stream[streams];
+    int64_t row, width;  // bytes: from a row to the next, and of one
+};
+
+AF_INLINE stream_block block_of(const matrix& m, int64_t first, int64_t stride, int64_t d,
+                                int64_t dim) {
+    stream_block b;
+    for (int s = 0; s < streams; ++s) b.stream[s] = address(m, first + s * stride, d);
+    b.row = m.row * 2;
+    b.width = dim * 2;
+    return b;
+}
+
+AF_INLINE stream_block turn_of(const stream_block& b, int64_t turn) {
+    stream_block t = b;
+    for (int s = 0; s < streams; ++s) t.stream[s] += turn * tile_keys * b.row;
+    return t;
+}
+
+// Fetches a turn's lines into the first cache.
+class turn_ahead {
+   public:
+    AF_INLINE_MEMBER explicit turn_ahead(const stream_block& turn)
+        : turn_(turn), line_(0), end_(turn.width) {}
+    // Four lines of each stream: the share of a tile, which is 16 lines of one stream.
+    AF_INLINE_MEMBER void fetch() {
+        AF_UNROLL
+        for (int i = 0; i < 4; ++i) {
+            AF_UNROLL
+            for (int s = 0; s < streams; ++s) __builtin_prefetch(turn_.stream[s] + line_, 0, 3);
+            line_ += 64;
+            if (line_ < end_) continue;
+            line_ = end_ - turn_.width + turn_.row;
+            end_ = line_ + turn_.width;
+        }
+    }
+
+   private:
+    const stream_block turn_;
+    int64_t line_, end_;
+};
+
+// Columns 0 to 3 of a matrix of 16 rows of 16.
+AF_INLINE void four_columns(const float* m, vf (&column)[4]) {
+    __m512d x[4];
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i) {  // rows i, i + 4, i + 8 and i + 12
+        __m512 rows = _mm512_castps128_ps512(_mm_loadu_ps(m + i * 16));
+        rows = _mm512_insertf32x4(rows, _mm_loadu_ps(m + (i + 4) * 16), 1);
+        rows = _mm512_insertf32x4(rows, _mm_loadu_ps(m + (i + 8) * 16), 2);
+        rows = _mm512_insertf32x4(rows, _mm_loadu_ps(m + (i + 12) * 16), 3);
+        x[i] = _mm512_castps_pd(rows);
+    }
+    const auto low = [](__m512d a, __m512d b) AF_FLAT {
+        return _mm512_castps_pd(_mm512_unpacklo_ps(_mm512_castpd_ps(a), _mm512_castpd_ps(b)));
+    };
+    const auto high = [](__m512d a, __m512d b) AF_FLAT {
+        return _mm512_castps_pd(_mm512_unpackhi_ps(_mm512_castpd_ps(a), _mm512_castpd_ps(b)));
+    };
+    const __m512d a = low(x[0], x[1]), b = high(x[0], x[1]);
+    const __m512d c = low(x[2], x[3]), d = high(x[2], x[3]);
+    column[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    column[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    column[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    column[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+}
+
+// score[row][c] = scale * (q row . key c), for 16 keys of each stream. Keys are the left side.
+static void score_turn(const decode_query& q, int rows, const stream_block& key,
+                       const stream_block& next, float scale, float* score, int64_t ld,
+                       int64_t stride) {
+    const auto& k = key.stream;
+    for (int r = 0; r < rows; r += 16) {
+        const uint32_t* b = q.tiles + r / NR * (q.width / 2) * NR + r % NR;
+        turn_ahead ahead(next);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t d = 0; d < key.width; d += 64, b += 16 * NR) {
+            _tile_loadd(6, b, NR * 4);
+            _tile_loadd(4, k[0] + d, key.row);
+            _tile_dpbf16ps(0, 4, 6);
+            ahead.fetch();
+            _tile_loadd(5, k[1] + d, key.row);
+            _tile_dpbf16ps(1, 5, 6);
+            ahead.fetch();
+            _tile_loadd(4, k[2] + d, key.row);
+            _tile_dpbf16ps(2, 4, 6);
+            ahead.fetch();
+            _tile_loadd(5, k[3] + d, key.row);
+            _tile_dpbf16ps(3, 5, 6);
+            ahead.fetch();
+        }
+        alignas(64) float sums[streams][16 * 16];
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+        for (int s = 0; s < streams; ++s)
+            for (int i = r; i < r + 16 && i < rows; i += 4) {
+                vf x[4];
+                four_columns(sums[s] + i - r, x);
+                for (int j = 0; j < 4 && i + j < rows; ++j)
+                    store(score + (i + j) * ld + s * stride, x[j] * splat(scale));
+            }
+    }
+}
+
+// All rows. `next` is what is read afterwards.
+static void score_tiles(const decode_query& q, int rows, const matrix& key, int64_t dim,
+                        const tile_columns& columns, const stream_block& next, float scale,
+                        float* score, int64_t ld) {
+    const int64_t turns = columns.turns(), stride = columns.stride();
+    const stream_block block = block_of(key, columns.begin, stride, 0, dim);
+    for (int64_t t = 0; t < turns; ++t)
+        score_turn(q, rows, turn_of(block, t), t + 1 < turns ? turn_of(block, t + 1) : next, scale,
+                   score + columns.begin + t * tile_keys, ld, stride);
+}
+
+// A row of values is a row of the right side as it lies in memory, whose pairs are neighbours in
+// that row, not two keys. So a weight stands beside a 0 once for the even elements and once for the
+// odd ones. And a weight is two bf16, itself and what rounding took: 16 rows for each 4.
+constexpr int value_rows_a_tile = 4;
+constexpr int64_t value_dim_a_pass = 4 * 2 * VL;  // four tiles of sums
+
+// Weights of up to 4 rows as words of 16: in the low half of a word the weight (rows 0 to 3) and
+// the rest (4 to 7), in the high half the same (8 to 15); the other half is 0. Rows of no weights
+// stay what they are: nobody reads their products.
+static void spread_weights(const float* weight, int64_t ld, int rows, const tile_columns& columns,
+                           uint32_t* words) {
+    const auto rounded_words = [](vf x) AF_FLAT {
+        return reinterpret_cast<vu>(
+            _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(bf16_of_float(x))));
+    };
+    const int64_t group = value_rows_a_tile * ld;
+    for (int r = 0; r < rows; ++r)
+        for (int64_t c = columns.begin; c < columns.end; c += VL) {
+            const vf w = load(weight + r * ld + c);
+            const vu word = rounded_words(w), rest = rounded_words(w - as_float(word << 16));
+            uint32_t* to = words + r * ld + c;
+            store(to, word);
+            store(to + group, rest);
+            store(to + 2 * group, word << 16);
+            store(to + 3 * group, rest << 16);
+        }
+}
+
+// One pass: up to 4 rows and 128 elements of each value. `words` begin at the first column.
+static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_columns& columns,
+                       const stream_block& value, const stream_block& next, float* out,
+                       int64_t width) {
+    const int64_t turns = columns.turns(), stride = columns.stride();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t t = 0; t < turns; ++t) {
+        const stream_block now = turn_of(value, t);
+        turn_ahead ahead(t + 1 < turns ? turn_of(value, t + 1) : next);
+        for (int s = 0; s < streams; ++s) {
+            const char* v = now.stream[s];
+            _tile_loadd(4, words + t * tile_keys + s * stride, ld * 4);
+            _tile_loadd(5, v, now.row);
+            _tile_dpbf16ps(0, 4, 5);
+            ahead.fetch();
+            if (now.width > 64) {
+                _tile_loadd(6, v + 64, now.row);
+                _tile_dpbf16ps(1, 4, 6);
+                ahead.fetch();
+            }
+            if (now.width > 128) {
+                _tile_loadd(5, v + 128, now.row);
+                _tile_dpbf16ps(2, 4, 5);
+                ahead.fetch();
+            }
+            if (now.width > 192) {
+                _tile_loadd(6, v + 192, now.row);
+                _tile_dpbf16ps(3, 4, 6);
+                ahead.fetch();
+            }
+        }
+    }
+    alignas(64) float sums[4][16 * 16];
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    constexpr int group = value_rows_a_tile * 16;
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < value.width / 64; ++i) {
+            const float* sum = sums[i] + r * 16;
+            const vf even = load(sum) + load(sum + group);
+            const vf odd = load(sum + 2 * group) + load(sum + 3 * group);
+            float* to = out + r * width + i * 2 * VL;
+            store(to, load(to) + _mm512_permutex2var_ps(even, first, odd));
+            store(to + VL, load(to + VL) + _mm512_permutex2var_ps(even, second, odd));
+        }
+}
+
+// out[row][width] += weight[row][c] * value[c]. `words` is room for 16 rows as weights have them,
+// and `next` what is read afterwards.
+static void value_tiles(const float* weight, int64_t ld, int rows, const matrix& value, int64_t dim,
+                        const tile_columns& columns, const stream_block& next, uint32_t* words,
+                        float* out, int64_t width) {
+    if (columns.turns() == 0) return;
+    const auto block = [&](int64_t d) AF_FLAT {
+        return block_of(value, columns.begin, columns.stride(), d,
+                        smaller(dim - d, value_dim_a_pass));
+    };
+    for (int r = 0; r < rows; r += value_rows_a_tile) {
+        const int n = static_cast<int>(smaller(rows - r, value_rows_a_tile));
+        spread_weights(weight + r * ld, ld, n, columns, words);
+        for (int64_t d = 0; d < dim; d += value_dim_a_pass)
+            value_pass(words + columns.begin, ld, n, columns, block(d),
+                       d + value_dim_a_pass < dim ? block(d + value_dim_a_pass) : next,
+                       out + r * width + d, width);
+    }
+}
+
+}  // namespace AF_LEVEL
+#endif

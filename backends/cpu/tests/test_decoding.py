@@ -1,0 +1,70 @@
+"""Decoding against a dense formula: all the rows and widths that its products take apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense import assert_near, dense_attention
+from torch import Tensor
+
+import anyflex
+
+# Not a whole number of turns of 64 keys, nor of tiles of 256.
+KEYS = 1000
+WIDTHS = [(128, 128), (64, 256), (96, 32), (32, 160), (40, 128), (64, 72)]
+KV_HEADS = 2
+
+
+def drawn(rows: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with this many rows a key head, keys and values as projections leave
+    them."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    query = some(2, KV_HEADS * rows, 1, widths[0])
+    key, value = (some(2, KEYS, KV_HEADS, width).transpose(1, 2) for width in widths)
+    return query, key, value
+
+
+def recent(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (k > 300) & (k < 900)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 16])
+def test_decoding_rounds_nothing_but_its_result(
+    rows: int, widths: tuple[int, int], level: str
+) -> None:
+    query, key, value = drawn(rows, widths)
+    out = anyflex.flex_attention(query, key, value, enable_gqa=True, backend="cpu")
+    wanted, _ = dense_attention(query, key, value)
+    # Weights rounded to bfloat16 would change one element in four.
+    changed = (out != wanted.bfloat16()).double().mean().item()
+    assert changed < 0.02
+    assert_near(out, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_an_infinite_value_reaches_its_own_element(rows: int, level: str) -> None:
+    query, key, value = drawn(rows, (128, 128))
+    value[:, :, 500, 6] = torch.inf
+    out = anyflex.flex_attention(query, key, value, enable_gqa=True, backend="cpu")
+    assert (out[..., 6] == torch.inf).all()
+    value[:, :, 500, 6] = 0
+    wanted, _ = dense_attention(query, key, value)
+    others = torch.arange(128) != 6
+    assert_near(out[..., others], wanted[..., others], torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7])
+def test_what_is_at_dead_keys_reaches_nothing(rows: int, level: str) -> None:
+    query, key, value = drawn(rows, (128, 128))
+    wanted, _ = dense_attention(query, key, value, None, recent)
+    mask = anyflex.create_block_mask(recent, None, None, 1, KEYS, BLOCK_SIZE=128)
+    dead = ~recent(*torch.zeros(3, 1), torch.arange(KEYS))
+    key[:, :, dead] = torch.nan
+    value[:, :, dead] = torch.inf
+    out = anyflex.flex_attention(query, key, value, None, mask, enable_gqa=True, backend="cpu")
+    assert_near(out, wanted, torch.bfloat16)
