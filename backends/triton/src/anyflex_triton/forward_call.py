@@ -63,7 +63,7 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | No
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     config = made.config("forward")
-    described = made.describable(call.key, call.value)
+    described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     blocks = spec.block_size if rows is None else rows.block_size
@@ -101,7 +101,7 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, rows: MaskRows | No
             aligned(
                 ("query", "key", "value", "out", "rest"),
                 layouts,
-                ("key", "value") * described,
+                ("key", "value") if described == "host" else (),
             ),
             config.options,
         )
@@ -139,7 +139,9 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     config = made.config("decode")
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)
-    key = ("decode", config, mods.key, packed, rows, *classes(layouts))
+    # Descriptors as arguments were never tried here.
+    described = "kernel" if made.describer(call.key, call.value) == "kernel" else None
+    key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(
@@ -158,6 +160,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
                 "MASK_MOD": mods.mask_mod,
                 "KV_BLOCK": spec.block_size[1],
                 "PACKED": packed,
+                "DESCRIBED": described,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },
