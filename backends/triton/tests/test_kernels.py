@@ -236,16 +236,6 @@ def test_a_wrong_option_is_refused() -> None:
         attention(*[torch.zeros(1, 1, 200, 16)] * 3, kernel_options={"cuda.mine": {"block_m": 7}})
 
 
-def test_deterministic_gradients_are_refused_with_the_reason() -> None:
-    query = torch.zeros(1, 1, 70, 16, requires_grad=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(anyflex.BackendRefused, match="deterministic"):
-            attention(query, query, query)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30, 3.0])
 @pytest.mark.parametrize("length", [3, 90])
 def test_any_scale_is_right(scale: float, length: int) -> None:
