@@ -5,8 +5,8 @@ Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`, or by han
     python compiling_kernels.py [--targets hopper,amd] [--types bfloat16,float32] [--dims 64,128]
 
 Prints a line a kernel: target, architecture, type, head dim, kernel, tiles, warps, stages, bytes
-of shared memory, and what the target's tools say of registers, spills, and of Hopper's products,
-which should not wait for each other.
+of shared memory, what the target's tools say of registers, spills, and of Hopper's products, which
+should not wait for each other; and its loads by descriptors.
 """
 
 from __future__ import annotations
@@ -61,6 +61,15 @@ def resources(asm: Mapping[str, Any]) -> str:
     return " ".join([*found, f"products={products}", f"waits={waits}"])
 
 
+def descriptors(ttir: str) -> str:
+    """A kernel's functions, its loads by descriptors, and those of them whose descriptor is made
+    in the same function."""
+    made = set(re.findall(r"(%\w+) = tt\.make_tensor_descriptor", ttir))
+    loads = re.findall(r"tt\.descriptor_load (%\w+)\[", ttir)
+    own = sum(load in made for load in loads)
+    return f"functions={ttir.count('tt.func')} descriptor_loads={len(loads)} own={own}"
+
+
 def compile_all(target: Target, dtype: torch.dtype, dim: int) -> None:
     """Compile what a causal call with gradients, and a decoding one, need; for Hopper also what a
     call without mask and grouped heads does."""
@@ -81,7 +90,7 @@ def compile_all(target: Target, dtype: torch.dtype, dim: int) -> None:
         print(
             target, ARCHITECTURES[target].arch, str(dtype)[6:], dim, program.function.__name__,
             tiles, options.num_warps, options.num_stages, f"shared={made.metadata.shared}",
-            resources(made.asm), flush=True,
+            resources(made.asm), descriptors(made.asm["ttir"]), flush=True,
         )  # fmt: skip
 
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -1,8 +1,15 @@
 """Rules that kernels for Intel GPUs keep, checked on their source: what Intel's compiler lacks,
 doesn't compile well, or understands otherwise.
 
-A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED`` is left out: it
-is compiled for targets that get descriptors as arguments, and an Intel GPU is none of them.
+A *kernel* is a function under ``@triton.jit``. What stands under ``if DESCRIBED == "host"`` is
+left out: it is compiled for targets that get descriptors as arguments, and an Intel GPU is none of
+them.
+
+Intel's compiler makes a 2D block load of a descriptor's only where it finds, in the same function,
+the operation that made the descriptor. Before it looks, kernels have been inlined into each other:
+a kernel may hand its descriptor to another, and that one loads by it under ``if DESCRIBED is not
+None``. What Triton makes of the kernels shows that too: tests/test_compiled_kernels.py of
+`anyflex-triton`.
 """
 
 from __future__ import annotations
@@ -18,17 +25,19 @@ BANNED_NAMES = {
     "advance": "block pointers are gone since Triton 3.9: use a tensor descriptor",
     "inline_asm_elementwise": "inline assembly is one vendor's",
     "async_task": "warp specialisation is NVIDIA's",
-    "TensorDescriptor": "a descriptor is made on the device, in the function that uses it",
+    "TensorDescriptor": "a descriptor is made on the device, by the kernel that uses it",
 }
 BANNED_KEYWORDS = {
     "warp_specialize": "warp specialisation is NVIDIA's",
     "num_ctas": "clusters are NVIDIA's",
     "maxnreg": "Intel's compiler has grf_mode instead",
+    "noinline": "a descriptor's loads are in the function that makes it, once that is inlined",
 }
 VENDORS = ("cuda", "hip", "intel")
 """Below ``triton.language.extra``; ``triton.language.extra.libdevice`` is for all of them."""
-OTHER_TARGETS = "DESCRIBED"
-"""The constant that is False where kernels are compiled for an Intel GPU."""
+DESCRIBED = "DESCRIBED"
+"""The constant that says who makes descriptors; for an Intel GPU ``"kernel"`` or None."""
+LEAVES = "a descriptor is used in the function that makes it, or handed to a kernel"
 BANNED_MODULES = ("triton.tools.tensor_descriptor", "triton.experimental")
 ACCESSES = ("load", "store", "gather", "scatter", "atomic_add", "atomic_max", "atomic_min")
 
@@ -45,24 +54,29 @@ def violations(source: str) -> list[Violation]:
     """Return what a module's source breaks, in the order of its lines."""
     tree = _OfThisTarget().visit(ast.parse(source))
     found = [*_everywhere(tree)]
+    kernels = set(_kernels(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and _is_kernel(node):
-            found += [*_in_kernel(node)]
+            found += [*_in_kernel(node, kernels)]
     return sorted(found, key=lambda each: (each.line, each.rule))
 
 
 class _OfThisTarget(ast.NodeTransformer):
-    """Leaves out what is under `OTHER_TARGETS`."""
+    """Leaves out what is for other targets."""
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
-        if _last(node.test) == OTHER_TARGETS:
+        if _is_of_others(node.test):
             return node.orelse or [ast.copy_location(ast.Pass(), node)]
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         self.generic_visit(node)
-        return node.orelse if _last(node.test) == OTHER_TARGETS else node
+        return node.orelse if _is_of_others(node.test) else node
+
+
+def _is_of_others(test: ast.expr) -> bool:
+    return ast.unparse(test) == f"{DESCRIBED} == 'host'"
 
 
 def _everywhere(tree: ast.Module) -> Iterator[Violation]:
@@ -94,7 +108,7 @@ def _in_text(text: str, line: int) -> Iterator[Violation]:
             yield Violation(line, f"triton.language.extra.{vendor} is one vendor's")
 
 
-def _in_kernel(kernel: ast.FunctionDef) -> Iterator[Violation]:
+def _in_kernel(kernel: ast.FunctionDef, kernels: set[str]) -> Iterator[Violation]:
     made = {
         target.id
         for node in ast.walk(kernel)
@@ -102,7 +116,9 @@ def _in_kernel(kernel: ast.FunctionDef) -> Iterator[Violation]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    accessed = set()
+    parameters = {argument.arg for argument in kernel.args.args}
+    handed = {id(node) for node in _where_described(kernel)}
+    allowed = set()
     for node in ast.walk(kernel):
         if not isinstance(node, ast.Call):
             continue
@@ -112,18 +128,38 @@ def _in_kernel(kernel: ast.FunctionDef) -> Iterator[Violation]:
                 yield Violation(node.lineno, BANNED_KEYWORDS[keyword.arg])
         if name == "dot" and not any(each.arg == "input_precision" for each in node.keywords):
             yield Violation(node.lineno, "a dot names its input_precision: float32's is tf32 else")
+        if isinstance(node.func, ast.Name) and name in kernels:
+            allowed |= {id(argument) for argument in node.args}
         if name in ACCESSES and isinstance(node.func, ast.Attribute):
             receiver = node.func.value
             if isinstance(receiver, ast.Name) and receiver.id in made:
-                accessed.add(id(receiver))
-            elif _last(receiver) not in ("tl", "gl"):
-                yield Violation(node.lineno, "a descriptor is used in the function that makes it")
+                allowed.add(id(receiver))
+            elif _last(receiver) not in ("tl", "gl") and not (
+                _last(receiver) in parameters and id(node) in handed
+            ):
+                yield Violation(node.lineno, LEAVES)
     for node in ast.walk(kernel):
         read = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in made
-        if read and id(node) not in accessed:
-            yield Violation(node.lineno, "a descriptor is used in the function that makes it")
+        if read and id(node) not in allowed:
+            yield Violation(node.lineno, LEAVES)
         if _makes_descriptor(node) and not _assigned(kernel, node):
             yield Violation(node.lineno, "a descriptor gets a name, and is used in its function")
+
+
+def _where_described(kernel: ast.FunctionDef) -> Iterator[ast.AST]:
+    for node in ast.walk(kernel):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == f"{DESCRIBED} is not None":
+            for statement in node.body:
+                yield from ast.walk(statement)
+
+
+def _kernels(tree: ast.Module) -> Iterator[str]:
+    """Names of the module's kernels, and of what it has from other modules of the package."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and _is_kernel(node):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("anyflex_triton."):
+            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def _makes_descriptor(node: ast.AST) -> bool:

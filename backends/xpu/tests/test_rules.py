@@ -21,7 +21,7 @@ FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 ELSEWHERE = {
     "anyflex_triton/arguments.py": {
         "triton.tools.tensor_descriptor is not for every device",
-        "a descriptor is made on the device, in the function that uses it",
+        "a descriptor is made on the device, by the kernel that uses it",
     }
 }
 
@@ -118,13 +118,38 @@ def test_a_descriptor_that_leaves_its_function_is_found(use: str) -> None:
     assert len(rules) == 1 and "descriptor" in rules[0]
 
 
+INNER = """
+@triton.jit{options}
+def inner(tensor, DESCRIBED: tl.constexpr):
+    if DESCRIBED is not None:
+        return tensor.load([0, 0])
+    else:
+        return tl.load(tensor)
+"""
+
+
+def test_a_kernel_may_hand_its_descriptor_to_another_which_is_inlined() -> None:
+    body = f"    {MADE}\n    x = inner(d, 'kernel')"
+    assert not violations(KERNEL.format(body=body) + INNER.format(options=""))
+    (found,) = violations(KERNEL.format(body=body) + INNER.format(options="(noinline=True)"))
+    assert "inlined" in found.rule
+    imported = "from anyflex_triton.tiles import inner\n"
+    assert not violations(imported + KERNEL.format(body=body))
+    assert violations(imported.replace("triton", "other") + KERNEL.format(body=body))
+
+
 def test_only_what_is_compiled_for_other_targets_may_use_descriptors_from_outside() -> None:
     outside = "    x = pointer.load([0, 0])"
-    assert not broken_by("if DESCRIBED:", outside, "else:", "    x = tl.load(other)")
-    assert not broken_by("x = pointer.load([0, 0]) if DESCRIBED else tl.load(other)")
-    assert broken_by("if DESCRIBED:", outside, "else:", outside)
-    assert broken_by("if not DESCRIBED:", outside)
+    host = "DESCRIBED == 'host'"
+    assert not broken_by(f"if {host}:", outside, "else:", "    x = tl.load(other)")
+    assert not broken_by(f"x = pointer.load([0, 0]) if {host} else tl.load(other)")
+    assert not broken_by("if DESCRIBED is not None:", outside)
+    assert broken_by(f"if {host}:", outside, "else:", outside)
+    assert broken_by("if DESCRIBED is not None:", "    pass", "else:", outside)
+    assert broken_by("if DESCRIBED == 'kernel':", outside)
+    assert broken_by(f"if not {host}:", outside)
     assert broken_by("if n:", outside)
+    assert broken_by("if DESCRIBED is not None:", "    x = (n + 1).load([0, 0])")
 
 
 def test_what_every_device_has_is_no_violation() -> None:

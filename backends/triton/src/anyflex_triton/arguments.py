@@ -13,6 +13,7 @@ __all__ = [
     "Layout",
     "descriptor_of",
     "descriptor_of_floats",
+    "is_blocked",
     "is_described",
     "is_described_whole",
     "layout_of",
@@ -21,6 +22,9 @@ __all__ = [
 
 _BYTES = 16
 """What one thread loads at a time, at an address that is a multiple of it."""
+_BLOCK_BYTES = 64
+"""Of Intel's 2D block loads: the least of a row and of the step from row to row, and what a base
+is a multiple of. Step, length and width have 24 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,22 @@ def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
 
     count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
     return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])
+
+
+def is_blocked(tensor: Tensor) -> bool:
+    """Whether Intel GPUs load blocks of any head's rows, by a descriptor that a kernel makes of
+    that head. Its compiler can't see these numbers, and doesn't look at them when kernels run."""
+    batch, heads, rows, dims = tensor.shape
+    size = tensor.element_size()
+    b, h, row, column = (stride * size for stride in tensor.stride())
+    bases = (tensor.data_ptr(), b * (batch > 1), h * (heads > 1))
+    return (
+        column == size
+        and all(base % _BLOCK_BYTES == 0 for base in bases)
+        and row % _BYTES == 0
+        and _BLOCK_BYTES <= dims * size <= row < 1 << 24
+        and 1 < rows < 1 << 24
+    )
 
 
 def is_described_whole(tensor: Tensor) -> bool:

@@ -123,12 +123,12 @@ def keys_launch(
         layout_of(call.key if dk is None else dk),
         layout_of(call.value if dv is None else dv),
     )
+    described = made.describer(call.query, dout)
     # A tile's first value must lie at a multiple of 16 bytes.
-    described = (
-        made.describable(call.query, dout)
-        and is_described_whole(row_values)
-        and (rows is None or rows.block_size[1] % 4 == 0)
-    )
+    if described == "host" and not (
+        is_described_whole(row_values) and (rows is None or rows.block_size[1] % 4 == 0)
+    ):
+        described = None
     even = made.is_even(call, config, "queries", rows)
     mods = made.mods(call, even)
     wanted = (dk is not None, dv is not None)
@@ -143,7 +143,9 @@ def keys_launch(
             {
                 **made.pointers(*names),
                 **made.descriptors(described, config.block_m, query="D", dout="DV"),
-                "row_values": f"tensordesc<fp32[{config.block_m}]>" if described else "*fp32",
+                "row_values": f"tensordesc<fp32[{config.block_m}]>"
+                if described == "host"
+                else "*fp32",
                 **_value_types,
                 **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dk_strides",
@@ -165,7 +167,7 @@ def keys_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("query", "dout") * described),
+            aligned(names, layouts, ("query", "dout") if described == "host" else ()),
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
@@ -182,7 +184,7 @@ def keys_launch(
             "key": call.key, "value": call.value,
             **made.described(described, config.block_m, query=call.query, dout=dout),
             "row_values": descriptor_of_floats(row_values, config.block_m)
-            if described
+            if described == "host"
             else row_values,
             "dk": or_else(dk, call.key), "dv": or_else(dv, call.value),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
@@ -217,7 +219,7 @@ def queries_launch(
         *made.layouts(call, layout_of(dout)),
         layout_of(call.query if dq is None else dq),
     )
-    described = made.describable(call.key, call.value)
+    described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
     blocks = spec.block_size if rows is None else rows.block_size
@@ -256,7 +258,7 @@ def queries_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("key", "value") * described),
+            aligned(names, layouts, ("key", "value") if described == "host" else ()),
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]

@@ -35,9 +35,9 @@ def load_row_values(
 
     Args:
         at: where this head's begin.
-        DESCRIBED: row_values is a descriptor. Past `end` it gives other rows'.
+        DESCRIBED: where "host", row_values is a descriptor. Past `end` it gives other rows'.
     """
-    if DESCRIBED:
+    if DESCRIBED == "host":
         return row_values.load([(at + first).to(tl.int32)])
     elif BOUND:
         return tl.load(row_values + at + first + rows, mask=first + rows < end, other=0.0)
@@ -114,7 +114,9 @@ def key_kernel(
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
-        row_values: of `row_kernel`, [2, values_in_all]; a descriptor of [BLOCK_M] where DESCRIBED.
+        row_values: of `row_kernel`, [2, values_in_all].
+        DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
+            "kernel": those of query and dout are made here, of a head's rows. None: pointers.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
             blocks.
     """
@@ -152,13 +154,23 @@ def key_kernel(
         h = kv_head * GROUP + stream % GROUP
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
-        if DESCRIBED:
+        if DESCRIBED == "host":
             q_base = 0
             do_base = 0
         else:
             q_base = tensor_at(query, q_strides, b, h, UNITS[0])
             do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-        first_row = (b * heads + h) * q_length
+        first_row = 0 if DESCRIBED == "kernel" else (b * heads + h) * q_length
+        if DESCRIBED == "kernel":
+            q_rows = tl.make_tensor_descriptor(
+                q_base, [q_length, DIM], [q_strides[2] * UNITS[0], 1], [BLOCK_M, D]
+            )
+            do_rows = tl.make_tensor_descriptor(
+                do_base, [q_length, VALUE_DIM], [do_strides[2] * UNITS[3], 1], [BLOCK_M, DV]
+            )
+        else:
+            q_rows = query
+            do_rows = dout
         first_value = (b * heads + h).to(tl.int64) * values_of_head
         if HAS_MASK:
             run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
@@ -174,7 +186,7 @@ def key_kernel(
             others += (run_end - begin + BLOCK_M - 1) // BLOCK_M - steps
             for step in range(steps):
                 dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                    dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v,
                     begin + step * BLOCK_M, rows_of_tile, 0, q_length, None, True, mod_b, mod_h,
                     kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
@@ -198,7 +210,7 @@ def key_kernel(
                 else:
                     masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                    dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v, first, rows_of_tile,
                     end, q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, tables, ints,
                     floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV,
@@ -217,13 +229,23 @@ def key_kernel(
         for stream in range(streams):
             b = stream // GROUP if KV_SHARED else kv_b
             h = kv_head * GROUP + stream % GROUP
-            if DESCRIBED:
+            if DESCRIBED == "host":
                 q_base = 0
                 do_base = 0
             else:
                 q_base = tensor_at(query, q_strides, b, h, UNITS[0])
                 do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-            first_row = (b * heads + h) * q_length
+            first_row = 0 if DESCRIBED == "kernel" else (b * heads + h) * q_length
+            if DESCRIBED == "kernel":
+                q_rows = tl.make_tensor_descriptor(
+                    q_base, [q_length, DIM], [q_strides[2] * UNITS[0], 1], [BLOCK_M, D]
+                )
+                do_rows = tl.make_tensor_descriptor(
+                    do_base, [q_length, VALUE_DIM], [do_strides[2] * UNITS[3], 1], [BLOCK_M, DV]
+                )
+            else:
+                q_rows = query
+                do_rows = dout
             first_value = (b * heads + h).to(tl.int64) * values_of_head
             if HAS_MASK:
                 run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
@@ -234,7 +256,7 @@ def key_kernel(
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in range(begin, end, BLOCK_M):
                     dk_sum, dv_sum = add_to_keys(
-                        dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                        dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                         do_strides, first_row, first_value, values_in_all, k, v, first,
                         rows_of_tile, end, q_length, True, full, b + shifts[0], h + shifts[1],
                         kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,

@@ -106,13 +106,20 @@ def query_kernel(
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
     q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    if DESCRIBED:
+    if DESCRIBED == "host":
         k_base = 0
         v_base = 0
     else:
         k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
         v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    first_key = (kv_b * (heads // GROUP) + kv_head) * kv_length
+    first_key = 0 if DESCRIBED == "kernel" else (kv_b * (heads // GROUP) + kv_head) * kv_length
+    if DESCRIBED == "kernel":
+        key = tl.make_tensor_descriptor(
+            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
+        )
+        value = tl.make_tensor_descriptor(
+            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
+        )
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
     q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
     do = load_rows(

@@ -12,7 +12,7 @@ import triton.language as tl
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
-    load_rows,
+    load_tile,
     mask_row,
     signs_of,
     strange,
@@ -54,7 +54,7 @@ def decode_kernel(
     KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a split of the keys of PACKED query heads (GROUP of them, or 1).
 
@@ -63,6 +63,7 @@ def decode_kernel(
         partial_sums: [B, Hq, L, splits, 3], float32: top in powers of two, sum, 1 if a score is
             NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
+        DESCRIBED: "kernel": descriptors of key and value are made here. None: pointers.
     """
     split = tl.program_id(0) % splits
     unit = tl.program_id(0) // splits
@@ -89,6 +90,13 @@ def decode_kernel(
     q = tl.load(q_at, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    if DESCRIBED == "kernel":
+        key = tl.make_tensor_descriptor(
+            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
+        )
+        value = tl.make_tensor_descriptor(
+            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
+        )
     mod_b = b + shifts[0]
     mod_h = head[:, None] + shifts[1]
     q_idx = row[:, None] + shifts[2]
@@ -115,10 +123,15 @@ def decode_kernel(
             begin = split_begin
             steps = tl.maximum(split_end - split_begin, 0) // BLOCK_N
         for step in range(steps):
-            keys = begin + step * BLOCK_N + columns
-            k = load_rows(k_base, k_strides, keys, 0, DIM, D, UNITS[1], SCATTERED[1], WIDE, False)
-            v = load_rows(
-                v_base, v_strides, keys, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, False
+            first = begin + step * BLOCK_N
+            keys = first + columns
+            k = load_tile(
+                key, k_base, k_strides, 0, first, columns, 0, DIM, D, UNITS[1], SCATTERED[1], WIDE,
+                False, DESCRIBED,
+            )
+            v = load_tile(
+                value, v_base, v_strides, 0, first, columns, 0, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, False, DESCRIBED,
             )
             scores = scores_of_tile(
                 q, k, None, mod_b, mod_h, q_idx, keys[None, :] + shifts[3], tables, ints, floats,
@@ -145,9 +158,13 @@ def decode_kernel(
             full = True
         for first in range(begin, end, BLOCK_N):
             keys = first + columns
-            k = load_rows(k_base, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
-            v = load_rows(
-                v_base, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+            k = load_tile(
+                key, k_base, k_strides, 0, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
+                WIDE, True, DESCRIBED,
+            )
+            v = load_tile(
+                value, v_base, v_strides, 0, first, columns, end, VALUE_DIM, DV, UNITS[2],
+                SCATTERED[2], WIDE, True, DESCRIBED,
             )
             kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
             live = (keys < end)[None, :] & inside[:, None]

@@ -188,7 +188,8 @@ def forward_kernel(
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
         MASK_READS: the mask mod reads captured tensors.
         EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
-        DESCRIBED: key and value are descriptors [rows of all heads, dims] of tiles of BLOCK_N.
+        DESCRIBED: "host": key and value are descriptors [rows of all heads, dims] of tiles of
+            BLOCK_N. "kernel": they are made here, of a head's rows. None: tiles come by pointers.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
@@ -210,13 +211,20 @@ def forward_kernel(
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
     q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    if DESCRIBED:
+    if DESCRIBED == "host":
         k_base = 0
         v_base = 0
     else:
         k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
         v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    first_key = (kv_b * (heads // GROUP) + kv_head) * kv_length
+    first_key = 0 if DESCRIBED == "kernel" else (kv_b * (heads // GROUP) + kv_head) * kv_length
+    if DESCRIBED == "kernel":
+        key = tl.make_tensor_descriptor(
+            k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
+        )
+        value = tl.make_tensor_descriptor(
+            v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
+        )
     q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
     # What mods see. Rows past the end read as the last one would.
     mod_b = b + shifts[0]

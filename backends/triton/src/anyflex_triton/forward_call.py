@@ -73,7 +73,7 @@ def _prefill_launch(
     spec = made.spec
     rest = out.saved[0] if out.saved else None
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
-    described = made.describable(call.key, call.value)
+    described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     blocks = spec.block_size if rows is None else rows.block_size
@@ -113,7 +113,7 @@ def _prefill_launch(
             aligned(
                 ("query", "key", "value", "out", "rest"),
                 layouts,
-                ("key", "value") * described,
+                ("key", "value") if described == "host" else (),
             ),
             config.options,
         )
@@ -154,7 +154,9 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)
-    key = ("decode", config, mods.key, packed, rows, *classes(layouts))
+    # Descriptors as arguments were never tried here.
+    described = "kernel" if made.describer(call.key, call.value) == "kernel" else None
+    key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
         program = made.program(
@@ -173,6 +175,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
                 "MASK_MOD": mods.mask_mod,
                 "KV_BLOCK": made.spec.block_size[1],
                 "PACKED": packed,
+                "DESCRIBED": described,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },

@@ -41,6 +41,8 @@ def _interpreted() -> bool:
 
 INTERPRETED = _interpreted()
 """TRITON_INTERPRET=1 was set when triton was imported: kernels run in numpy, on CPU tensors."""
+_interpreter = threading.Lock()
+"""It keeps its place in the grid for all threads at once."""
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -151,7 +153,8 @@ class Program:
             values[name] if name in values else self.constants[name] for name in self._order
         ]
         if INTERPRETED:
-            self.function[(grid,)](*arguments, **self.options.keywords())
+            with _interpreter:
+                self.function[(grid,)](*arguments, **self.options.keywords())
             return
         self.compile(device.index)[(grid, 1, 1)](*arguments)
 

@@ -10,7 +10,13 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from anyflex.plugin import Call, Spec
-from anyflex_triton.arguments import Layout, descriptor_of, is_described, layout_of
+from anyflex_triton.arguments import (
+    Layout,
+    descriptor_of,
+    is_blocked,
+    is_described,
+    layout_of,
+)
 from anyflex_triton.configs import Config, KernelName, Target, around, config_for, fitted
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
@@ -26,6 +32,7 @@ from anyflex_triton.module_files import load_module
 from anyflex_triton.tuning import Tuner
 
 __all__ = [
+    "Describer",
     "MaskRows",
     "Mods",
     "Programs",
@@ -51,10 +58,12 @@ _OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
     "queries": ("dq_block_m", "dq_block_n", "backward_num_warps", "backward_num_stages"),
 }
 """What users call a kernel's block_m, block_n, num_warps and num_stages."""
+Describer = Literal["host", "kernel"]
+"""Who makes the descriptors that a kernel loads tiles by: they are arguments, or its own."""
 _KEYS = 3
 """Of `direct_reads`' arguments, kv_idx."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
-"""Targets whose tensor descriptors are faster than pointers."""
+"""Targets whose tensor descriptors are faster than pointers, where they are arguments."""
 
 
 class MaskRows(NamedTuple):
@@ -299,20 +308,27 @@ class Programs:
     def pointers(self, *names: str) -> dict[str, Types]:
         return dict.fromkeys(names, pointer_type(self.spec.dtype))
 
-    def describable(self, *tensors: Tensor) -> bool:
-        """Whether descriptors can stand for these tensors, and the target has them."""
-        return self.target in _DESCRIBING and all(is_described(tensor) for tensor in tensors)
+    def describer(self, *tensors: Tensor) -> Describer | None:
+        """Who can make descriptors of these tensors that the target loads faster by, if any."""
+        if self.target in _DESCRIBING and all(map(is_described, tensors)):
+            return "host"
+        # Intel's compiler makes 2D block loads of those that a kernel makes itself.
+        if self.target == "xpu" and all(map(is_blocked, tensors)):
+            return "kernel"
+        return None
 
-    def descriptors(self, described: bool, rows: int, **dims: str) -> dict[str, Types]:
-        if not described:
+    def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
+        if described != "host":
             return {}
         spec = self.spec
         width = {"D": padded(spec.head_dim), "DV": padded(spec.value_head_dim)}
         inner = pointer_type(spec.dtype)[1:]
         return {name: f"tensordesc<{inner}[{rows}, {width[d]}]>" for name, d in dims.items()}
 
-    def described(self, described: bool, rows: int, **tensors: Tensor) -> dict[str, object]:
-        if not described:
+    def described(
+        self, described: Describer | None, rows: int, **tensors: Tensor
+    ) -> dict[str, object]:
+        if described != "host":
             return dict(tensors)
         return {
             name: descriptor_of(tensor, rows, padded(tensor.shape[3]))

@@ -84,11 +84,11 @@ def load_tile(
 ):
     """Rows [R, D] of one (b, h), from row `first` on.
 
-    Where DESCRIBED, `tensor` is a descriptor of all rows of all heads, which TMA loads without a
-    register; this head's begin at `first_row`. Past `end` it gives rows of the next head: they are
-    dead pairs' all the same.
+    Where DESCRIBED, `tensor` is a descriptor: "host", of all rows of all heads, which TMA loads
+    without a register, and this head's begin at `first_row`; "kernel", of this head's alone. Past
+    `end` it gives rows of the next head or block, or 0: they are dead pairs' all the same.
     """
-    if DESCRIBED:
+    if DESCRIBED is not None:
         return tensor.load([first_row + first, 0])
     else:
         return load_rows(base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND)

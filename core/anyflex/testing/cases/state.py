@@ -236,7 +236,7 @@ def _too_far(table: Any) -> Callable[..., Any]:
     quick=True,
 )
 def _index_error(session: Session) -> str | None:
-    if session.device.type != "cpu":
+    if session.device_type != "cpu":
         return "elsewhere it would have to wait for the device"
     gradients = frozenset[str]()
     case = plain(session, "index_error", score_mod="identity", gradients=gradients)
