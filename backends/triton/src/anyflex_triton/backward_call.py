@@ -30,6 +30,7 @@ from anyflex_triton.programs import (
     or_else,
     padded,
     strides,
+    tile_count,
 )
 
 __all__ = ["keys_launch", "queries_launch", "rows_launch"]
@@ -172,10 +173,7 @@ def keys_launch(
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
-    if rows is None:
-        tiles = -(-keys // config.block_n)
-    else:
-        tiles = rows.tiles(keys, config.block_n)
+    tiles = tile_count(rows, keys, config.block_n)
     return Launch(
         program,
         tiles * kv_batch * kv_heads,
@@ -262,10 +260,7 @@ def queries_launch(
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
-    if rows is None:
-        tiles = -(-length // config.block_m)
-    else:
-        tiles = rows.tiles(length, config.block_m)
+    tiles = tile_count(rows, length, config.block_m)
     return Launch(
         program,
         tiles * batch * heads,

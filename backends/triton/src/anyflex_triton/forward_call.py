@@ -22,6 +22,7 @@ from anyflex_triton.programs import (
     or_else,
     padded,
     strides,
+    tile_count,
 )
 
 __all__ = ["launch_decode", "launch_prefill", "packed_heads", "split_count"]
@@ -118,10 +119,7 @@ def _prefill_launch(
             config.options,
         )
     batch, heads, length = call.query.shape[:3]
-    if rows is None:
-        tiles = -(-length // config.block_m)
-    else:
-        tiles = rows.tiles(length, config.block_m)
+    tiles = tile_count(rows, length, config.block_m)
     return Launch(
         program,
         tiles * batch * heads,

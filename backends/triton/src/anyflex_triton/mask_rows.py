@@ -29,10 +29,10 @@ Over = Literal["keys", "queries"]
 
 def mask_rows(views: MaskViews) -> MaskRows:
     """The mask's own."""
-    batch, heads, edges = views.offsets.shape
-    flat = views.offsets.view(-1)
+    offsets = views.offsets.contiguous()
+    batch, heads, edges = offsets.shape
     strides = (heads * edges if batch > 1 else 0, edges if heads > 1 else 0)
-    return MaskRows(flat, flat[1:], views.runs, strides, views.block_size)
+    return MaskRows(offsets, offsets[..., 1:], views.runs, strides, views.block_size)
 
 
 def finer_specs(made: Programs, call: Call, config: Config, over: Over) -> tuple[TensorSpec, ...]:

@@ -43,6 +43,7 @@ __all__ = [
     "or_else",
     "padded",
     "strides",
+    "tile_count",
 ]
 
 _HEAD_GROUP_BYTES = 16 << 20
@@ -81,10 +82,6 @@ class MaskRows(NamedTuple):
     runs: Tensor
     strides: tuple[int, int]
     block_size: tuple[int, int]
-
-    def tiles(self, length: int, rows: int) -> int:
-        """Tiles of so many rows: none crosses a block."""
-        return -(-length // self.block_size[0]) * -(-self.block_size[0] // rows)
 
 
 class Mods(NamedTuple):
@@ -410,6 +407,12 @@ def _common_types(spec: Spec) -> dict[str, Types]:
         "shifts": ("i32",) * 4,
         "scale": "fp32",
     }
+
+
+def tile_count(rows: MaskRows | None, length: int, size: int) -> int:
+    """Tiles of `size` rows of a head; none crosses a block of the mask's."""
+    block = size if rows is None else rows.block_size[0]
+    return -(-length // block) * -(-block // size)
 
 
 def padded(dim: int) -> int:
