@@ -31,9 +31,10 @@ help:
 setup:
 	$(READY) lint test docs demo
 
+# Two at a time: most tests have one thread. ARGS="-n 0" is one after the other.
 test:
 	$(READY) test
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-random:
 	$(READY) test

@@ -34,7 +34,7 @@ CPU_BACKEND = "./backends/cpu[jit]"
 TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
 TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
-    "test": [".[test]", CPU_BACKEND, *TRITON_BACKENDS, TRITON],
+    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *TRITON_BACKENDS, TRITON],
     "lint": [".", "ruff", "mypy"],
     "docs": [".[docs]"],
     "demo": [".[demo]", CPU_BACKEND, *TRITON_BACKENDS],
