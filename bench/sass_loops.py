@@ -15,7 +15,6 @@ __all__ = ["Loop", "product_loops", "spill_instructions"]
 _LABEL = re.compile(r"^\s*(\.L_\w+):")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
-_PRODUCTS = ("HGMMA", "HMMA", "UTC", "IMMA")
 _SPILLS = ("STL", "LDL")
 
 
@@ -57,7 +56,8 @@ def _successors(instructions: list[_Instruction], labels: dict[str, int]) -> lis
         kind = one.operation.partition(".")[0]
         after = {i + 1}
         target = _TARGET.search(one.operands)
-        if kind in ("BRA", "JMP") and target and target[1] in labels:
+        # A call of a label within the kernel is a jump to far away.
+        if kind in ("BRA", "JMP", "CALL") and target and target[1] in labels:
             # With operands before its target it depends on them.
             after = {i + 1} if one.guarded or "," in one.operands else set()
             after.add(labels[target[1]])
@@ -121,26 +121,21 @@ def _loops(after: list[set[int]]) -> list[set[int]]:
     return list(loops.values())
 
 
-def product_loops(disassembly: str) -> list[Loop]:
-    """The loops with products of matrices in which no other such loop lies, in the code's order.
-    Where a kernel has no such instructions, multiplications of float32 count."""
+def product_loops(disassembly: str, products: tuple[str, ...]) -> list[Loop]:
+    """The loops with `products`, beginnings of instructions' names, in which no other such loop
+    lies, in the code's order."""
     instructions, labels = _parsed(disassembly)
-    if not instructions:
-        return []
-    multiplying = _PRODUCTS
-    if not any(one.operation.startswith(_PRODUCTS) for one in instructions):
-        multiplying = ("FFMA",)
     blocks, after = _blocks(_successors(instructions, labels))
 
     def count(body: set[int], names: tuple[str, ...]) -> int:
         return sum(instructions[i].operation.startswith(names) for n in body for i in blocks[n])
 
-    with_products = [body for body in _loops(after) if count(body, multiplying)]
+    with_products = [body for body in _loops(after) if count(body, products)]
     innermost = [
         body for body in with_products if not any(other < body for other in with_products)
     ]
     return [
-        Loop(sum(len(blocks[n]) for n in body), count(body, multiplying), count(body, _SPILLS))
+        Loop(sum(len(blocks[n]) for n in body), count(body, products), count(body, _SPILLS))
         for body in sorted(innermost, key=min)
     ]
 

@@ -322,17 +322,24 @@ def forward_kernel(
     dead = dead & (total == total)
     acc = acc / tl.where(dead, 1.0, total)[:, None]
     acc = tl.where(dead[:, None], 0.0, acc)
+    # Counted from the tile's first row: places as the query's above would be kept in registers
+    # through all loops.
+    of_tile = tl.arange(0, BLOCK_M)
+    there = end_row - first_row
     o_base = tensor_at(out, o_strides, b, h, UNITS[3])
-    store_rows(o_base, o_strides, rows, end_row, acc, VALUE_DIM, DV, UNITS[3], WIDE)
+    o_base += first_row.to(tl.int64) * o_strides[2] * UNITS[3]
+    store_rows(o_base, o_strides, of_tile, there, acc, VALUE_DIM, DV, UNITS[3], WIDE)
     if WANT_REST:
         # What rounding takes from out, and delta needs.
         rounding = without_strange(acc - acc.to(out.dtype.element_ty).to(tl.float32))
         r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
-        store_rows(r_base, r_strides, rows, end_row, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
-    at = bh.to(tl.int64) * q_length + rows
+        r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
+        store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
+    at = bh.to(tl.int64) * q_length + first_row
     if WANT_LSE:
         natural = (top + tl.log2(total)) / LOG2E
-        tl.store(lse + at, tl.where(dead, float("-inf"), natural), mask=rows < end_row)
+        natural = tl.where(dead, float("-inf"), natural)
+        tl.store(lse + at + of_tile, natural, mask=of_tile < there)
     if WANT_MAX:
         natural = tl.where(nans > 0, float("nan"), top / LOG2E)
-        tl.store(max_scores + at, natural, mask=rows < end_row)
+        tl.store(max_scores + at + of_tile, natural, mask=of_tile < there)

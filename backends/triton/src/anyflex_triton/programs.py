@@ -126,6 +126,9 @@ class Programs:
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         options = config.options
         more = dict(options.more)
+        if num_warps in wanted:
+            # The table's may be more than a core has for so many.
+            more.pop("maxnreg", None)
         if "grf_mode" in wanted:
             more["grf_mode"] = wanted["grf_mode"]
         return replace(
@@ -215,6 +218,9 @@ class Programs:
 
     def describable(self, *tensors: Tensor) -> bool:
         """Whether descriptors can stand for these tensors, and the target has them."""
+        # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
+        if self.target != "interpreter" and self.spec.dtype.itemsize != 2:
+            return False
         return self.target in _DESCRIBING and all(is_described(tensor) for tensor in tensors)
 
     def descriptors(self, described: bool, rows: int, **dims: str) -> dict[str, Types]:
