@@ -14,8 +14,8 @@ from anyflex_triton.tiles import (
     bounded_run,
     load_tile,
     mask_row,
-    signs_of,
     strange,
+    strange_sum,
     tensor_at,
     without_strange,
 )
@@ -185,15 +185,9 @@ def decode_kernel(
                 weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
                 input_precision=PRECISION,
             )
-            odd = strange(v)
-            if tl.max(tl.max(odd.to(tl.int32), 1), 0) > 0:
-                # Values that aren't finite reach the rows that see them, as infinities where all
-                # are infinities of one sign, else as NaN.
-                seen = live.to(v.dtype)
-                met = tl.dot(seen, odd.to(v.dtype), input_precision=PRECISION)
-                signs = tl.dot(seen, signs_of(v).to(v.dtype), input_precision=PRECISION)
-                extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
-                acc += tl.where(met > 0, extra, 0.0)
+            if tl.max(tl.max(strange(v).to(tl.int32), 1), 0) > 0:
+                # Values that aren't finite reach the rows that see them.
+                acc += strange_sum(live, v)
             top = new_top
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split

@@ -18,9 +18,9 @@ from anyflex_triton.tiles import (
     mask_row,
     masked_scores,
     next_other_step,
-    signs_of,
     store_rows,
     strange,
+    strange_sum,
     tensor_at,
     without_strange,
 )
@@ -299,9 +299,8 @@ def forward_kernel(
             )
 
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
-    unsure = tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    if unsure:
+    if tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0:
+        shift = tl.where(top == float("-inf"), 0.0, top)
         acc = tl.zeros([BLOCK_M, DV], tl.float32)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
@@ -319,30 +318,7 @@ def forward_kernel(
                 acc = tl.dot(
                     weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION,
                 )
-
-    # A row without a live pair has 0 here, and gives 0. NaN stays.
-    dead = top == float("-inf")
-    dead = dead & (total == total)
-    acc = acc / tl.where(dead, 1.0, total)[:, None]
-    acc = tl.where(dead[:, None], 0.0, acc)
-    o_base = tensor_at(out, o_strides, b, h, UNITS[3])
-    store_rows(o_base, o_strides, rows, end_row, acc, VALUE_DIM, DV, UNITS[3], WIDE)
-    if WANT_REST:
-        # What rounding takes from out, and delta needs.
-        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
-        r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
-        store_rows(r_base, r_strides, rows, end_row, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
-    at = bh.to(tl.int64) * q_length + rows
-    if WANT_LSE:
-        natural = (top + tl.log2(total)) / LOG2E
-        tl.store(lse + at, tl.where(dead, float("-inf"), natural), mask=rows < end_row)
-    if WANT_MAX:
-        natural = tl.where(nans > 0, float("nan"), top / LOG2E)
-        tl.store(max_scores + at, natural, mask=rows < end_row)
-    if unsure:
-        # Values that aren't finite were left out above: now they reach the rows that see them.
-        met = tl.zeros([BLOCK_M, DV], tl.float32)
-        signs = tl.zeros([BLOCK_M, DV], tl.float32)
+        # In a loop of its own: both products of a step would take more registers than there are.
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
@@ -355,16 +331,31 @@ def forward_kernel(
                     value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
                     UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
                 )
-                # A descriptor gives rows of the next head past the end.
-                v = tl.where((first + columns < end)[:, None], v, tl.zeros_like(v))
-                seen = (scores != float("-inf")).to(v.dtype)
-                met = tl.dot(seen, strange(v).to(v.dtype), met, input_precision=PRECISION)
-                signs = tl.dot(seen, signs_of(v).to(v.dtype), signs, input_precision=PRECISION)
-        # All of them infinities of one sign, or NaN.
-        extra = tl.where(tl.abs(signs) == met, signs * float("inf"), float("nan"))
-        tl.debug_barrier()
-        stored = load_rows(
-            o_base, o_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], False, WIDE, True,
-        )
-        fixed = stored.to(tl.float32) + tl.where(met > 0, extra, 0.0)
-        store_rows(o_base, o_strides, rows, end_row, fixed, VALUE_DIM, DV, UNITS[3], WIDE)
+                acc += strange_sum(scores != float("-inf"), v)
+
+    # A row without a live pair has 0 here, and gives 0. NaN stays.
+    dead = top == float("-inf")
+    dead = dead & (total == total)
+    acc = acc / tl.where(dead, 1.0, total)[:, None]
+    acc = tl.where(dead[:, None], 0.0, acc)
+    # Counted from the tile's first row: places as the query's above would be kept in registers
+    # through all loops.
+    of_tile = tl.arange(0, BLOCK_M)
+    there = end_row - first_row
+    o_base = tensor_at(out, o_strides, b, h, UNITS[3])
+    o_base += first_row.to(tl.int64) * o_strides[2] * UNITS[3]
+    store_rows(o_base, o_strides, of_tile, there, acc, VALUE_DIM, DV, UNITS[3], WIDE)
+    if WANT_REST:
+        # What rounding takes from out, and delta needs.
+        rounding = without_strange(acc - acc.to(out.dtype.element_ty).to(tl.float32))
+        r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
+        r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
+        store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
+    at = bh.to(tl.int64) * q_length + first_row
+    if WANT_LSE:
+        natural = (top + tl.log2(total)) / LOG2E
+        natural = tl.where(dead, float("-inf"), natural)
+        tl.store(lse + at + of_tile, natural, mask=of_tile < there)
+    if WANT_MAX:
+        natural = tl.where(nans > 0, float("nan"), top / LOG2E)
+        tl.store(max_scores + at + of_tile, natural, mask=of_tile < there)

@@ -78,7 +78,13 @@ class Options:
 
     def keywords(self) -> dict[str, Any]:
         """As Triton takes them."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **dict(self.more)}
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            # Triton's default up to 3.9, which warns of another one to come.
+            "enable_fp_fusion": True,
+            **dict(self.more),
+        }
 
 
 class Program:

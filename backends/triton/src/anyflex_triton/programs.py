@@ -217,6 +217,9 @@ class Programs:
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         options = config.options
         more = dict(options.more)
+        if num_warps in wanted:
+            # The table's may be more than a core has for so many.
+            more.pop("maxnreg", None)
         if "grf_mode" in wanted:
             more["grf_mode"] = wanted["grf_mode"]
         return replace(
@@ -307,7 +310,9 @@ class Programs:
 
     def describer(self, *tensors: Tensor) -> Describer | None:
         """Who can make descriptors of these tensors that the target loads faster by, if any."""
-        if self.target in _DESCRIBING and all(map(is_described, tensors)):
+        # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
+        fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
+        if fits and self.target in _DESCRIBING and all(map(is_described, tensors)):
             return "host"
         # Intel's compiler makes 2D block loads of those that a kernel makes itself.
         if self.target == "xpu" and all(map(is_blocked, tensors)):

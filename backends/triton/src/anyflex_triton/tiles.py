@@ -22,9 +22,9 @@ __all__ = [
     "masked_scores",
     "next_other_step",
     "row_offsets",
-    "signs_of",
     "store_rows",
     "strange",
+    "strange_sum",
     "tensor_at",
     "without_strange",
 ]
@@ -213,7 +213,18 @@ def without_strange(x):
 
 
 @triton.jit
-def signs_of(x):
-    """1 and -1 where x is infinite, else 0."""
-    wide = x.to(tl.float32)
-    return tl.where(wide == float("inf"), 1.0, tl.where(wide == float("-inf"), -1.0, 0.0))
+def strange_sum(seen, v):
+    """Sums [M, D] over seen keys of what isn't finite in v [N, D]: 0, an infinity, or NaN.
+
+    Args:
+        seen: [M, N], whether a row sees a key.
+    """
+    tl.static_assert(v.shape[0] < 256)
+    # Infinities count 1 / 256, negative ones 1, NaNs 256: one product of halves counts all three.
+    counted = tl.where(v == float("inf"), 0.00390625, 0.0)
+    counted = tl.where(v == float("-inf"), 1.0, counted)
+    counted = tl.where(v != v, 256.0, counted)
+    count = tl.dot(seen.to(tl.float16), counted.to(tl.float16))
+    mixed = (count >= 256.0) | ((count >= 1.0) & (count != tl.floor(count)))
+    total = tl.where(count >= 1.0, float("-inf"), tl.where(count > 0.0, float("inf"), 0.0))
+    return tl.where(mixed, float("nan"), total)
