@@ -36,7 +36,7 @@ def run_tests(package: str, cache: Path, *arguments: str, **variables: str) -> s
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
