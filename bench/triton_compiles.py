@@ -284,7 +284,7 @@ def written(kept: Mapping[str, Any]) -> str:
         "Without a GPU, by `python bench/triton_compiles.py --record`, with each Triton:",
         "registers of a thread, then bytes of them that are kept in memory (spills). In brackets,",
         "where any are: how many instructions move them in each innermost loop with products. Of",
-        "forward's loops the first is that of full blocks, the second that of others, and the last",
+        "forward's loops the first is that of full blocks, the second that of others; the last",
         "two run only where a value isn't finite.",
         "",
     ]
