@@ -265,8 +265,8 @@ def written(kept: Mapping[str, Any]) -> str:
     lines = [
         "# What Triton's compilers make of the kernels' table",
         "",
-        "Without a GPU, by `python bench/triton_compiles.py --record`, with each Triton: registers",
-        "of a thread, then bytes of them that are kept in memory (spills). In brackets, where any",
+        "Without a GPU, by `python bench/triton_compiles.py --record`: by Triton, registers of",
+        "a thread, then bytes of them that are kept in memory (spills). In brackets, where any",
         "are: how many instructions move them in each innermost loop with products. Of forward's",
         "loops the first is that of full blocks, the second that of others, and the last two run",
         "only where a value isn't finite.",

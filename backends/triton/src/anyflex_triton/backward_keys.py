@@ -109,12 +109,13 @@ def key_kernel(
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, LOOPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
         row_values: of `row_kernel`, [2, values_in_all]; a descriptor of [BLOCK_M] where DESCRIBED.
+        LOOPED: the loop over query heads stays one where there is one head.
         offsets, runs: of the transposed mask: a row is a row of key blocks, runs count q blocks.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
@@ -146,6 +147,9 @@ def key_kernel(
     rows_of_tile = tl.arange(0, BLOCK_M)
 
     streams = GROUP * batch if KV_SHARED else GROUP
+    if LOOPED:
+        # For Blackwell Triton 3.6 fails to compile what it makes of a loop that runs once.
+        streams = tl.minimum(streams, batch * heads)
     for stream in range(streams):
         b = stream // GROUP if KV_SHARED else kv_b
         h = kv_head * GROUP + stream % GROUP
