@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance sanitize test-arm test-xpu demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance sanitize test-arm test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -26,6 +26,7 @@ help:
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
+	@echo "make triton-compiles  what Triton makes of every configuration, without a GPU; fails where forward spills"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
 setup:
@@ -65,6 +66,11 @@ test-xpu:
 	$(READY) test
 	@cd backends/xpu && ../../$(RUN) -m pytest -m xpu $(ARGS)
 	@$(RUN) -m anyflex conformance --backend xpu --require all
+
+# Ten minutes; ARGS="--record" writes bench/results/triton_compiles.*.
+triton-compiles:
+	$(READY) test
+	@$(RUN) bench/triton_compiles.py $(ARGS)
 
 demo:
 	$(READY) demo

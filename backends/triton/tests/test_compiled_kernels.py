@@ -33,7 +33,7 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     [
         ("hopper", "64,128", "causal", "forward,decode,keys,queries"),
         ("hopper", "64,128", "plain", "keys"),
-        ("blackwell", "128", "causal", "forward"),
+        ("blackwell", "64", "plain", "forward,keys"),
         ("ampere", "64", "causal", "forward"),
         ("amd", "128", "causal", "forward,keys"),
         ("xpu", "128", "causal", "forward,decode,keys,queries"),

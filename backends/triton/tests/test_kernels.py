@@ -83,6 +83,34 @@ def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> 
     return weights @ value.double()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [3, 200])
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(
+    rows: int, dtype: torch.dtype
+) -> None:
+    """Alone, with others of their kind in all of a tile, or of another kind tiles away."""
+    keys = 200
+    query, key, value = (randn(1, 1, length, 16).to(dtype) for length in (rows, keys, keys))
+    value[0, 0, 3, 0] = torch.inf
+    value[0, 0, 150, 0] = -torch.inf
+    value[0, 0, 64:192, 1] = torch.inf
+    value[0, 0, 64:192, 2] = -torch.inf
+    value[0, 0, 70, 3] = torch.nan
+    value[0, 0, 5, 4], value[0, 0, 6, 4] = -torch.inf, torch.inf
+    live = torch.arange(keys) <= torch.arange(rows)[:, None] * (keys // rows)
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k <= q * (keys // rows)
+
+    mask = anyflex.create_block_mask(seen, None, None, rows, keys)
+    found = attention(query, key, value, block_mask=mask)[0, 0].double()
+    scores = query[0, 0].double() @ key[0, 0].double().T / 4
+    weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
+    wanted = (weights[..., None] * value[0, 0].double().where(live[..., None], 0.0)).sum(1)
+    assert not wanted[:, :5].isfinite().all() and wanted[:, 5:].isfinite().all()
+    torch.testing.assert_close(found, wanted, atol=2e-3, rtol=1e-3, equal_nan=True)
+
+
 @pytest.mark.parametrize("length", [128, 192, 200])
 @pytest.mark.parametrize("table", ["exact", "longer", "every second", "last dimension of two"])
 def test_a_table_is_read_where_it_lies(length: int, table: str) -> None:

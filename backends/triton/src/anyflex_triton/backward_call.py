@@ -165,6 +165,7 @@ def keys_launch(
                 "WANT_DV": dv is not None,
                 "DESCRIBED": described,
                 "EVEN": even,
+                "LOOPED": made.target == "blackwell",
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },

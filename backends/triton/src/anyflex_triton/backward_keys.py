@@ -109,7 +109,8 @@ def key_kernel(
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, LOOPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
@@ -119,6 +120,7 @@ def key_kernel(
             "kernel": those of query and dout are made here, of a head's rows. None: pointers.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
             blocks.
+        LOOPED: the loop over query heads stays one where there is one head.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
     # Under causal masks the first keys are those that most queries see.
@@ -149,6 +151,9 @@ def key_kernel(
     rows_of_tile = tl.arange(0, BLOCK_M)
 
     streams = GROUP * batch if KV_SHARED else GROUP
+    if LOOPED:
+        # For Blackwell Triton 3.6 fails to compile what it makes of a loop that runs once.
+        streams = tl.minimum(streams, batch * heads)
     for stream in range(streams):
         b = stream // GROUP if KV_SHARED else kv_b
         h = kv_head * GROUP + stream % GROUP
