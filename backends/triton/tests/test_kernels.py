@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import isolated, register
+from anyflex.plugin import Spec, isolated, register
 from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
@@ -18,6 +18,8 @@ pytest.importorskip("triton", reason="there is no Triton to interpret with")
 from anyflex_triton import launch
 from anyflex_triton.arguments import is_described, layout_of
 from anyflex_triton.backend import TritonBackend
+from anyflex_triton.mods import write_source
+from anyflex_triton.programs import Programs
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -257,6 +259,17 @@ def test_options_of_backward_reach_their_kernels() -> None:
         assert program.constants["BLOCK_N"] == wanted[f"{prefix}_block_n"]
         assert (program.options.num_warps, program.options.num_stages) == (2, 1)
     assert seen["forward_kernel"].constants["BLOCK_M"] == 64
+
+
+def test_more_warps_than_the_tables_do_not_keep_its_registers() -> None:
+    """16 warps of 255 registers a thread would be more than a core has."""
+    spec = Spec("cuda", "sm_90", torch.float32, 64, 64)
+    table, wanted = (
+        Programs(spec, write_source(spec), "hopper", overrides).config("forward").options
+        for overrides in ({}, {"num_warps": 16})
+    )
+    assert table.keywords()["maxnreg"] == 255
+    assert "maxnreg" not in wanted.keywords()
 
 
 def test_a_wrong_option_is_refused() -> None:
