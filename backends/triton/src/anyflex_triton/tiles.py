@@ -224,7 +224,7 @@ def strange_sum(seen, v):
     counted = tl.where(v == float("inf"), 0.00390625, 0.0)
     counted = tl.where(v == float("-inf"), 1.0, counted)
     counted = tl.where(v != v, 256.0, counted)
-    count = tl.dot(seen.to(tl.float16), counted.to(tl.float16))
+    count = tl.dot(seen.to(tl.float16), counted.to(tl.float16), input_precision="ieee")
     mixed = (count >= 256.0) | ((count >= 1.0) & (count != tl.floor(count)))
     total = tl.where(count >= 1.0, float("-inf"), tl.where(count > 0.0, float("inf"), 0.0))
     return tl.where(mixed, float("nan"), total)
