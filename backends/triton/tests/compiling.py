@@ -145,7 +145,7 @@ def source(spec: Spec, sums: Sums) -> ASTSource:
         "floats": ("fp32",),
         "totals": (
             *("*fp64" if facts.dtype is torch.float64 else "*fp32" for facts in learned),
-            *(() if sums == "floats" else ("*i64",) * len(learned) + ("*i32", "i32")),
+            *(() if sums == "floats" else (p for p in ("*i64", "*i32", "*i64") for _ in learned)),
         ),
     }
     functions = {
@@ -163,7 +163,7 @@ def main() -> int:
         triton.knobs.cache.dir = folder
         each: list[tuple[str, Spec, Sums]] = [(name, spec, "floats") for name, spec in specs()]
         name, spec, _ = each[-1]
-        each += [(f"{name}, largest", spec, "largest"), (f"{name}, integers", spec, "integers")]
+        each += [(f"{name}, bounds", spec, "bounds"), (f"{name}, integers", spec, "integers")]
         for name, spec, sums in each:
             for target_name, target in TARGETS.items():
                 start = time.perf_counter()

@@ -110,6 +110,28 @@ def test_gradients_of_any_size_are_right(scale: float) -> None:
         )
 
 
+@pytest.mark.parametrize("factor", [1e8, 1e15])
+def test_one_large_addition_leaves_the_others_their_digits(factor: float) -> None:
+    """One row of dout is as many times larger than the others."""
+    torch.use_deterministic_algorithms(True)
+    query, key, value = (randn(1, 1, 64, 16, seed=i) for i in range(3))
+    dout = randn(1, 1, 64, 16, seed=3)
+    dout[0, 0, 9] *= factor
+    table = randn(64, seed=4).requires_grad_()
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * table[q_idx]
+
+    out = anyflex.flex_attention(query, key, value, score_mod, backend="cuda.mine")
+    assert isinstance(out, Tensor)
+    (gradient,) = torch.autograd.grad(out, table, dout)
+    exact = table.detach().double().requires_grad_()
+    scores = query.double() @ key.double().mT / 4 * exact[:, None]
+    (wanted,) = torch.autograd.grad(scores.softmax(-1) @ value.double(), exact, dout.double())
+    error = (gradient.double() - wanted).abs() / (wanted.abs() + 1e-3)
+    assert error.max() < 1e-4
+
+
 def test_what_is_not_finite_reaches_its_own_elements_alone() -> None:
     """Of a table's rows the one that holds infinity has a gradient that is NaN."""
     torch.use_deterministic_algorithms(True)

@@ -76,13 +76,16 @@ def row_kernel(
 
 
 @triton.jit
-def total_kernel(total, integers, largest, headroom, count, BLOCK: tl.constexpr):
+def total_kernel(total, integers, largest, counts, count, BLOCK: tl.constexpr):
     """total [count] += what the integers stand for (`operations.accumulate`)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    shift = integer_shift(tl.load(largest), headroom)
-    added = scaled(tl.load(integers + at, mask=at < count).to(tl.float32), -shift)
-    before = tl.load(total + at, mask=at < count)
-    tl.store(total + at, before + added, mask=at < count)
+    inside = at < count
+    shift = integer_shift(
+        tl.load(largest + at, mask=inside, other=0), tl.load(counts + at, mask=inside, other=0)
+    )
+    added = scaled(tl.load(integers + at, mask=inside, other=0).to(tl.float32), -shift)
+    before = tl.load(total + at, mask=inside)
+    tl.store(total + at, before + added, mask=inside)
 
 
 @triton.jit

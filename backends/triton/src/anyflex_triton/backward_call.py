@@ -203,7 +203,7 @@ def queries_launch(
     dout: Tensor,
     row_values: Tensor,
     dq: Tensor | None,
-    totals: Sequence[Tensor | int],
+    totals: Sequence[Tensor],
     rows: MaskRows | None,
     config: Config,
     sums: Sums = "floats",
@@ -235,10 +235,7 @@ def queries_launch(
                 **float_pointers("row_values"),
                 **_value_types,
                 **made.common_types,
-                "totals": tuple(
-                    "i32" if isinstance(total, int) else pointer_type(total.dtype)
-                    for total in totals
-                ),
+                "totals": tuple(pointer_type(total.dtype) for total in totals),
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides"),
                 **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles",
                        "head_group"),
@@ -277,5 +274,5 @@ def queries_launch(
             "q_length": length, "kv_length": call.key.shape[2],
             "tiles": tiles, "head_group": made.head_group(call),
         },
-        tuple(total for total in totals if isinstance(total, Tensor)),
+        totals,
     )  # fmt: skip

@@ -180,14 +180,16 @@ def around(kernel: KernelName, config: Config) -> list[Config]:
         if kernel == "decode" and kept != 1:
             continue
         m, n = (looped, kept) if kernel == "keys" else (kept, looped)
+        more = config.options.more
+        if warps > 1:
+            # The table's may be more than a core has for so many.
+            more = tuple(option for option in more if option[0] != "maxnreg")
         other = replace(
             config,
             block_m=int(config.block_m * m),
             block_n=int(config.block_n * n),
-            options=replace(
-                config.options,
-                num_warps=int(config.options.num_warps * warps),
-                num_stages=config.options.num_stages + stages,
+            options=Options(
+                int(config.options.num_warps * warps), config.options.num_stages + stages, more
             ),
         )
         if (

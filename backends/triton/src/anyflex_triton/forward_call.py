@@ -63,7 +63,7 @@ def _cores(device: torch.device) -> int:
 
 def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the forward kernel: tiles of queries."""
-    rows, before = rows_for(made, call, made.config("forward"), "keys", out.workspace)
+    rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
     launch_all([*before, launch], call.query.device)
 

@@ -15,7 +15,7 @@ from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
 from anyflex_triton.launch import launch_all
-from anyflex_triton.mask_rows import Over, finer_specs, rows_for
+from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
 from anyflex_triton.programs import Programs
 from anyflex_triton.tuning import Tuner
 
@@ -90,18 +90,21 @@ class TritonKernel(Kernel):
                 *integer_specs(self._made, call),
             )
         if not self._decodes(call):
-            return self._finer_specs(call, "forward")
+            return finer_specs(self._made, call, "forward")
         splits = split_count(self._made, call)
         return (
             TensorSpec((batch, heads, length, splits, self.spec.value_head_dim), torch.float32),
             TensorSpec((batch, heads, length, splits, 3), torch.float32),
         )
 
-    def _finer_specs(
-        self, call: Call, name: Literal["forward", "keys", "queries"]
-    ) -> tuple[TensorSpec, ...]:
-        over: Over = "queries" if name == "keys" else "keys"
-        return finer_specs(self._made, call, self._made.config(name), over)
+    def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
+        """`finer_specs` of a kernel that the spec's gradients need."""
+        wanted = set(self.spec.gradients)
+        if kernel == "keys" and not wanted & {"k", "v"}:
+            return ()
+        if kernel == "queries" and "q" not in wanted and not self._made.learned:
+            return ()
+        return finer_specs(self._made, call, kernel)
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
@@ -127,12 +130,12 @@ class TritonKernel(Kernel):
         first = rows_launch(made, call, saved, grad, row_values)
         launches = [first]
         if grads.dk is not None or grads.dv is not None:
-            rows, before = rows_for(made, call, made.config("keys"), "queries", for_keys)
+            rows, before = rows_for(made, call, "keys", for_keys)
             keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
             launches += [*before, made.launch("keys", call, keys, [first, *before])]
         totals = [total for total in grads.captured if total is not None]
         if grads.dq is not None or totals:
-            rows, before = rows_for(made, call, made.config("queries"), "keys", for_queries)
+            rows, before = rows_for(made, call, "queries", for_queries)
             launches += before
             if integers:
                 launches += repeatable_launches(

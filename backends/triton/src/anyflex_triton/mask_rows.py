@@ -15,16 +15,16 @@ from torch import Tensor
 
 from anyflex.plugin import Call, MaskViews, TensorSpec
 from anyflex_triton import finer_runs
-from anyflex_triton.configs import Config
 from anyflex_triton.launch import Launch, Options
 from anyflex_triton.programs import MaskRows, Programs, int32s
 
-__all__ = ["finer_specs", "mask_rows", "rows_for"]
+__all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 
 _MOST_BYTES = 64 << 20
 """Of finer runs: room for a run of each tile, which no mask needs."""
 
-Over = Literal["keys", "queries"]
+Tiled = Literal["forward", "keys", "queries"]
+"""Kernels whose blocks may be finer."""
 
 
 def mask_rows(views: MaskViews) -> MaskRows:
@@ -35,20 +35,14 @@ def mask_rows(views: MaskViews) -> MaskRows:
     return MaskRows(offsets, offsets[..., 1:], views.runs, strides, views.block_size)
 
 
-def finer_specs(made: Programs, call: Call, config: Config, over: Over) -> tuple[TensorSpec, ...]:
-    """The workspace of finer runs: nothing where the mask stays as it is.
-
-    Args:
-        over: what the kernel's loop runs over.
-    """
-    if not made.overrides.get("finer_mask", False) or call.mask is None:
+def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
+    """The workspace of finer runs: nothing where the mask stays as it is."""
+    if not made.is_finer or call.mask is None or call.mask.offsets.shape[:2] != (1, 1):
         return ()
-    graph, (q_block, kv_block) = made.spec.mask_graph, call.mask.block_size
+    config = made.config(kernel)
+    q_block, kv_block = call.mask.block_size
     if (
-        graph is None
-        or call.mask.offsets.shape[:2] != (1, 1)
-        or any(n.operation == "input" and n.attribute in ("b", "h") for n in graph.nodes)
-        or q_block % config.block_m
+        q_block % config.block_m
         or kv_block % config.block_n
         or (q_block, kv_block) == (config.block_m, config.block_n)
     ):
@@ -57,7 +51,7 @@ def finer_specs(made: Programs, call: Call, config: Config, over: Over) -> tuple
         -(-call.query.shape[2] // config.block_m),
         -(-call.key.shape[2] // config.block_n),
     )
-    if over == "queries":
+    if kernel == "keys":
         tiles, columns = columns, tiles
     if tiles * columns * 12 > _MOST_BYTES:
         return ()
@@ -68,7 +62,7 @@ def finer_specs(made: Programs, call: Call, config: Config, over: Over) -> tuple
 
 
 def _finer(
-    made: Programs, call: Call, config: Config, over: Over, workspace: Sequence[Tensor]
+    made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows, Launch]:
     """The runs of blocks that are a kernel's tiles, and what makes them.
 
@@ -77,13 +71,15 @@ def _finer(
     """
     assert call.mask is not None
     edges, runs = workspace
+    config = made.config(kernel)
+    transposed = kernel == "keys"
     tile = (config.block_m, config.block_n)
     lengths = (call.query.shape[2], call.key.shape[2])
     views = call.mask
-    if over == "queries":
+    if transposed:
         tile, lengths, views = tile[::-1], lengths[::-1], views.transposed()
     mods = made.mods(call, False)
-    key = ("finer", over, tile, mods.key)
+    key = ("finer", transposed, tile, mods.key)
     program = made.existing.get(key)
     if program is None:
         types = made.common_types
@@ -97,7 +93,7 @@ def _finer(
             },
             {
                 "MASK_MOD": mods.mask_mod,
-                "TRANSPOSED": over == "queries",
+                "TRANSPOSED": transposed,
                 "ROW_BLOCK": views.block_size[0],
                 "COLUMN_BLOCK": views.block_size[1],
                 "ROWS": tile[0],
@@ -123,7 +119,7 @@ def _finer(
 
 
 def rows_for(
-    made: Programs, call: Call, config: Config, over: Over, workspace: Sequence[Tensor]
+    made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows | None, list[Launch]]:
     """What a kernel reads of the mask, and what has to run before it.
 
@@ -133,6 +129,6 @@ def rows_for(
     if call.mask is None:
         return None, []
     if workspace:
-        rows, launch = _finer(made, call, config, over, workspace)
+        rows, launch = _finer(made, call, kernel, workspace)
         return rows, [launch]
-    return mask_rows(call.mask if over == "keys" else call.mask.transposed()), []
+    return mask_rows(call.mask.transposed() if kernel == "keys" else call.mask), []

@@ -27,7 +27,7 @@ __all__ = [
     "write_source",
 ]
 
-Sums = Literal["floats", "largest", "integers"]
+Sums = Literal["floats", "bounds", "integers"]
 """What captured tensors' gradients are added up in: see backward_captured.py."""
 
 LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}

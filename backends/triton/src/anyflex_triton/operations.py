@@ -710,14 +710,21 @@ def scaled(x, exponent):
 
 
 @triton.jit
-def integer_shift(largest, headroom):
-    """Which power of two makes integers of additions.
+def exponent_above(x):
+    """The least power of two above a float32 that isn't negative; -126 and more."""
+    return (x.to(tl.int32, bitcast=True) >> 23) - 126
+
+
+@triton.jit
+def integer_shift(largest, count):
+    """Which power of two makes integers of additions, so that their sum stays within 2^62.
 
     Args:
         largest: the bits of the largest addition.
-        headroom: 2 to this are more additions than one sum has.
+        count: of additions, int64.
     """
-    return 62 - headroom - ((largest >> 23) - 126)
+    headroom = tl.where(count > 0, exponent_above(count.to(tl.float32)), 0)
+    return 62 - headroom - exponent_above(largest.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -729,10 +736,10 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
 
     Args:
         totals: where SUMS is "floats", a pointer to float32 for each captured tensor that learns.
-            Else (backward_captured.py) pointers to int64 for each follow, then the pointer to the
-            largest additions' bits, int32, one for each, then `integer_shift`'s headroom.
-        SUMS: "floats"; "largest": only the largest finite addition is found; "integers": what is
-            finite is added to the integers.
+            Else (backward_captured.py) there follow, for each, pointers to integers, int64, to
+            the largest addition's bits, int32, and to how many there are, int64, of each element.
+        SUMS: "floats"; "bounds": finite additions are only measured and counted; "integers": what
+            is finite is added to the integers.
     """
     value = tl.where(live, value, 0.0)
     if len(offset.shape) == 0:
@@ -747,17 +754,20 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
         kept = (value != 0.0) & inside
         tl.atomic_add(totals[LEARNED] + offset, value, mask=kept, sem="relaxed")
     else:
-        COUNT: tl.constexpr = len(totals) // 2 - 1
-        largest = totals[2 * COUNT] + LEARNED
+        COUNT: tl.constexpr = len(totals) // 4
+        largest = totals[2 * COUNT + LEARNED] + offset
+        counts = totals[3 * COUNT + LEARNED] + offset
         finite = tl.abs(value) < float("inf")
         known = tl.where(finite & inside, value, 0.0)
-        if SUMS == "largest":
+        if SUMS == "bounds":
             bits = tl.abs(known).to(tl.int32, bitcast=True)
-            for _axis in tl.static_range(len(bits.shape)):
-                bits = tl.max(bits, axis=0)
-            tl.atomic_max(largest, bits, sem="relaxed")
+            tl.atomic_max(largest, bits, mask=bits != 0, sem="relaxed")
+            tl.atomic_add(counts, (bits != 0).to(tl.int64), mask=bits != 0, sem="relaxed")
         else:
-            shift = integer_shift(tl.load(largest), totals[2 * COUNT + 1])
+            there = known != 0.0
+            shift = integer_shift(
+                tl.load(largest, mask=there, other=0), tl.load(counts, mask=there, other=0)
+            )
             whole = round_to_even(scaled(known, shift)).to(tl.int64)
             integers = totals[COUNT + LEARNED] + offset
             tl.atomic_add(integers, whole, mask=whole != 0, sem="relaxed")

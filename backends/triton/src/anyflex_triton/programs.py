@@ -130,6 +130,14 @@ class Programs:
         self.tuner = tuner
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._lock = threading.Lock()
+        graph = spec.mask_graph
+        # A mask may have finer blocks once for all heads and batch entries.
+        self.is_finer = (
+            bool(self.overrides.get("finer_mask"))
+            and graph is not None
+            and spec.mask_kind == "runs"
+            and not any(n.operation == "input" and n.attribute in ("b", "h") for n in graph.nodes)
+        )
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
 
     def config(self, name: KernelName) -> Config:
@@ -143,7 +151,7 @@ class Programs:
         if found is None:
             first = self._allowed(name, self._from_table(name))
             tried = around(name, first) if self.tuner is not None else []
-            if self.overrides.get("finer_mask"):
+            if self.is_finer and name != "decode":
                 # The finer blocks are the first config's tiles.
                 tried = [
                     replace(config, block_m=first.block_m, block_n=first.block_n)

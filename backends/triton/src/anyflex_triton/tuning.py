@@ -144,15 +144,16 @@ class Tuner:
         """
         device = call.query.device
         size = size_of(kernel, call)
+        if size in self._given_up:
+            return configs[0]
         if _is_capturing(device):
             self._warn(size, "a graph is being captured; make such a call before the capture")
             return configs[0]
         with _ONE_AT_A_TIME:
+            # Another thread may have been faster.
             config = self.known(kernel, call, configs)
             if config is not None:
                 return config
-            if size in self._given_up:
-                return configs[0]
             for launch in before:
                 launch.run(device)
             # Their programs stay: another size tries the same ones.
@@ -184,27 +185,29 @@ class Tuner:
 
         times: dict[Config, float] = {}
         failed: dict[Config, BaseException] = {}
-        if device.type != "cpu":
-            configs = {launch.program: config for config, launch in launches.items()}
-            show("compiled", 0)
-            for done, (program, error) in enumerate(compile_all(list(configs), device), 1):
-                show("compiled", done)
-                if isinstance(error, _COMPILER_ERRORS):
-                    failed[configs[program]] = error
-                elif error is not None:
-                    raise error
-        for done, (config, launch) in enumerate(launches.items()):
-            show("timed", done)
-            if config in failed:
-                continue
-            try:
-                times[config] = self._clock(partial(launch.run, device))
-            except TritonError as error:  # It takes more of a core than there is.
-                failed[config] = error
-            finally:
-                for tensor in launch.sums:
-                    tensor.zero_()
-        progress.clear()
+        try:
+            if device.type != "cpu":
+                configs = {launch.program: config for config, launch in launches.items()}
+                show("compiled", 0)
+                for done, (program, error) in enumerate(compile_all(list(configs), device), 1):
+                    show("compiled", done)
+                    if isinstance(error, _COMPILER_ERRORS):
+                        failed[configs[program]] = error
+                    elif error is not None:
+                        raise error
+            for done, (config, launch) in enumerate(launches.items()):
+                show("timed", done)
+                if config in failed:
+                    continue
+                try:
+                    times[config] = self._clock(partial(launch.run, device))
+                except TritonError as error:  # It takes more of a core than there is.
+                    failed[config] = error
+                finally:
+                    for tensor in launch.sums:
+                        tensor.zero_()
+        finally:
+            progress.clear()
         return times, failed
 
     def _keep(
