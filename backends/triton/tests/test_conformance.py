@@ -18,7 +18,11 @@ WHOLE = os.environ.get("ANYFLEX_WHOLE_KIT") == "1"
 """The whole quick subset: minutes."""
 
 # numpy says so of each -inf and NaN that a kernel computes with.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    # The interpreter's, thousands in a call: pytest would keep each, as objects that calls leave.
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 
 class TestInInterpreter(Conformance):
