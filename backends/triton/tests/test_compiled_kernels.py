@@ -32,10 +32,11 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("target", "dims", "patterns", "kernels"),
     [
         ("hopper", "64,128", "causal", "forward,decode,keys,queries"),
-        ("hopper", "64,128", "plain", "keys"),
+        ("hopper", "64,128", "plain", "forward,keys,queries"),
         ("blackwell", "64", "plain", "forward,keys"),
-        ("ampere", "64", "causal", "forward"),
-        ("amd", "128", "causal", "forward,keys"),
+        ("blackwell", "128", "causal", "forward,decode,keys,queries"),
+        ("ampere", "64", "causal", "forward,decode,keys,queries"),
+        ("amd", "128", "causal", "forward,decode,keys,queries"),
         ("xpu", "128", "causal", "forward,decode,keys,queries"),
     ],
 )
