@@ -14,7 +14,7 @@ from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
-from anyflex_triton import launch
+from anyflex_triton import launch, mask_rows
 from anyflex_triton.backend import TritonBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -39,6 +39,7 @@ def gpu() -> Iterator[None]:
 def found(monkeypatch: pytest.MonkeyPatch) -> Found:
     """Edges and runs, by the kernel that reads them."""
     seen: Found = {}
+    decided: list[Mapping[str, object]] = []
     launched = launch.Program.launch
 
     def noting(
@@ -48,13 +49,17 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
         runs = values.get("new_runs")
         if not isinstance(edges, Tensor) or not isinstance(runs, Tensor):
             launched(program, grid, device, values)
+            if "TRANSPOSED" in program.constants:
+                decided.append(program.constants)
             return
         # What isn't written is never read.
         launched(program, grid, device, {**values, "new_runs": runs.fill_(-1)})
-        if program.constants["TRANSPOSED"]:
+        # Runs are made of what was decided just before.
+        constants = decided.pop()
+        if constants["TRANSPOSED"]:
             name = "keys"
         else:
-            name = "forward" if program.constants["ROWS"] == 32 else "queries"
+            name = "forward" if constants["ROWS"] == 32 else "queries"
         seen[name] = edges, runs
 
     monkeypatch.setattr(launch.Program, "launch", noting)
@@ -165,3 +170,35 @@ def test_masks_that_stay_as_they_are(case: str, found: Found) -> None:
     assert isinstance(other, Tensor)
     torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-5)
     assert not found
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "least", "options", "decides"),
+    [
+        (documents, 1, {}, True),
+        (documents, 1 << 28, {}, False),
+        (documents, 1, {"finer_mask": False}, False),
+        (causal, 1, {}, False),
+        (causal, 1 << 28, {"finer_mask": True}, True),
+    ],
+)
+def test_left_out_the_option_holds_for_large_calls_whose_mask_reads_tensors(
+    mask_mod: Mask,
+    least: int,
+    options: Mapping[str, bool],
+    decides: bool,
+    found: Found,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mask_rows, "_LEAST_PAIRS", least)
+    query = randn(1, 2, 256, 16)
+    mask = anyflex.create_block_mask(mask_mod, None, None, 256, 256)
+    out = anyflex.flex_attention(
+        query, query, query, None, mask, backend="cuda.mine",
+        kernel_options={"cuda.mine": {"block_m": 32, "block_n": 32, **options}},
+    )  # fmt: skip
+    other = anyflex.flex_attention(query, query, query, None, mask, backend="reference")
+    assert isinstance(out, Tensor)
+    assert isinstance(other, Tensor)
+    torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-5)
+    assert set(found) == ({"forward"} if decides else set())

@@ -1,4 +1,4 @@
-"""The kernel that decides PARTIAL blocks of a mask tile by tile: see mask_rows.py."""
+"""The kernels that decide PARTIAL blocks of a mask tile by tile: see mask_rows.py."""
 
 from __future__ import annotations
 
@@ -7,64 +7,41 @@ import triton.language as tl
 
 from anyflex_triton.tiles import FULL, PARTIAL
 
-__all__ = ["finer_kernel"]
+__all__ = ["kinds_kernel", "runs_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
 
 
 @triton.jit
-def joined(new_runs, place, begin, end, kind, first, stop, new_kind):
-    """(place, begin, end, kind) of the run that is open, after a piece whose kind may be 0 for
-    none; a run that ends is stored."""
-    joins = (kind == new_kind) & (end == first)
-    over = ~joins & (kind != 0) & (new_kind != 0)
-    at = new_runs + place * 3
-    tl.store(at, begin, mask=over)
-    tl.store(at + 1, end, mask=over)
-    tl.store(at + 2, kind, mask=over)
-    opens = ~joins & (new_kind != 0)
-    return (
-        place + over.to(tl.int32),
-        tl.where(opens, first, begin),
-        tl.where(joins | opens, stop, end),
-        tl.where(opens, new_kind, kind),
-    )
-
-
-@triton.jit
-def finer_kernel(
-    offsets, runs, new_edges, new_runs, tables, ints, floats, shifts, length, column_length,
-    tiles, columns, MASK_MOD: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def kinds_kernel(
+    offsets, runs, kinds, tables, ints, floats, shifts, length, column_length, columns, chunks,
+    MASK_MOD: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """One program a row of tiles.
+    """One program a chunk of CHUNK tiles of a row of tiles.
 
     Args:
         offsets, runs: the mask's, or where TRANSPOSED of the transposed mask; the same for all
             batch entries and heads.
-        new_edges: [2, tiles], where in new_runs a row's begin, and where they end.
-        new_runs: [tiles, columns, 3]; `columns` is how many tiles a row has.
+        kinds: int8 [tiles, columns], of each tile FULL, PARTIAL, or 0 where nothing is live.
         length, column_length: of queries and keys, or the other way round.
+        columns: how many tiles a row has; chunks: and how many chunks.
     """
     PARTS: tl.constexpr = COLUMN_BLOCK // COLUMNS
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // chunks
+    chunk = (tl.program_id(0) % chunks) * CHUNK
     block = tile // (ROW_BLOCK // ROWS)
     rows = tile * ROWS + tl.arange(0, ROWS)
     row_inside = (rows < length)[:, None]
     rows = tl.minimum(rows, length - 1)[:, None]
-    first_place = tile * columns
-    place = first_place
-    begin = 0
-    end = 0
-    kind = 0
+    places = chunk + tl.arange(0, CHUNK)
+    found = tl.zeros([CHUNK], tl.int32)
     for r in range(tl.load(offsets + block), tl.load(offsets + block + 1)):
-        first = tl.load(runs + r * 3) * PARTS
-        stop = tl.minimum(tl.load(runs + r * 3 + 1) * PARTS, columns)
+        first = tl.maximum(tl.load(runs + r * 3) * PARTS, chunk)
+        stop = tl.minimum(tl.minimum(tl.load(runs + r * 3 + 1) * PARTS, columns), chunk + CHUNK)
         if tl.load(runs + r * 3 + 2) == FULL:
-            place, begin, end, kind = joined(
-                new_runs, place, begin, end, kind, first, stop, FULL,
-            )
+            found = tl.where((places >= first) & (places < stop), FULL, found)
         else:
             for column in range(first, stop):
                 keys = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -80,16 +57,37 @@ def finer_kernel(
                         shifts[0], shifts[1], rows + shifts[2], keys + shifts[3], tables, ints,
                         floats,
                     )
-                some = tl.max(tl.max((kept & inside).to(tl.int32), 1), 0)
-                every = tl.min(tl.min((kept | ~inside).to(tl.int32), 1), 0)
-                found = tl.where(every != 0, FULL, tl.where(some != 0, PARTIAL, 0))
-                place, begin, end, kind = joined(
-                    new_runs, place, begin, end, kind, column, column + 1, found,
-                )
-    if kind != 0:
-        tl.store(new_runs + place * 3, begin)
-        tl.store(new_runs + place * 3 + 1, end)
-        tl.store(new_runs + place * 3 + 2, kind)
-        place += 1
-    tl.store(new_edges + tile, first_place)
+                # Both counts in one sum: of live pairs, and 65536 times that of dead ones.
+                counts = tl.where(kept, 1, 1 << 16)
+                count = tl.sum(tl.sum(tl.where(inside, counts, 0), 1), 0)
+                kind = tl.where(count & 0xFFFF == 0, 0, tl.where(count >> 16 == 0, FULL, PARTIAL))
+                found = tl.where(places == column, kind, found)
+    tl.store(kinds + tile * columns + places, found.to(tl.int8), mask=places < columns)
+
+
+@triton.jit
+def runs_kernel(kinds, new_edges, new_runs, tiles, columns, CHUNK: tl.constexpr):
+    """One program a row of tiles: neighbours of one kind become a run.
+
+    Args:
+        kinds: of `kinds_kernel`.
+        new_edges: int32 [2, tiles], where in new_runs a row's begin, and where they end.
+        new_runs: int32 [tiles, columns, 3].
+    """
+    tile = tl.program_id(0)
+    place = tile * columns
+    tl.store(new_edges + tile, place)
+    for begin in range(0, columns, CHUNK):
+        at = begin + tl.arange(0, CHUNK)
+        of_row = kinds + tile * columns + at
+        kind = tl.load(of_row, mask=at < columns, other=0).to(tl.int32)
+        before = tl.load(of_row - 1, mask=(at > 0) & (at <= columns), other=0).to(tl.int32)
+        after = tl.load(of_row + 1, mask=at + 1 < columns, other=0).to(tl.int32)
+        opens = (kind != 0) & (kind != before)
+        closes = (kind != 0) & (kind != after)
+        run = new_runs + (place + tl.cumsum(opens.to(tl.int32), 0) - 1) * 3
+        tl.store(run, at, mask=opens)
+        tl.store(run + 1, at + 1, mask=closes)
+        tl.store(run + 2, kind, mask=opens)
+        place += tl.sum(opens.to(tl.int32), 0)
     tl.store(new_edges + tiles + tile, place)

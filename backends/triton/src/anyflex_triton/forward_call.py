@@ -76,7 +76,7 @@ def _prefill_launch(
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
-    mods = made.mods(call, even)
+    mods = made.mods(call, even, copies=False)
     blocks = spec.block_size if rows is None else rows.block_size
     key = (
         "forward", config, blocks, even, mods.key, described, rest is not None, *classes(layouts),
@@ -104,8 +104,7 @@ def _prefill_launch(
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "DESCRIBED": described,
-                "MASK_READS": spec.mask_graph is not None
-                and any(node.operation == "load" for node in spec.mask_graph.nodes),
+                "MASK_READS": made.mask_reads,
                 "EVEN": even,
                 "OVERLAP": config.overlap,
                 "BLOCK_M": config.block_m,

@@ -1,8 +1,8 @@
 """A block mask's runs as kernels read them: its own, or those of finer blocks.
 
 Blocks of 128 x 128 that are PARTIAL hold tiles of 64 x 64 that are dead, and others without a dead
-pair. With the option `finer_mask` a kernel before the attention's decides them tile by tile, once
-for all heads, so that dead tiles cost nothing and whole ones no mask.
+pair. Two kernels before the attention's decide them tile by tile, once for all heads, so that dead
+tiles cost nothing and whole ones no mask. The option `finer_mask` says when.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 
 _MOST_BYTES = 64 << 20
 """Of finer runs: room for a run of each tile, which no mask needs."""
+_LEAST_PAIRS = 1 << 28
+"""Of queries and keys in all heads: fewer take less time than two more kernels."""
+_KINDS_CHUNK = 8
+"""Tiles of a row that one program decides, one after the other."""
+_RUNS_CHUNK = 256
 
 Tiled = Literal["forward", "keys", "queries"]
 """Kernels whose blocks may be finer."""
@@ -39,6 +44,11 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
     """The workspace of finer runs: nothing where the mask stays as it is."""
     if not made.is_finer or call.mask is None or call.mask.offsets.shape[:2] != (1, 1):
         return ()
+    batch, heads, length = call.query.shape[:3]
+    if "finer_mask" not in made.overrides and (
+        batch * heads * length * call.key.shape[2] < _LEAST_PAIRS
+    ):
+        return ()
     config = made.config(kernel)
     q_block, kv_block = call.mask.block_size
     if (
@@ -48,7 +58,7 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
     ):
         return ()
     tiles, columns = (
-        -(-call.query.shape[2] // config.block_m),
+        -(-length // config.block_m),
         -(-call.key.shape[2] // config.block_n),
     )
     if kernel == "keys":
@@ -58,19 +68,20 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
     return (
         TensorSpec((2, tiles), torch.int32),
         TensorSpec((tiles, columns, 3), torch.int32),
+        TensorSpec((tiles, columns), torch.int8),
     )
 
 
 def _finer(
     made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
-) -> tuple[MaskRows, Launch]:
+) -> tuple[MaskRows, list[Launch]]:
     """The runs of blocks that are a kernel's tiles, and what makes them.
 
     Args:
         workspace: of `finer_specs`.
     """
     assert call.mask is not None
-    edges, runs = workspace
+    edges, runs, kinds = workspace
     config = made.config(kernel)
     transposed = kernel == "keys"
     tile = (config.block_m, config.block_n)
@@ -78,44 +89,66 @@ def _finer(
     views = call.mask
     if transposed:
         tile, lengths, views = tile[::-1], lengths[::-1], views.transposed()
-    mods = made.mods(call, False)
-    key = ("finer", transposed, tile, mods.key)
-    program = made.existing.get(key)
-    if program is None:
-        types = made.common_types
-        program = made.program(
-            key,
-            finer_runs.finer_kernel,
-            {
-                **{name: types[name] for name in ("tables", "ints", "floats", "shifts")},
-                **dict.fromkeys(("offsets", "runs", "new_edges", "new_runs"), "*i32"),
-                **int32s("length", "column_length", "tiles", "columns"),
-            },
-            {
-                "MASK_MOD": mods.mask_mod,
-                "TRANSPOSED": transposed,
-                "ROW_BLOCK": views.block_size[0],
-                "COLUMN_BLOCK": views.block_size[1],
-                "ROWS": tile[0],
-                "COLUMNS": tile[1],
-            },
-            (),
-            Options(4, 1),
-        )
+    mods = made.mods(call, False, copies=False)
     rows = mask_rows(views)
     values = made.common_values(call, rows)
-    launch = Launch(
-        program,
-        edges.shape[1],
+    of_mods = ("tables", "ints", "floats", "shifts")
+    tiles, columns = kinds.shape
+    chunks = -(-columns // _KINDS_CHUNK)
+    for_kinds = made.program(
+        ("kinds", transposed, tile, mods.key),
+        finer_runs.kinds_kernel,
         {
-            **{name: values[name] for name in ("tables", "ints", "floats", "shifts")},
-            "offsets": rows.offsets, "runs": rows.runs,
-            "new_edges": edges, "new_runs": runs,
-            "length": lengths[0], "column_length": lengths[1],
-            "tiles": edges.shape[1], "columns": runs.shape[1],
+            **{name: made.common_types[name] for name in of_mods},
+            **dict.fromkeys(("offsets", "runs"), "*i32"),
+            "kinds": "*i8",
+            **int32s("length", "column_length", "columns", "chunks"),
         },
-    )  # fmt: skip
-    return MaskRows(edges[0], edges[1], runs, (0, 0), tile), launch
+        {
+            "MASK_MOD": mods.mask_mod,
+            "TRANSPOSED": transposed,
+            "ROW_BLOCK": views.block_size[0],
+            "COLUMN_BLOCK": views.block_size[1],
+            "ROWS": tile[0],
+            "COLUMNS": tile[1],
+            "CHUNK": _KINDS_CHUNK,
+        },
+        (),
+        Options(4, 1),
+    )
+    for_runs = made.program(
+        ("runs",),
+        finer_runs.runs_kernel,
+        {
+            "kinds": "*i8",
+            **dict.fromkeys(("new_edges", "new_runs"), "*i32"),
+            **int32s("tiles", "columns"),
+        },
+        {"CHUNK": _RUNS_CHUNK},
+        (),
+        Options(4, 1),
+    )
+    launches = [
+        Launch(
+            for_kinds,
+            tiles * chunks,
+            {
+                **{name: values[name] for name in of_mods},
+                "offsets": rows.offsets, "runs": rows.runs, "kinds": kinds,
+                "length": lengths[0], "column_length": lengths[1],
+                "columns": columns, "chunks": chunks,
+            },
+        ),
+        Launch(
+            for_runs,
+            tiles,
+            {
+                "kinds": kinds, "new_edges": edges, "new_runs": runs,
+                "tiles": tiles, "columns": columns,
+            },
+        ),
+    ]  # fmt: skip
+    return MaskRows(edges[0], edges[1], runs, (0, 0), tile), launches
 
 
 def rows_for(
@@ -129,6 +162,5 @@ def rows_for(
     if call.mask is None:
         return None, []
     if workspace:
-        rows, launch = _finer(made, call, kernel, workspace)
-        return rows, [launch]
+        return _finer(made, call, kernel, workspace)
     return mask_rows(call.mask.transposed() if kernel == "keys" else call.mask), []

@@ -50,6 +50,7 @@ from anyflex_triton import operations as ops
 WITHIN = {_LANGUAGE}.constexpr(False)
 COARSE = {_LANGUAGE}.constexpr(False)
 SUMS = {_LANGUAGE}.constexpr('floats')
+COPIES = {_LANGUAGE}.constexpr(True)
 """
 _JIT = "triton.jit"
 
@@ -377,7 +378,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
             text = f"ops.moved({pointer}, {place}, {stride})"
         pointer = program.emit(text, "pointer")
     if rank:
-        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
+        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)}, COPIES)"
     else:
         text = f"{_LANGUAGE}.load({pointer})"
     value = program.cast(program.emit(text, ""), program.type_of(node))
@@ -685,7 +686,9 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     return tuple(factors)
 
 
-def source_for(source: str, *, within: bool, coarse: bool, sums: Sums = "floats") -> str:
+def source_for(
+    source: str, *, within: bool, coarse: bool, sums: Sums = "floats", copies: bool = True
+) -> str:
     """Return `write_source`'s text for some calls.
 
     Args:
@@ -693,11 +696,13 @@ def source_for(source: str, *, within: bool, coarse: bool, sums: Sums = "floats"
             captured tensor is 1.
         coarse: the sum of `cap_factors` is small.
         sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
+        copies: how a row of a captured tensor is read (`operations.load_once`).
     """
     for name, default, value in (
         ("WITHIN", False, within),
         ("COARSE", False, coarse),
         ("SUMS", "floats", sums),
+        ("COPIES", True, copies),
     ):
         line = f"\n{name} = {_LANGUAGE}.constexpr("
         source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")

@@ -17,7 +17,12 @@ OPTIONS: Mapping[str, Option] = {
     "block_n": Option(int, None, "keys of a forward tile", TILES, "BLOCK_N"),
     "num_warps": Option(int, None, "warps of a forward program", WARPS, "num_warps"),
     "num_stages": Option(int, None, "tiles in flight of forward", STAGES, "num_stages"),
-    "finer_mask": Option(bool, False, "decide a mask's PARTIAL blocks anew, tile by tile"),
+    "finer_mask": Option(
+        bool,
+        None,
+        "decide a mask's PARTIAL blocks anew, tile by tile; left out: in large calls whose mask "
+        "mod reads tensors",
+    ),
     "dkv_block_m": Option(int, None, "query rows of a tile of dK and dV", TILES, "BLOCK_M1"),
     "dkv_block_n": Option(int, None, "keys of a tile of dK and dV", TILES, "BLOCK_N1"),
     "dq_block_m": Option(int, None, "query rows of a tile of dQ", TILES, "BLOCK_M2"),

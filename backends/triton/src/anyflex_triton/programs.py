@@ -131,9 +131,10 @@ class Programs:
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._lock = threading.Lock()
         graph = spec.mask_graph
+        self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
-            bool(self.overrides.get("finer_mask"))
+            bool(self.overrides.get("finer_mask", self.mask_reads))
             and graph is not None
             and spec.mask_kind == "runs"
             and not any(n.operation == "input" and n.attribute in ("b", "h") for n in graph.nodes)
@@ -241,21 +242,23 @@ class Programs:
             ),
         )
 
-    def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
+    def mods(self, call: Call, even: bool, sums: Sums = "floats", *, copies: bool = True) -> Mods:
         """The call's mods.
 
         Args:
             even: whether the kernel's tiles end where the lengths do.
-            sums: as in `source_for`.
+            sums, copies: as in `source_for`.
         """
         within = even and self._is_within(call)
         coarse = self._is_coarse(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, plain, sums)
+        key = (within, coarse, plain, sums, copies)
         found = self._mods.get(key)
         if found is None:
-            source = source_for(self._source, within=within, coarse=coarse, sums=sums)
+            source = source_for(
+                self._source, within=within, coarse=coarse, sums=sums, copies=copies
+            )
             functions = vars(load_module(source))
             found = self._mods[key] = Mods(
                 key,
