@@ -116,11 +116,17 @@ class _Shaken:
         exponent = 1 + exponent + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0).unsqueeze(-1)
         return self.tensor(weights * (1 + 2 * self.step * self._noise(weights) * exponent))
 
-    def dlse(self, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    def delta(self, dout: Tensor) -> Tensor:
         """Backward subtracts the sum of dout * out, of an out that was rounded: that arrives like
         a change of dlse."""
         change = self.unit * (dout * self.exact["out"].nan_to_num(0.0)).abs().sum(-1)
-        return change * self._noise(change) + (0 if dlse is None else dlse)
+        return change * self._noise(change)
+
+    def dlse(self, dlse: Tensor) -> Tensor:
+        """Backward multiplies it by the weights, computed again from a rounded lse: all of a row's
+        are off by one factor."""
+        exponent = 1 + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0)
+        return dlse * (1 + 2 * self.step * self._noise(dlse) * exponent)
 
     def _noise(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
@@ -162,8 +168,11 @@ def _formula(
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
         dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
+        if shaken is not None and dlse is not None:
+            dlse = shaken.dlse(dlse)
         if shaken is not None and dout is not None and case.rounded_delta:
-            dlse = shaken.dlse(dout, dlse)
+            delta = shaken.delta(dout)
+            dlse = delta if dlse is None else dlse + delta
         grads: dict[str, Tensor] = {}
         if case.gradients:
             inputs = wanted_inputs(case, query, key, value, mod)

@@ -110,9 +110,13 @@ class TritonBackend(Backend):
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
         from anyflex_triton.kernel import TritonKernel
+        from anyflex_triton.launch import prepare
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
 
+        # Not where CPU tensors stand in for the device's.
+        if torch.get_device_module(spec.device_type).is_available():
+            prepare()
         stored = artifacts.get("mods.py")
         if stored is None:
             stored = write_source(spec).encode()

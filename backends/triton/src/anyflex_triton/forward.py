@@ -27,6 +27,9 @@ from anyflex_triton.tiles import (
 
 __all__ = ["final_scores", "forward_kernel", "plain_score", "tile_of_program", "unit_of_scores"]
 
+FEW = tl.constexpr(16)
+"""Keys of a step where some value isn't finite: the least that products take."""
+
 # Argument lists would be a line an argument.
 # fmt: off
 
@@ -140,40 +143,41 @@ def forward_step(
 
 
 @triton.jit
-def seen_scores(
-    q, key, k_base, k_strides, first_key, first, columns, end, full, b, h, q_idx, kv_length,
+def careful_step(
+    acc, shift, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h, q_idx, kv_length,
     shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Scores of a step, in powers of two; -inf at pairs that aren't seen."""
-    keys = first + columns
-    k = load_tile(
-        key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNIT, SCATTERED, WIDE,
-        True, DESCRIBED,
-    )
+    """The sum of values after one more step, of rows whose maximum is known: `shift`. What isn't
+    finite reaches the rows that see it, and no other."""
+    k = load_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
+    v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
     kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SCORE_MOD is not None:
-        raw = raw * scale
+        scores = scores * scale
     scores = final_scores(
-        raw, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
+        scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
         SCORE_MOD, MASK_MOD,
     )
-    return scores * unit_of_scores(scale, SCORE_MOD)
+    weights = tl.exp2(scores * unit_of_scores(scale, SCORE_MOD) - shift[:, None])
+    acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
+    return acc + strange_sum(scores != float("-inf"), v)
 
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, rest, lse, max_scores, offsets, ends, runs, q_strides, k_strides,
-    v_strides, o_strides, r_strides, mask_strides, tables, ints, floats, shifts, scale,
-    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr,
-    EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, key, value, key_rows, value_rows, out, rest, lse, max_scores, offsets, ends, runs,
+    q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
+    shifts, scale, batch_heads, heads, q_length, kv_length, tiles, head_group,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_LSE: tl.constexpr,
+    WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -188,6 +192,7 @@ def forward_kernel(
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
         MASK_READS: the mask mod reads captured tensors.
         EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
+        key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         DESCRIBED: "host": key and value are descriptors [rows of all heads, dims] of tiles of
             BLOCK_N. "kernel": they are made here, of a head's rows. None: tiles come by pointers.
     """
@@ -298,40 +303,22 @@ def forward_kernel(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
+    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. All steps
+    # again, a few keys each: what hardly ever runs should be compiled soon, not run soon.
     if tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0:
+        few = tl.arange(0, FEW)
+        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
+        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
         shift = tl.where(top == float("-inf"), 0.0, top)
         acc = tl.zeros([BLOCK_M, DV], tl.float32)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            for first in range(begin, end, BLOCK_N):
-                scores = seen_scores(
-                    q, key, k_base, k_strides, first_key, first, columns, end, full, mod_b, mod_h,
-                    q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD, MASK_MOD,
-                    DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
+            for first in range(begin, end, FEW):
+                acc = careful_step(
+                    acc, shift, q, k_rows, v_rows, k_strides, v_strides, first + few, end, full,
+                    mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
+                    MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
                 )
-                v = load_tile(
-                    value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
-                    UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
-                )
-                weights = tl.exp2(scores - shift[:, None])
-                acc = tl.dot(
-                    weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION,
-                )
-        # In a loop of its own: both products of a step would take more registers than there are.
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            for first in range(begin, end, BLOCK_N):
-                scores = seen_scores(
-                    q, key, k_base, k_strides, first_key, first, columns, end, full, mod_b, mod_h,
-                    q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD, MASK_MOD,
-                    DIM, D, UNITS[1], SCATTERED[1], WIDE, DESCRIBED, PRECISION,
-                )
-                v = load_tile(
-                    value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV,
-                    UNITS[2], SCATTERED[2], WIDE, True, DESCRIBED,
-                )
-                acc += strange_sum(scores != float("-inf"), v)
 
     # A row without a live pair has 0 here, and gives 0. NaN stays.
     dead = top == float("-inf")

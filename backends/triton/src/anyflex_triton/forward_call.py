@@ -87,7 +87,7 @@ def _prefill_launch(
             key,
             forward.forward_kernel,
             {
-                **made.pointers("query", "key", "value", "out", "rest"),
+                **made.pointers("query", "key", "value", "key_rows", "value_rows", "out", "rest"),
                 **made.descriptors(described, config.block_n, key="D", value="DV"),
                 **float_pointers("lse", "max_scores"),
                 **made.common_types,
@@ -110,11 +110,14 @@ def _prefill_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(
-                ("query", "key", "value", "out", "rest"),
-                layouts,
-                ("key", "value") if described == "host" else (),
-            ),
+            [
+                *aligned(
+                    ("query", "key", "value", "out", "rest"),
+                    layouts,
+                    ("key", "value") if described == "host" else (),
+                ),
+                *aligned(("key_rows", "value_rows"), layouts[1:3]),
+            ],
             config.options,
         )
     batch, heads, length = call.query.shape[:3]
@@ -125,6 +128,7 @@ def _prefill_launch(
         {
             **made.common_values(call, rows),
             "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
+            "key_rows": call.key, "value_rows": call.value,
             **made.described(described, config.block_n, key=call.key, value=call.value),
             "lse": or_else(out.lse, out.out), "max_scores": or_else(out.max_scores, out.out),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,

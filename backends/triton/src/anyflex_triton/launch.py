@@ -6,6 +6,7 @@ answer. Here the class is said once, by types, so that a new length or stride ne
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "launch_all",
     "milliseconds",
     "pointer_type",
+    "prepare",
     "without_bools",
 ]
 
@@ -56,6 +58,40 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*i8",
 }
+
+
+_preparing: list[threading.Thread] = []
+_prepares = threading.Lock()
+
+
+def prepare() -> None:
+    """Begin what Triton does once a process, beside what else the first call does before it
+    compiles: a checksum of its own files, a module in C that talks to the driver."""
+    with _prepares:
+        if not _preparing:
+            for task in (_make_driver, _sum_files):
+                thread = threading.Thread(target=task, name="anyflex-triton", daemon=True)
+                _preparing.append(thread)
+                thread.start()
+
+
+def _make_driver() -> None:
+    from triton.runtime import driver
+
+    try:
+        driver.active  # noqa: B018
+    except (OSError, RuntimeError, subprocess.CalledProcessError):
+        # Nothing is lost: it is made again for the first kernel, who raises this for the user.
+        return
+
+
+def _sum_files() -> None:
+    from triton.runtime import cache
+
+    # Not every Triton has it there. It is cached, and else computed when a kernel is compiled.
+    checksum = getattr(cache, "triton_key", None)
+    if checksum is not None:
+        checksum()
 
 
 def pointer_type(dtype: torch.dtype) -> str:
@@ -140,6 +176,8 @@ class Program:
         """Compile for the current device, whose index is `device`, at most once."""
         found = self._compiled.get(device)
         if found is None:
+            for thread in _preparing:
+                thread.join()
             with self._lock:
                 found = self._compiled.get(device)
                 if found is None:
