@@ -32,10 +32,11 @@ help:
 setup:
 	$(READY) lint test docs demo
 
-# Two at a time: most tests have one thread. ARGS="-n 0" is one after the other.
+# Two at a time: most tests have one thread. ARGS="-n 0" is one after the other. In the files' order:
+# those of the backends, few tests that take minutes, would else come last.
 test:
 	$(READY) test
-	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-random:
 	$(READY) test

@@ -2,36 +2,40 @@
 
     python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32]
         [--dims 64,128,256] [--patterns plain,causal,softcap]
-        [--kernels forward,decode,keys,queries] [--record]
+        [--kernels forward,decode,keys,queries] [--record | --compare] [--brief]
 
 Each kernel of the table is compiled with the table's configuration: forward and backward's two
 without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
-with causal; forward also with a soft cap and a causal mask (softcap).
+with causal; forward also with a soft cap and a causal mask (softcap). Where they are asked for:
+rows, combine, finer and totals, which run beside those; the last two with a finer causal mask and
+a captured tensor whose gradient repeats bit for bit (learned).
 Prints a line a kernel: registers, bytes of registers kept in memory (spills), and where those are:
 of each innermost loop with products, how many instructions it has, and how many of them move
 spilled registers. `--record` writes the lines to bench/results/triton_compiles.json, in place of
-those of the same Triton, and a table of all to triton_compiles.md.
+those of the same Triton, and a table of all to triton_compiles.md. `--compare` reads those of this
+Triton, if there are any. `--brief` leaves the loops out: a third of a second less a kernel.
 
 Exits with 1 if forward spills for a head dim up to 128, if a kernel takes more shared memory than
-its target has, or if Hopper's products wait for each other.
+its target has, or if Hopper's products wait for each other; with `--compare` also if a kernel
+spills more than was recorded, or as much with more registers, or was not recorded.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from compiles_record import ENTRY, record, recorded
 from sass_loops import Loop, product_loops, spill_instructions
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -68,10 +72,18 @@ KERNELS = {
     "query_kernel": "queries",
 }
 """Those that the table has entries for."""
+BESIDE = {
+    "row_kernel": "rows",
+    "combine_kernel": "combine",
+    "finer_kernel": "finer",
+    "total_kernel": "totals",
+}
+"""Those that it has none for."""
+SIDES = ("BLOCK_M", "BLOCK_N", "ROWS", "COLUMNS", "BLOCK")
+"""Constants that are sides of a kernel's tile."""
 PRODUCTS = {2: ("HGMMA", "HMMA", "UTCHMMA"), 4: ("FFMA",)}
 """NVIDIA's instructions, by bytes of an element."""
 LENGTH = 256
-RESULTS = Path(__file__).parent / "results" / "triton_compiles.json"
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,8 @@ class Compiled:
 
     Args:
         spilled: bytes of memory a thread that stand in for registers.
-        spills: instructions that move them; None where the target's tools don't tell.
-        loops: innermost ones with products, in the code's order; empty where tools don't tell.
+        spills: instructions that move them; None where the code wasn't looked at, as AMD's.
+        loops: innermost ones with products, in the code's order; empty where spills is None.
             Forward's last two run only where a value isn't finite.
         products, waits: Hopper's.
         loads, own: by tensor descriptors; those whose descriptor is made in the same function.
@@ -116,13 +128,25 @@ class Compiled:
             yield f"takes {self.shared} of {limit} bytes of shared memory"
         # ptxas makes each product wait for the one before (C7515) when it can't follow where
         # their registers are; some ways to nest the loops over runs bring that about.
-        # Of float32, which has no such products, a few of halves are counted, where it is rare.
-        if self.target == "hopper" and self.dtype != "float32" and self.waits > self.products / 2:
+        if may_wait(self.target, self.dtype) and self.waits > self.products / 2:
             yield f"{self.products} products wait for each other, {self.waits} times"
 
         # Intel's compiler makes 2D block loads where it finds who made the descriptor.
         if self.target == "xpu" and not 0 < self.loads == self.own:
             yield f"{self.loads} loads by descriptors, {self.own} of them by its own"
+
+    def worse(self, before: Mapping[tuple[object, ...], Mapping[str, Any]]) -> Iterator[str]:
+        """What became worse than `compiles_record.recorded`."""
+        if self.target not in RECORDED or self.kernel not in KERNELS.values():
+            return
+        was = before.get(tuple(getattr(self, name) for name in ENTRY))
+        if was is None:
+            yield "was not recorded with these tiles, warps and stages: --record"
+        elif (self.spilled, self.registers) > (was["spilled"], was["registers"]):
+            yield (
+                f"spills {self.spilled} bytes with {self.registers} registers, recorded were "
+                f"{was['spilled']} with {was['registers']}; if that is meant: --record"
+            )
 
     def __str__(self) -> str:
         loops = " ".join(f"{loop.instructions}:{loop.spills}" for loop in self.loops)
@@ -133,8 +157,18 @@ class Compiled:
         )
 
 
-def resources(asm: Mapping[str, Any], products: tuple[str, ...]) -> dict[str, Any]:
-    """`Compiled`'s `registers` to `waits`; `products` as `product_loops` takes them."""
+def may_wait(target: str, dtype: str) -> bool:
+    """Whether products could wait for each other. Float32 has no such products; a few of halves
+    are counted, where it is rare."""
+    return target == "hopper" and dtype != "float32"
+
+
+def resources(asm: Mapping[str, Any], products: tuple[str, ...], brief: bool) -> dict[str, Any]:
+    """`Compiled`'s `registers` to `waits`; `products` as `product_loops` takes them.
+
+    Args:
+        brief: without what takes a disassembly.
+    """
     if "amdgcn" in asm:
         found = {
             name: int(count)
@@ -153,16 +187,19 @@ def resources(asm: Mapping[str, Any], products: tuple[str, ...]) -> dict[str, An
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        used, code = (
-            subprocess.run(
+
+        def printed(tool: str, option: str) -> str:
+            return subprocess.run(
                 [tools / tool, option, file.name], capture_output=True, text=True, check=True
             ).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+
+        used = printed("cuobjdump", "-res-usage")
+        code = "" if brief else printed("nvdisasm", "-c")
     counts = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", used)}
     return {
         "registers": counts["REG"], "spilled": counts["STACK"],
-        "spills": spill_instructions(code), "loops": tuple(product_loops(code, products)),
+        "spills": None if brief else spill_instructions(code),
+        "loops": () if brief else tuple(product_loops(code, products)),
         "products": code.count("HGMMA"), "waits": code.count("WARPGROUP.DEPBAR"),
     }  # fmt: skip
 
@@ -183,14 +220,27 @@ def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
     return 30.0 * torch.tanh(score / 30.0)
 
 
+def learned_bias(bias: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[k]
+
+    return score_mod
+
+
 def compile_entries(
     target: Target,
     dtype: torch.dtype,
     dim: int,
     patterns: Sequence[str],
     kernels: Collection[str],
+    brief: bool = False,
 ) -> Iterator[Compiled]:
-    """Compile those of these kernels that calls of these patterns need, and yield what came."""
+    """Compile those of these kernels that calls of these patterns need, and yield what came.
+
+    Args:
+        brief: as in `resources`, where no fault is found in the code.
+    """
+    type_name = str(dtype).removeprefix("torch.")
     programs: list[launch.Program] = []
 
     class Offline(TritonBackend):
@@ -208,7 +258,9 @@ def compile_entries(
         mask = None
         if pattern != "plain":
             mask = anyflex.create_block_mask(causal, None, None, LENGTH, LENGTH)
-        score = soft_cap if pattern == "softcap" else None
+        learns = pattern == "learned"
+        bias = torch.zeros(LENGTH, requires_grad=True)
+        score = {"softcap": soft_cap, "learned": learned_bias(bias)}.get(pattern)
         rows, keys = (
             torch.zeros(1, heads, LENGTH, dim).to(dtype).requires_grad_()
             for heads in (2 if pattern == "causal" else 1, 1)
@@ -216,14 +268,20 @@ def compile_entries(
 
         def attention(query: Tensor, key: Tensor, **more: Any) -> Tensor:
             out = anyflex.flex_attention(
-                query, key, key, enable_gqa=True, backend="cuda.offline", **more
-            )
+                query, key, key, enable_gqa=True, backend="cuda.offline",
+                kernel_options={"cuda.offline": {"finer_mask": learns}}, **more,
+            )  # fmt: skip
             assert isinstance(out, Tensor)
             return out
 
-        out = attention(rows, keys, score_mod=score, block_mask=mask)
-        if pattern != "softcap":
-            torch.autograd.grad(out, (rows, keys), torch.zeros_like(out))
+        torch.use_deterministic_algorithms(learns)
+        try:
+            out = attention(rows, keys, score_mod=score, block_mask=mask)
+            if pattern != "softcap":
+                learning = (rows, keys, *([bias] if learns else []))
+                torch.autograd.grad(out, learning, torch.zeros_like(out))
+        finally:
+            torch.use_deterministic_algorithms(False)
         if pattern == "causal":
             attention(rows.detach()[:, :, :1], keys.detach())
         return list(programs)
@@ -237,81 +295,30 @@ def compile_entries(
     finally:
         launch.Program.launch = launched  # type: ignore[method-assign]
     for pattern, program in found:
-        kernel = KERNELS.get(program.function.__name__)
+        kernel = {**KERNELS, **BESIDE}[program.function.__name__]
         if kernel not in kernels:
             continue
         options = program.options
+        constants = program.constants
+        tile = [constants[name] for name in SIDES if name in constants]
         made = triton.compile(
             program.source(), target=ARCHITECTURES[target], options=options.keywords()
         )
         yield Compiled(
             target=target,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=type_name,
             dim=dim,
             kernel=kernel,
             pattern=pattern,
-            tiles=f"{program.constants['BLOCK_M']}x{program.constants['BLOCK_N']}",
+            tiles="x".join(map(str, tile)) or "-",
             warps=options.num_warps,
             stages=options.num_stages,
             shared=made.metadata.shared,
-            **resources(made.asm, PRODUCTS[dtype.itemsize]),
+            **resources(
+                made.asm, PRODUCTS[dtype.itemsize], brief and not may_wait(target, type_name)
+            ),
             **descriptors(made.asm["ttir"]),
         )
-
-
-def record(found: list[Compiled], seconds: float) -> None:
-    """Write the results and their table."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept[triton.__version__] = {
-        "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
-        "torch": torch.__version__,
-        "seconds": round(seconds),
-        "kernels": [asdict(one) for one in found],
-    }
-    kept = dict(sorted(kept.items()))
-    # A kernel a line.
-    text = json.dumps(kept, separators=(",", ":"))
-    text = text.replace('{"target"', '\n{"target"').replace("}},", "}},\n")
-    RESULTS.write_text(text + "\n")
-    RESULTS.with_suffix(".md").write_text(written(kept))
-
-
-def written(kept: Mapping[str, Any]) -> str:
-    """The table, in Markdown: a row a kernel, two columns a Triton."""
-    lines = [
-        "# What Triton's compilers make of the kernels' table",
-        "",
-        "Without a GPU, by `python bench/triton_compiles.py --record`, with each Triton:",
-        "registers of a thread, then bytes of them that are kept in memory (spills). In brackets,",
-        "where any are: how many instructions move them in each innermost loop with products. Of",
-        "forward's loops the first is that of full blocks, the second that of others; the last",
-        "two run only where a value isn't finite.",
-        "",
-    ]
-    versions = list(kept)
-    by_entry: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
-    for version in versions:
-        for one in kept[version]["kernels"]:
-            names = ("target", "dtype", "dim", "kernel", "pattern", "tiles", "warps", "stages")
-            by_entry.setdefault(tuple(str(one[name]) for name in names), {})[version] = one
-    columns = " | ".join(f"triton {version} | shared, KiB" for version in versions)
-    lines.append(
-        f"| target | type | head dim | kernel | pattern | tile | warps | stages | {columns} |"
-    )
-    lines.append("|" + "---|" * (8 + 2 * len(versions)))
-    for entry, ones in by_entry.items():
-        cells = list(entry)
-        for version in versions:
-            one = ones.get(version)
-            if one is None:
-                cells += ["", ""]
-                continue
-            cell = f"{one['registers']}, {one['spilled']}"
-            if one["spilled"] and one["loops"]:
-                cell += f" ({', '.join(str(loop['spills']) for loop in one['loops'])})"
-            cells += [cell, f"{one['shared'] / 1024:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> int:
@@ -323,9 +330,16 @@ def main() -> int:
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--kernels", default=",".join(KERNELS.values()))
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     arguments = parser.parse_args()
+    if arguments.record and (arguments.compare or arguments.brief):
+        parser.error("--record is not for --compare or --brief: it writes all that is found")
     if launch.INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing is compiled then; unset it")
+    before = recorded(triton.__version__) if arguments.compare else None
+    if arguments.compare and before is None:
+        print(f"nothing was recorded with triton {triton.__version__}")
     begin = time.perf_counter()
     found, wrong = [], 0
     for target in ARCHITECTURES:
@@ -333,15 +347,16 @@ def main() -> int:
             for dim in map(int, arguments.dims.split(",")):
                 for one in compile_entries(
                     target, getattr(torch, name), dim,
-                    arguments.patterns.split(","), arguments.kernels.split(","),
+                    arguments.patterns.split(","), arguments.kernels.split(","), arguments.brief,
                 ):  # fmt: skip
                     found.append(one)
                     print(one, flush=True)
-                    for fault in one.faults():
+                    worse = one.worse(before) if before is not None else ()
+                    for fault in (*one.faults(), *worse):
                         wrong += 1
                         print(f"  FAULT: {fault}", flush=True)
     if arguments.record:
-        record(found, time.perf_counter() - begin)
+        record(triton.__version__, [asdict(one) for one in found], time.perf_counter() - begin)
     print(f"{len(found)} kernels by triton {triton.__version__}, {wrong} faults")
     return 1 if wrong else 0
 

@@ -1,59 +1,51 @@
-"""The kernels go through Triton's compilers with the table's configurations, and fit GPUs.
+"""The kernels go through Triton's compilers for AMD, a part of them for Ampere and Intel's tiles.
 
-A part of what `bench/triton_compiles.py` compiles, judged by it.
+`bench/triton_compiles.py` judges. Hopper's and Blackwell's are in files of their own.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-HERE = Path(__file__).parent
-TOOLS = HERE.parents[2] / "bench"
+from table_entries import compiled, entries, run
+
+from anyflex_triton.configs import Target
 
 
-def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script whose Triton compiles: this process has the interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        env=environment, capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+def test_every_entry_for_amd_compiles_and_fits() -> None:
+    found = compiled("amd", "causal")
+    assert entries("amd") <= found, entries("amd") - found
 
 
-@pytest.mark.parametrize(
-    ("target", "dims", "patterns", "kernels"),
-    [
-        ("hopper", "64,128", "causal", "forward,decode,keys,queries"),
-        ("hopper", "64,128", "plain", "forward,keys,queries"),
-        ("blackwell", "64", "plain", "forward,keys"),
-        ("blackwell", "128", "causal", "forward,decode,keys,queries"),
-        ("ampere", "64", "causal", "forward,decode,keys,queries"),
-        ("amd", "128", "causal", "forward,decode,keys,queries"),
-        ("xpu", "128", "causal", "forward,decode,keys,queries"),
-    ],
-)
-def test_kernels_compile_and_fit(target: str, dims: str, patterns: str, kernels: str) -> None:
-    done = run(
-        TOOLS / "triton_compiles.py", "--targets", target, "--types", "bfloat16",
-        "--dims", dims, "--patterns", patterns, "--kernels", kernels,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    count = len(dims.split(",")) * len(kernels.split(","))
-    assert f"{count} kernels by triton" in done.stdout, done.stdout
+@pytest.mark.parametrize(("target", "dim"), [("ampere", 64), ("xpu", 128)])
+def test_kernels_compile_and_fit(target: Target, dim: int) -> None:
+    found = compiled(target, "causal", types=("bfloat16",), dims=(dim,))
+    wanted = {entry for entry in entries(target) if entry.startswith(f"{target} bfloat16 {dim} ")}
+    assert len(wanted) == 4
+    assert wanted <= found, wanted - found
+
+
+def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
+    """Finer blocks are decided for each kernel's tiles."""
+    found = compiled(
+        "hopper,blackwell,amd", "causal,learned", "rows,combine,finer,totals", ("bfloat16",), (64,)
+    )
+    kernels = {(words[0], words[3]) for words in map(str.split, found)}
+    assert kernels == {
+        (target, kernel)
+        for target in ("hopper", "blackwell", "amd")
+        for kernel in ("rows", "combine", "finer", "totals")
+    }
 
 
 def test_lengths_batches_and_strides_compile_once_a_class() -> None:
     """Decoding has a kernel for up to 16 rows and one for up to 32, forward one for keys that end
     where its tiles do and one for others."""
-    done = run(HERE / "counting_compiles.py")
+    done = run(Path(__file__).parent / "counting_compiles.py")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert sorted(done.stdout.split()) == [
         "combine_kernel", "decode_kernel", "decode_kernel", "forward_kernel", "forward_kernel",

@@ -1,0 +1,56 @@
+"""Kernels that `bench/triton_compiles.py` compiles, and the entries of the table to be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from anyflex_triton.configs import _TABLE, Target
+
+__all__ = ["compiled", "entries", "run"]
+
+TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
+TYPES = ("bfloat16", "float32")
+DIMS = (64, 128, 256)
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script whose Triton compiles: this process has the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+
+
+def compiled(
+    targets: str,
+    patterns: str,
+    kernels: str = "forward,decode,keys,queries",
+    types: tuple[str, ...] = TYPES,
+    dims: tuple[int, ...] = DIMS,
+) -> set[str]:
+    """Compile as the tool does, fail where it finds a fault, and return what was compiled, as
+    `entries` names it."""
+    done = run(
+        TOOL, "--targets", targets, "--patterns", patterns, "--kernels", kernels,
+        "--types", ",".join(types), "--dims", ",".join(map(str, dims)), "--compare", "--brief",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    lines = [line.split() for line in done.stdout.splitlines() if " warps=" in line]
+    # Of each line: target, type, head dim, kernel, pattern, tile, warps, stages.
+    return {" ".join((*words[:4], *words[5:8])) for words in lines}
+
+
+def entries(target: Target) -> set[str]:
+    """All of the table for a target."""
+    return {
+        f"{target} {dtype} {dim} {kernel} {config.block_m}x{config.block_n} "
+        f"warps={config.options.num_warps} stages={config.options.num_stages}"
+        for kernel, by_type in _TABLE[target].items()
+        for dtype, by_dim in zip(TYPES, by_type, strict=True)
+        for dim, config in zip(DIMS, by_dim, strict=True)
+    }

@@ -1,0 +1,60 @@
+"""What is recorded of compiles has every entry of the table, and a worse kernel is noticed."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from table_entries import TOOL, entries
+
+from anyflex_triton.configs import Target
+
+RESULTS: Mapping[str, Any] = json.loads(
+    (TOOL.parent / "results" / "triton_compiles.json").read_text()
+)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    return importlib.import_module("triton_compiles")
+
+
+@pytest.mark.parametrize("version", RESULTS)
+def test_every_entry_is_recorded_and_forward_spills_nothing(version: str, tool: Any) -> None:
+    for target in tool.RECORDED:
+        found = {
+            f"{one['target']} {one['dtype']} {one['dim']} {one['kernel']} {one['tiles']} "
+            f"warps={one['warps']} stages={one['stages']}"
+            for one in RESULTS[version]["kernels"]
+        }
+        assert entries(target) <= found, entries(target) - found
+    faults = [
+        fault for one in RESULTS[version]["kernels"] for fault in tool.Compiled(**one).faults()
+    ]
+    assert faults == []
+
+
+def test_targets_that_nothing_is_recorded_of_are_those_without_a_compiler(tool: Any) -> None:
+    assert set(get_args(Target)) - set(tool.RECORDED) == {"xpu", "interpreter"}
+
+
+def test_more_spills_or_registers_than_recorded_are_a_fault(tool: Any) -> None:
+    version = next(iter(RESULTS))
+    before = importlib.import_module("compiles_record").recorded(version)
+    same = tool.Compiled(**RESULTS[version]["kernels"][1])
+    bigger, spilled = same.registers + 1, same.spilled + 4
+    assert list(same.worse(before)) == []
+    assert list(replace(same, spilled=same.spilled - 4, registers=bigger).worse(before)) == []
+    for worse in (replace(same, registers=bigger), replace(same, spilled=spilled, registers=9)):
+        (fault,) = worse.worse(before)
+        assert f"recorded were {same.spilled} with {same.registers}" in fault
+    (fault,) = replace(same, tiles="8x8").worse(before)
+    assert "was not recorded" in fault

@@ -1,0 +1,79 @@
+"""What `triton_compiles.py` found, by Triton: results/triton_compiles.json, and its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["ENTRY", "record", "recorded"]
+
+ENTRY = ("target", "dtype", "dim", "kernel", "pattern", "tiles", "warps", "stages")
+"""What tells kernels apart."""
+RESULTS = Path(__file__).parent / "results" / "triton_compiles.json"
+
+
+def recorded(version: str) -> dict[tuple[object, ...], Mapping[str, Any]] | None:
+    """What was recorded with this Triton, by `ENTRY`."""
+    kept = json.loads(RESULTS.read_text())
+    if version not in kept:
+        return None
+    return {tuple(one[name] for name in ENTRY): one for one in kept[version]["kernels"]}
+
+
+def record(version: str, kernels: Sequence[Mapping[str, Any]], seconds: float) -> None:
+    """Write the results of this Triton and the table of all."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept[version] = {
+        "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "seconds": round(seconds),
+        "kernels": kernels,
+    }
+    kept = dict(sorted(kept.items()))
+    # A kernel a line.
+    text = json.dumps(kept, separators=(",", ":"))
+    text = text.replace('{"target"', '\n{"target"').replace("}},", "}},\n")
+    RESULTS.write_text(text + "\n")
+    RESULTS.with_suffix(".md").write_text(written(kept))
+
+
+def written(kept: Mapping[str, Any]) -> str:
+    """The table, in Markdown: a row a kernel, two columns a Triton."""
+    lines = [
+        "# What Triton's compilers make of the kernels' table",
+        "",
+        "Without a GPU, by `python bench/triton_compiles.py --record`, with each Triton:",
+        "registers of a thread, then bytes of them that are kept in memory (spills). In brackets,",
+        "where any are: how many instructions move them in each innermost loop with products. Of",
+        "forward's loops the first is that of full blocks, the second that of others; the last",
+        "two run only where a value isn't finite.",
+        "",
+    ]
+    versions = list(kept)
+    by_entry: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = {}
+    for version in versions:
+        for one in kept[version]["kernels"]:
+            by_entry.setdefault(tuple(str(one[name]) for name in ENTRY), {})[version] = one
+    columns = " | ".join(f"triton {version} | shared, KiB" for version in versions)
+    lines.append(
+        f"| target | type | head dim | kernel | pattern | tile | warps | stages | {columns} |"
+    )
+    lines.append("|" + "---|" * (8 + 2 * len(versions)))
+    for entry, ones in by_entry.items():
+        cells = list(entry)
+        for version in versions:
+            one = ones.get(version)
+            if one is None:
+                cells += ["", ""]
+                continue
+            cell = f"{one['registers']}, {one['spilled']}"
+            if one["spilled"] and one["loops"]:
+                cell += f" ({', '.join(str(loop['spills']) for loop in one['loops'])})"
+            cells += [cell, f"{one['shared'] / 1024:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

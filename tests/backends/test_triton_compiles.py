@@ -1,0 +1,21 @@
+"""What the portable Triton backend's tests compile for GPUs that aren't there.
+
+Half of those tests' time: in a file of its own another worker takes it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.backends.packages import FOLDER, run_tests
+
+FILES = sorted(FOLDER.glob("triton/tests/test_compiled_*.py"))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton on this machine")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_kernels_and_mods_compile(file: Path, tmp_path: Path) -> None:
+    assert " passed" in run_tests("triton", tmp_path, str(file))
