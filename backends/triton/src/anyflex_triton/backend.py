@@ -29,7 +29,7 @@ from anyflex_triton.options import OPTIONS
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "checksum_of"]
 
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
@@ -77,7 +77,8 @@ class TritonBackend(Backend):
         """Part of the disk cache's key: what other sources have written isn't found, nor what was
         found fastest for other kernels."""
         found = [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
-        return f"{', '.join(found) or 'triton unknown'}, sources {_sources():x}"
+        sources = checksum_of(Path(__file__).parent)
+        return f"{', '.join(found) or 'triton unknown'}, sources {sources:x}"
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
@@ -125,10 +126,10 @@ class TritonBackend(Backend):
 
 
 @functools.cache
-def _sources() -> int:
-    """A checksum of this package."""
+def checksum_of(folder: Path) -> int:
+    """A checksum of a package's sources."""
     checksum = 0
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(folder.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
     return checksum
 
