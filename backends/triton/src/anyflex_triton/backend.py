@@ -28,6 +28,7 @@ from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
+    from anyflex_triton.tuning import Tuner
 
 __all__ = ["TritonBackend", "checksum_of"]
 
@@ -110,7 +111,6 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
-        from anyflex_triton.kernel import TritonKernel
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
 
@@ -118,11 +118,16 @@ class TritonBackend(Backend):
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        options = dict(spec.options)
         tuner = None
-        if options.get("autotune"):
+        if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
-        return TritonKernel(spec, stored.decode(), self.target(), options, tuner)
+        return self.kernel(spec, stored.decode(), self.target(), tuner)
+
+    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+        """Return what `compile` returns, from the text of the mods."""
+        from anyflex_triton.kernel import TritonKernel
+
+        return TritonKernel(spec, source, target, dict(spec.options), tuner)
 
 
 @functools.cache
