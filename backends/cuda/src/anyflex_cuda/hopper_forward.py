@@ -116,53 +116,69 @@ def count_steps(
 
 
 @gluon.jit
-def load_queries(
-    q_desc, q_bufs, q_full, q_empty, tile_words, CONSUMER: gl.constexpr, turn, b, h, first_row,
-    masked, plain, D: gl.constexpr,
-):
-    """One consumer's rows of the next tile, and what is said of the tile."""
-    mbarrier.wait(q_empty.index(CONSUMER), (turn & 1) ^ 1)
-    say(tile_words, CONSUMER * WORDS, first_row)
-    say(tile_words, CONSUMER * WORDS + 1, b)
-    say(tile_words, CONSUMER * WORDS + 2, h)
-    say(tile_words, CONSUMER * WORDS + 3, masked)
-    say(tile_words, CONSUMER * WORDS + 4, plain)
-    mbarrier.expect(q_full.index(CONSUMER), ROWS * D * 2)
-    _load_box(
-        q_desc, [b, h, first_row + CONSUMER * ROWS, 0], q_full.index(CONSUMER),
-        q_bufs.index(CONSUMER),
-    )
+def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
+    """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
+    the scores of that tile's last step.
+
+    Args:
+        step: the next.
+        empties: how many tiles without a step there were.
+        before: whether the tile before had steps (1), had none (2), or there was none (0).
+    """
+    if before == 1:
+        mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
+    elif before == 2:
+        mbarrier.wait(passed, (empties - 1) & 1)
 
 
 @gluon.jit
-def load_keys(
-    k_desc, k_bufs, k_full, k_empty, step_words, step, kv_b, kv_head, first, end, full,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+def load_queries(
+    q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
+    masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):
+    """The rows of a tile, and what is said of it, for each consumer."""
+    await_tile(k_empty, passed, step, empties, before, STAGES)
+    for c in gl.static_range(CONSUMERS):
+        say(tile_words, c * WORDS, first_row)
+        say(tile_words, c * WORDS + 1, b)
+        say(tile_words, c * WORDS + 2, h)
+        say(tile_words, c * WORDS + 3, masked)
+        say(tile_words, c * WORDS + 4, plain)
+        mbarrier.expect(q_full.index(c), ROWS * D * 2)
+        _load_box(q_desc, [b, h, first_row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
+
+
+@gluon.jit
+def load_step(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
+    first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+):
+    """Keys and values of a step. A tile's queries come between those of its first step: there is
+    room for keys earlier."""
     slot = step % STAGES
-    mbarrier.wait(k_empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    phase = ((step // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(slot), phase)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
     _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-
-
-@gluon.jit
-def load_values(
-    v_desc, v_bufs, v_full, v_empty, step, kv_b, kv_head, first,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr,
-):
-    slot = step % STAGES
-    mbarrier.wait(v_empty.index(slot), ((step // STAGES) & 1) ^ 1)
+    if step == first_step:
+        load_queries(
+            q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+            first_row, masked, plain, CONSUMERS, STAGES, D,
+        )
+    mbarrier.wait(v_empty.index(slot), phase)
     mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
     _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
     heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -170,7 +186,8 @@ def produce(
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
+    empties = gl.to_tensor(0)
+    before = gl.to_tensor(0)
     count = tiles * batch_heads
     at = gl.program_id(0)
     while at < count:
@@ -193,24 +210,18 @@ def produce(
         masked, plain = count_steps(
             runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
         )
-        for c in gl.static_range(CONSUMERS):
-            load_queries(
-                q_desc, q_bufs, q_full, q_empty, tile_words, c, turn, b, h, first_row, masked,
-                plain, D,
-            )
+        first_step = step
         # First what may have dead pairs, then the rest, whose loop has no mask's code.
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             if full:
                 begin += (end - begin) // BLOCK_N * BLOCK_N
             for first in range(begin, end, BLOCK_N):
-                load_keys(
-                    k_desc, k_bufs, k_full, k_empty, step_words, step, kv_b, kv_head, first, end,
-                    full.to(gl.int32), STAGES, BLOCK_N, D,
-                )
-                load_values(
-                    v_desc, v_bufs, v_full, v_empty, step, kv_b, kv_head, first, STAGES, BLOCK_N,
-                    DV,
+                load_step(
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                    full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
         for r in range(run, last_run):
@@ -220,20 +231,26 @@ def produce(
             else:
                 end = begin
             for first in range(begin, end, BLOCK_N):
-                load_keys(
-                    k_desc, k_bufs, k_full, k_empty, step_words, step, kv_b, kv_head, first, end,
-                    1, STAGES, BLOCK_N, D,
-                )
-                load_values(
-                    v_desc, v_bufs, v_full, v_empty, step, kv_b, kv_head, first, STAGES, BLOCK_N,
-                    DV,
+                load_step(
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end, 1,
+                    CONSUMERS, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
-        turn += 1
+        if step == first_step:
+            load_queries(
+                q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+                first_row, masked, plain, CONSUMERS, STAGES, D,
+            )
+            empties += 1
+            before = gl.to_tensor(2)
+        else:
+            before = gl.to_tensor(1)
         at = following
     # No more tiles.
+    await_tile(k_empty, passed, step, empties, before, STAGES)
     for c in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
         say(tile_words, c * WORDS, -1)
         mbarrier.arrive(q_full.index(c), count=1)
 
@@ -296,7 +313,8 @@ def weights_of(
 @gluon.jit
 def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-    step_words, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, ME: gl.constexpr,
+    step_words, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    ME: gl.constexpr,
     TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
     O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
@@ -333,8 +351,8 @@ def advance(
 
 @gluon.jit
 def consume(
-    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full, k_empty,
-    v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints, floats, shifts, scale,
+    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
+    v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints, floats, shifts, scale,
     heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
@@ -343,6 +361,7 @@ def consume(
     """All tiles' rows of consumer ME.
 
     Args:
+        passed: counts consumers that are done with what is said of a tile without steps.
         MASKED: whether any step may have dead pairs.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -398,29 +417,28 @@ def consume(
             if MASKED:
                 for _ in range(1, first_plain):
                     halves, acc, top, total, nans = advance(
-                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                        v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
+                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs,
+                        k_full, k_empty, v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
                         tables, ints, floats, scale, ME, TURNS, True, EVEN, SCORE_MOD, MASK_MOD,
                         WANT_MAX, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
             for _ in range(first_plain, steps):
                 halves, acc, top, total, nans = advance(
-                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
+                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs,
+                    k_full, k_empty, v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
                     ints, floats, scale, ME, TURNS, False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX,
                     S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
-            mbarrier.arrive(q_empty.index(ME), count=1)
-            last = (step - 1) % STAGES
-            mbarrier.wait(v_full.index(last), ((step - 1) // STAGES) & 1)
-            v = v_bufs.index(last).reshape([BLOCK_N, DV])
+            slot = (step - 1) % STAGES
+            mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
+            v = v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            mbarrier.arrive(v_empty.index(last), count=1)
+            mbarrier.arrive(v_empty.index(slot), count=1)
         else:
-            mbarrier.arrive(q_empty.index(ME), count=1)
+            mbarrier.arrive(passed, count=1)
         # A row without a live pair has 0 here, and gives 0. NaN stays.
         dead = (top == float("-inf")) & (total == total)
         inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
@@ -496,14 +514,14 @@ def forward_kernel(
     tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
     step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
+    passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
+    mbarrier.init(passed, count=CONSUMERS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
@@ -514,20 +532,20 @@ def forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
                 floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
                 D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
                 floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
                 D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
             )),
@@ -535,26 +553,26 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
                 floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
                 D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
                 floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
                 D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, q_empty, k_full,
-                k_empty, v_full, v_empty, tile_words, step_words, lse, max_scores, tables, ints,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
                 floats, shifts, scale, heads, q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD,
                 D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
             )),
