@@ -417,16 +417,16 @@ def consume(
             if MASKED:
                 for _ in range(1, first_plain):
                     halves, acc, top, total, nans = advance(
-                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs,
-                        k_full, k_empty, v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
+                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                        v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
                         tables, ints, floats, scale, ME, TURNS, True, EVEN, SCORE_MOD, MASK_MOD,
                         WANT_MAX, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
             for _ in range(first_plain, steps):
                 halves, acc, top, total, nans = advance(
-                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs,
-                    k_full, k_empty, v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
+                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                    v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
                     ints, floats, scale, ME, TURNS, False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX,
                     S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
