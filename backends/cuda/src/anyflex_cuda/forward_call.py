@@ -86,7 +86,7 @@ def _refused_spec(spec: Spec) -> str | None:
 
 def workspace() -> tuple[TensorSpec, ...]:
     """The counter of tiles."""
-    return (TensorSpec((1,), torch.int32),)
+    return (TensorSpec((1,), torch.int32, zeroed=True),)
 
 
 def _width(dim: int) -> int:
@@ -177,8 +177,6 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
     tensors = (call.query, call.key, call.value, out.out, or_else(rest, out.out))
     count = -(-length // tiles.block_m)
     (counter,) = out.workspace
-    if tiles.dynamic:
-        counter.zero_()
     values = made.common_values(call, rows)
     Launch(
         program,
