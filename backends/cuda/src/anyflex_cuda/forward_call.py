@@ -10,6 +10,7 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.arguments import row_strides
 from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
@@ -20,6 +21,8 @@ _ROWS = 64
 """Of a consumer."""
 _MOST_DIMS = 128
 """Queries, keys and values of more don't fit a core's shared memory, two of each."""
+
+_STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ def program_for(
         hopper_forward.forward_kernel,
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **made.pointers("query", "key", "value", "out", "rest"),
+            **dict.fromkeys(_STRIDES, ("i64",) * 3),
             **float_pointers("lse", "max_scores"),
             "counter": "*i32",
             **made.common_types,
@@ -130,6 +135,8 @@ def program_for(
             "KV_BLOCK": spec.block_size[1],
             "GROUP": spec.gqa_ratio,
             "KV_SHARED": spec.kv_broadcast,
+            "DIM": spec.head_dim,
+            "VALUE_DIM": spec.value_head_dim,
             "D": d,
             "DV": dv,
             "WANT_LSE": lse,
@@ -187,6 +194,8 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
                 name: descriptor(tensor, box)
                 for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
             },
+            **dict(zip(("query", "key", "value", "out", "rest"), tensors, strict=True)),
+            **dict(zip(_STRIDES, map(row_strides, tensors), strict=True)),
             "lse": or_else(out.lse, out.out),
             "max_scores": or_else(out.max_scores, out.out),
             "counter": counter,

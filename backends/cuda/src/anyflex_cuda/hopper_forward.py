@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.strange_values import write_strange_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, masked_scores
+from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, masked_scores, strange
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -212,32 +213,24 @@ def produce(
         )
         first_step = step
         # First what may have dead pairs, then the rest, whose loop has no mask's code.
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            if full:
-                begin += (end - begin) // BLOCK_N * BLOCK_N
-            for first in range(begin, end, BLOCK_N):
-                load_step(
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
-                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
-                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
-                    full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
-                )
-                step += 1
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            if full:
-                end = begin + (end - begin) // BLOCK_N * BLOCK_N
-            else:
-                end = begin
-            for first in range(begin, end, BLOCK_N):
-                load_step(
-                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
-                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
-                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end, 1,
-                    CONSUMERS, STAGES, BLOCK_N, D, DV,
-                )
-                step += 1
+        for part in range(2):
+            for r in range(run, last_run):
+                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+                middle = begin
+                if full:
+                    middle += (end - begin) // BLOCK_N * BLOCK_N
+                if part == 0:
+                    begin = middle
+                else:
+                    end = middle
+                for first in range(begin, end, BLOCK_N):
+                    load_step(
+                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                        v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                        before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                        full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
+                    )
+                    step += 1
         if step == first_step:
             load_queries(
                 q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
@@ -352,9 +345,12 @@ def advance(
 @gluon.jit
 def consume(
     o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
-    v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints, floats, shifts, scale,
+    v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
+    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats, shifts, scale,
     heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
+    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
@@ -442,20 +438,30 @@ def consume(
         # A row without a live pair has 0 here, and gives 0. NaN stays.
         dead = (top == float("-inf")) & (total == total)
         inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
-        acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
-        rounded = acc.to(o_bufs.dtype)
-        # The tile before may still be read.
-        tma.store_wait(0)
-        o_bufs.index(ME).reshape([ROWS, DV]).store(rounded)
-        if WANT_REST:
-            # What rounding takes from out, and delta needs.
-            rest = acc - rounded.to(gl.float32)
-            rest = gl.where(gl.abs(rest) < float("inf"), rest, 0.0)
-            r_bufs.index(ME).reshape([ROWS, DV]).store(rest.to(r_bufs.dtype))
-        fence_async_shared()
-        _store_box(o_desc, [b, h, first_row, 0], o_bufs.index(ME))
-        if WANT_REST:
-            _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
+        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
+        odd = gl.sum(acc * 0.0, 1)
+        if gl.max((odd != odd).to(gl.int32), 0) > 0:
+            write_strange_rows(
+                top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
+                o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
+                kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
+                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST,
+            )
+        else:
+            acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
+            rounded = acc.to(o_bufs.dtype)
+            # The tile before may still be read.
+            tma.store_wait(0)
+            o_bufs.index(ME).reshape([ROWS, DV]).store(rounded)
+            if WANT_REST:
+                # What rounding takes from out, and delta needs.
+                lost = acc - rounded.to(gl.float32)
+                lost = gl.where(strange(lost), 0.0, lost).to(r_bufs.dtype)
+                r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
+            fence_async_shared()
+            _store_box(o_desc, [b, h, first_row, 0], o_bufs.index(ME))
+            if WANT_REST:
+                _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
         at = (b * heads + h).to(gl.int64) * q_length
         if WANT_LSE:
             natural = (top + gl.log2(total)) / LOG2E
@@ -475,10 +481,11 @@ def consume(
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, r_desc, lse, max_scores, counter, offsets, ends, runs,
-    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
-    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
+    v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides, tables, ints, floats, shifts,
+    scale, batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
     WANT_REST: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, TURNS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -489,6 +496,8 @@ def forward_kernel(
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
             value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns.
+        query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
+            VALUE_DIM are their columns.
         lse, max_scores: [B, Hq, L], float32.
         counter: int32, where DYNAMIC zero at first: tiles that were taken beyond each program's
             first.
@@ -533,15 +542,21 @@ def forward_kernel(
         gl.warp_specialize([
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
-                floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
-                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
-                floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
-                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -554,21 +569,30 @@ def forward_kernel(
         gl.warp_specialize([
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
-                floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
-                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
-                floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
-                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
-                floats, shifts, scale, heads, q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD,
-                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
