@@ -13,9 +13,11 @@ from anyflex.plugin import Accepted, Decision
 from anyflex.testing import posing
 from anyflex_cuda import forward_call
 from anyflex_cuda.backend import CudaBackend
-from anyflex_triton.launch import Program
+from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
+UNREAD = ("offsets", "ends", "runs", "lse", "max_scores")
+"""Others stand in for them where there are none."""
 
 
 class OnHopper(CudaBackend):
@@ -34,7 +36,13 @@ def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
     def note(
         program: Program, grid: int, device: torch.device, values: Mapping[str, object]
     ) -> None:
-        assert set(values) | set(program.constants) >= set(program.types)
+        for name, types in program.types.items():
+            if isinstance(types, tuple):
+                assert isinstance(values[name], tuple) and len(values[name]) == len(types), name
+            elif types.startswith("tensordesc"):
+                assert str(values[name].block_shape) in types, name
+            elif types.startswith("*"):
+                assert pointer_type(values[name].dtype) == types or name in UNREAD, name
         launched.append((program, grid, values))
 
     with (

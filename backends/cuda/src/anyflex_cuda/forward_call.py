@@ -10,7 +10,6 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import row_strides
 from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
@@ -195,7 +194,7 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
                 for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
             },
             **dict(zip(("query", "key", "value", "out", "rest"), tensors, strict=True)),
-            **dict(zip(_STRIDES, map(row_strides, tensors), strict=True)),
+            **{name: t.stride()[:3] for name, t in zip(_STRIDES, tensors, strict=True)},
             "lse": or_else(out.lse, out.out),
             "max_scores": or_else(out.max_scores, out.out),
             "counter": counter,

@@ -346,11 +346,11 @@ def advance(
 def consume(
     o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats, shifts, scale,
-    heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
+    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables,
+    ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
@@ -482,14 +482,14 @@ def consume(
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides, tables, ints, floats, shifts,
-    scale, batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, TURNS: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides,
+    tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
+    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
 
