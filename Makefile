@@ -118,7 +118,7 @@ docs-serve:
 
 wheels:
 	$(READY) test
-	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu
+	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda
 
 clean:
 	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -32,9 +32,11 @@ CONSTRAINTS = ROOT / "constraints-dev.txt"
 CPU_BACKEND = "./backends/cpu[jit]"
 # Of this repository too, and so in one command with what they need.
 TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
+# Requires the index's Triton, which would overwrite those that torch for AMD or Intel has brought.
+CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
-    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *TRITON_BACKENDS, TRITON],
+    "test": [".[test]", "pytest-xdist", CPU_BACKEND, *TRITON_BACKENDS, CUDA_BACKEND, TRITON],
     "lint": [".", "ruff", "mypy"],
     "docs": [".[docs]"],
     "demo": [".[demo]", CPU_BACKEND, *TRITON_BACKENDS],
@@ -45,15 +47,16 @@ OLDEST_TORCH = (2, 11)
 
 # Run by the interpreter that is asked about; finds torch without importing it.
 FACTS_PROGRAM = """
-import json, sys, sysconfig
+import json, re, sys, sysconfig
 from importlib.util import find_spec
 try:
     from importlib.metadata import requires, version
     torch = version("torch") if find_spec("torch") else None
     asks = [line for line in requires("torch") or [] if "extra ==" not in line] if torch else []
-    brings_triton = any("triton" in line.partition(";")[0] for line in asks)
+    names = [re.match("[A-Za-z0-9_.-]+", line)[0].lower() for line in asks]
+    brings_triton = next((name for name in names if "triton" in name), None)
 except Exception:
-    torch, brings_triton = None, False
+    torch, brings_triton = None, None
 print(json.dumps({"prefix": sys.prefix, "venv": sys.prefix != sys.base_prefix, "torch": torch,
                   "brings_triton": brings_triton,
                   "base": getattr(sys, "_base_executable", sys.executable),
@@ -136,7 +139,7 @@ def digest(*facts: object) -> str:
     files = [ROOT / name for name in names]
     cpu = ROOT / "backends" / "cpu"
     files += [cpu / "pyproject.toml", *sorted((cpu / "native").rglob("*"))]
-    files += [ROOT / folder / "pyproject.toml" for folder in TRITON_BACKENDS]
+    files += [ROOT / folder / "pyproject.toml" for folder in [*TRITON_BACKENDS, CUDA_BACKEND]]
     content = b"".join(each.read_bytes() for each in files if each.is_file())
     own = Path(__file__).read_bytes()
     return hashlib.sha256(content + own + repr(facts).encode()).hexdigest()
@@ -179,6 +182,8 @@ def main(parts: list[str]) -> None:
         requirements = list(dict.fromkeys(line for part in missing for line in PARTS[part]))
         if installed["brings_triton"]:
             requirements = [line for line in requirements if line != TRITON]
+            if installed["brings_triton"] != "triton":
+                requirements = [line for line in requirements if line != CUDA_BACKEND]
         editable = [each for line in requirements if line.startswith(".") for each in ("-e", line)]
         plain = [line for line in requirements if not line.startswith(".")]
         pip("-c", str(constraints), *editable, *plain)

@@ -58,10 +58,10 @@ def test_the_development_pins_name_no_address() -> None:
 
 
 def test_a_triton_that_torch_brought_is_not_pinned_to_another() -> None:
-    beside = constraints_beside({"torch": "2.13.0+xpu", "brings_triton": True})
+    beside = constraints_beside({"torch": "2.13.0+xpu", "brings_triton": "triton-xpu"})
     assert "torch==2.13.0+xpu" in beside
     assert not [line for line in beside if line.startswith("triton")]
-    alone = constraints_beside({"torch": "2.13.0+cpu", "brings_triton": False})
+    alone = constraints_beside({"torch": "2.13.0+cpu", "brings_triton": None})
     assert [line for line in alone if line.startswith("triton==")]
     assert [line for line in alone if line.startswith("torch")] == ["torch==2.13.0+cpu"]
 
@@ -69,14 +69,14 @@ def test_a_triton_that_torch_brought_is_not_pinned_to_another() -> None:
 @pytest.mark.parametrize(
     ("requirement", "brings"),
     [
-        ("triton-xpu==3.7.2", True),
-        ("triton==3.7.1; platform_system == 'Linux'", True),
-        ("numpy; extra == 'triton'", False),
-        ("triton; extra == 'compile'", False),
+        ("triton-xpu==3.7.2", "triton-xpu"),
+        ("triton==3.7.1; platform_system == 'Linux'", "triton"),
+        ("numpy; extra == 'triton'", None),
+        ("triton; extra == 'compile'", None),
     ],
 )
 def test_a_torch_that_asks_for_a_triton_is_found_out(
-    requirement: str, brings: bool, tmp_path: Path
+    requirement: str, brings: str | None, tmp_path: Path
 ) -> None:
     metadata = tmp_path / "torch-2.13.0.dist-info"
     metadata.mkdir()

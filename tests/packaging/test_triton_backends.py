@@ -1,4 +1,4 @@
-"""anyflex-triton and anyflex-xpu, installed for real: what comes with them, and what stays."""
+"""The packages of Triton kernels, installed for real: what comes with them, and what stays."""
 
 from __future__ import annotations
 
@@ -76,6 +76,19 @@ def test_the_extra_rocm_brings_the_portable_backend_alone(
     versions, backends = installed(environment)
     assert backends == {name: value for name, value in BACKENDS.items() if name != "xpu"}
     assert "triton" not in versions and "anyflex-xpu" not in versions
+
+
+def test_the_extra_cuda_brings_both_packages_and_triton(
+    checkout_of_both: Path, pips: dict[str, Path], stocked: Path, tmp_path: Path
+) -> None:
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "backends/cuda", checkout_of_both / "backends/cuda", ignore=ignore)
+    environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], stocked)
+    environment.install(f"{checkout_of_both}[cuda]", cwd=tmp_path)
+    versions, backends = installed(environment)
+    wanted = {name: value for name, value in BACKENDS.items() if name != "xpu"}
+    assert backends == {**wanted, "cuda": "anyflex_cuda.backend:CudaBackend"}
+    assert versions["triton"] == "3.6.0" and "anyflex-xpu" not in versions
 
 
 @pytest.mark.parametrize("there", [None, "2.8.10+xpu"])

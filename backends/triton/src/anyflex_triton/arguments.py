@@ -13,6 +13,7 @@ __all__ = [
     "Layout",
     "descriptor_of",
     "descriptor_of_floats",
+    "enter_device",
     "is_blocked",
     "is_described",
     "is_described_whole",
@@ -82,7 +83,7 @@ def is_described(tensor: Tensor) -> bool:
 
 def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
     """A descriptor of the tensor's rows, loaded `rows` at a time; columns past its own are 0."""
-    _enter_device(tensor.device)
+    enter_device(tensor.device)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
@@ -112,7 +113,7 @@ def is_described_whole(tensor: Tensor) -> bool:
 
 def descriptor_of_floats(tensor: Tensor, count: int) -> Any:
     """A descriptor of all elements of a contiguous tensor, loaded `count` at a time."""
-    _enter_device(tensor.device)
+    enter_device(tensor.device)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(tensor, [tensor.numel()], [1], [count])
@@ -121,7 +122,7 @@ def descriptor_of_floats(tensor: Tensor, count: int) -> Any:
 _entered = threading.local()
 
 
-def _enter_device(device: torch.device) -> None:
+def enter_device(device: torch.device) -> None:
     """Give this thread a context on the device: encoding a descriptor needs one, and neither torch
     nor Triton has made one before a thread's first launch."""
     if device.type != "cuda" or device.index in _entered.__dict__.setdefault("devices", set()):

@@ -28,8 +28,9 @@ from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
+    from anyflex_triton.tuning import Tuner
 
-__all__ = ["TritonBackend"]
+__all__ = ["TritonBackend", "checksum_of"]
 
 _TRITONS = ("triton", "pytorch-triton-rocm", "triton-rocm", "triton-xpu", "pytorch-triton-xpu")
 """Distributions that install the module triton."""
@@ -77,7 +78,8 @@ class TritonBackend(Backend):
         """Part of the disk cache's key: what other sources have written isn't found, nor what was
         found fastest for other kernels."""
         found = [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
-        return f"{', '.join(found) or 'triton unknown'}, sources {_sources():x}"
+        sources = checksum_of(Path(__file__).parent)
+        return f"{', '.join(found) or 'triton unknown'}, sources {sources:x}"
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
@@ -109,7 +111,6 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
-        from anyflex_triton.kernel import TritonKernel
         from anyflex_triton.launch import prepare
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
@@ -121,18 +122,23 @@ class TritonBackend(Backend):
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        options = dict(spec.options)
         tuner = None
-        if options.get("autotune"):
+        if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
-        return TritonKernel(spec, stored.decode(), self.target(), options, tuner)
+        return self.kernel(spec, stored.decode(), self.target(), tuner)
+
+    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+        """Return what `compile` returns, from the text of the mods."""
+        from anyflex_triton.kernel import TritonKernel
+
+        return TritonKernel(spec, source, target, dict(spec.options), tuner)
 
 
 @functools.cache
-def _sources() -> int:
-    """A checksum of this package."""
+def checksum_of(folder: Path) -> int:
+    """A checksum of a package's sources."""
     checksum = 0
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(folder.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
     return checksum
 

@@ -1,0 +1,47 @@
+"""The entry point: Hopper's kernels, and the portable ones for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
+from anyflex_triton.backend import TritonBackend, checksum_of
+
+if TYPE_CHECKING:
+    from anyflex_triton.configs import Target
+    from anyflex_triton.tuning import Tuner
+
+__all__ = ["CudaBackend"]
+
+
+class CudaBackend(TritonBackend):
+    """Takes what `cuda.triton` takes, on NVIDIA's GPUs."""
+
+    # Nobody else is the default of this device type.
+    priority = 0
+    options: ClassVar[Mapping[str, Option]] = {
+        **TritonBackend.options,
+        "hopper": Option(bool, True, "Hopper's own kernels, where they take a call"),
+    }
+
+    def probe(self) -> Decision:
+        """Look for NVIDIA's GPU and for Triton, without starting either."""
+        if torch.version.hip is not None:
+            return Rejected("this torch is for AMD GPUs, whose kernels are cuda.triton's")
+        return super().probe()
+
+    def fingerprint(self) -> str:
+        """The portable kernels' and this package's sources."""
+        return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
+
+    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+        """Hopper's kernels, and the portable ones."""
+        from anyflex_cuda.kernel import CudaKernel
+
+        options = dict(spec.options)
+        hopper = target == "hopper" and bool(options.get("hopper", True))
+        return CudaKernel(spec, source, target, options, tuner, hopper)

@@ -1,0 +1,33 @@
+"""Mods for kernels in Gluon: the portable text, but for what a layout must be said for.
+
+A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
+language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
+`anyflex_triton.mods` serves here too, with three names of its text bound to `mod_operations`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["gluon_source"]
+
+_HEADER = "\nfrom anyflex_triton import operations as ops\n"
+_OURS = f"{_HEADER}from anyflex_cuda import mod_operations\n"
+_REBOUND = {
+    "tl.full(": "mod_operations.full(",
+    "ops.spread(": "mod_operations.spread(",
+    "ops.load_once(": "mod_operations.load_once(",
+}
+
+
+def gluon_source(source: str) -> str:
+    """Return the module for kernels in Gluon whose text for portable ones is `source`.
+
+    Indices and scores must come in layouts that broadcast with each other: a score [M, N] of
+    layout L, ``q_idx`` [M, 1] and ``kv_idx`` [1, N], both of layout L too.
+
+    Args:
+        source: by `anyflex_triton.mods.write_source`, before or after `source_for`.
+    """
+    text = source.replace(_HEADER, _OURS)
+    for name, ours in _REBOUND.items():
+        text = text.replace(name, ours)
+    return text
