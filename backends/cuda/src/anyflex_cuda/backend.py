@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from anyflex.plugin import Decision, Rejected
+from anyflex.plugin import Artifacts, Decision, Kernel, Rejected, Spec
 from anyflex_triton.backend import TritonBackend, checksum_of
 
 __all__ = ["CudaBackend"]
@@ -27,3 +27,12 @@ class CudaBackend(TritonBackend):
     def fingerprint(self) -> str:
         """The portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        """As the portable one; on Hopper with its kernels."""
+        if self.target() != "hopper":
+            return super().compile(spec, artifacts)
+        from anyflex_cuda.kernel import HopperKernel
+
+        source, tuner = self.ingredients(spec, artifacts)
+        return HopperKernel(spec, source, dict(spec.options), tuner)

@@ -28,6 +28,7 @@ from anyflex_triton.options import OPTIONS
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
+    from anyflex_triton.tuning import Tuner
 
 __all__ = ["TritonBackend", "checksum_of"]
 
@@ -111,6 +112,12 @@ class TritonBackend(Backend):
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
         from anyflex_triton.kernel import TritonKernel
+
+        source, tuner = self.ingredients(spec, artifacts)
+        return TritonKernel(spec, source, self.target(), dict(spec.options), tuner)
+
+    def ingredients(self, spec: Spec, artifacts: Artifacts) -> tuple[str, Tuner | None]:
+        """(the mods' source, what times configs if the user wants that): a kernel's."""
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
 
@@ -118,11 +125,9 @@ class TritonBackend(Backend):
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        options = dict(spec.options)
-        tuner = None
-        if options.get("autotune"):
-            tuner = Tuner(artifacts, self.name, self.milliseconds)
-        return TritonKernel(spec, stored.decode(), self.target(), options, tuner)
+        if not dict(spec.options).get("autotune"):
+            return stored.decode(), None
+        return stored.decode(), Tuner(artifacts, self.name, self.milliseconds)
 
 
 @functools.cache
