@@ -51,6 +51,10 @@ _FINISHED_KEYS = 32
 _GROUP_BYTES = 32 << 20
 """Of the second cache: query rows, dout and sums of the heads that run at a time."""
 _WIDTHS = (64, 128)
+STAGES = 2
+"""Steps whose query rows and dout are in flight."""
+DYNAMIC = True
+"""A program takes the next tile that no other has. A static order costs more where tiles differ."""
 
 
 def why_portable(spec: Spec) -> str | None:
@@ -92,7 +96,9 @@ def makes_dq(spec: Spec) -> bool:
 
 def _rows_of_step(spec: Spec) -> int:
     """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
-    if max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128:
+    wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    # Mods of 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
+    if wide or spec.score_graph is not None:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
 
@@ -231,11 +237,10 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     ragged = bool(keys % _KEYS) or (mods.score_mod is not None and ragged)
     width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
     want_dq = work.dq_sums is not None
-    stages = 2
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
     sums = (1, 64, 64)
-    key = ("hopper backward", blocks, block_m, ragged, want_dq, mods.key)
+    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
     program = made.existing.get(key)
     if program is None:
         dtype = spec.dtype
@@ -268,8 +273,8 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "BLOCK_M": block_m,
                 "D": width,
                 "DV": value_width,
-                "STAGES": stages,
-                "DYNAMIC": True,
+                "STAGES": STAGES,
+                "DYNAMIC": DYNAMIC,
             },
             (),
             Options(4, 1),

@@ -150,7 +150,7 @@ def runs_of(
 @gluon.jit
 def load_step(
     it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows,
-    delta_rows, q_full, q_empty, do_full, do_empty, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    delta_rows, q_full, q_empty, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, STAGES: gl.constexpr,
 ):
     slot = it % STAGES
@@ -159,7 +159,7 @@ def load_step(
     mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
     _load(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
     _load(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
-    mbarrier.wait(do_empty.index(slot), phase ^ 1)
+    # Its slot was let go together with the query rows'.
     mbarrier.expect(do_full.index(slot), BLOCK_M * DV * 2 + BLOCK_M * 4)
     _load(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
     _load(rows_desc, [batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
@@ -168,7 +168,7 @@ def load_step(
 @gluon.jit
 def load_pass(
     it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch_heads, q_desc, do_desc,
-    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full, do_empty,
+    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full,
     MASKED: gl.constexpr, HAS_MASK: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
     STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     STAGES: gl.constexpr,
@@ -185,7 +185,7 @@ def load_pass(
             for i in range(start, stop):
                 load_step(
                     it, i * BLOCK_M, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles,
-                    do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full, do_empty, BLOCK_M,
+                    do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M,
                     D, DV, STAGES,
                 )
                 it += 1
@@ -196,7 +196,7 @@ def load_pass(
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
             load_step(
                 it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles,
-                lse_rows, delta_rows, q_full, q_empty, do_full, do_empty, BLOCK_M, D, DV, STAGES,
+                lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M, D, DV, STAGES,
             )
             it += 1
     return it
@@ -205,7 +205,7 @@ def load_pass(
 @gluon.jit
 def produce(
     q_desc, do_desc, k_desc, v_desc, rows_desc, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, offsets,
+    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
     ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
@@ -242,14 +242,14 @@ def produce(
                 it = load_pass(
                     it, run, last_run, runs, steps, whole, 0, b, h, heads, batch * heads, q_desc,
                     do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty,
-                    do_full, do_empty, True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M, D,
+                    do_full, True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M, D,
                     DV, STAGES,
                 )
             rotation = tile * whole // tiles
             it = load_pass(
                 it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch * heads,
                 q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
-                q_empty, do_full, do_empty, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
+                q_empty, do_full, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
                 D, DV, STAGES,
             )
         if DYNAMIC:
@@ -318,7 +318,7 @@ def weights_of(
 @gluon.jit
 def add_step(
     dk, dv, it, m0, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows,
-    ds_tiles, dq_tiles, q_full, q_empty, do_full, do_empty, dq_desc, q_length, kv_length, shifts,
+    ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
     scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
     WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
     MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -358,15 +358,13 @@ def add_step(
         fence_async_shared()
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
     dk = warpgroup_mma(operand, q, dk, is_async=True)
-    dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv,))
-    mbarrier.arrive(do_empty.index(slot), count=1)
     if WANT_DQ:
         nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
         if ALONE:
             dq = warpgroup_mma(
                 ds_tiles.index(pair + ME).permute((1, 0)), k, nothing, use_acc=False, is_async=True
             )
-            dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk,))
+            dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
         else:
             # Both halves of ds are there, and both consumers have read the pair before.
             meet("8")
@@ -382,7 +380,7 @@ def add_step(
                 ds1 = ds1.slice(ME * 64, 64, dim=1)
             dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
             dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-            dk = warpgroup_mma_wait(num_outstanding=2, deps=(dk,))
+            dk, dv = warpgroup_mma_wait(num_outstanding=2, deps=(dk, dv))
         mbarrier.arrive(q_empty.index(slot), count=1)
         dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         # The tile before has left this buffer.
@@ -396,7 +394,7 @@ def add_step(
         else:
             _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(ME))
     else:
-        dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
+        dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
         mbarrier.arrive(q_empty.index(slot), count=1)
     return dk, dv
 
@@ -405,7 +403,7 @@ def add_step(
 def consume_pass(
     dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v, q_tiles,
     do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
-    do_empty, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
     ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
@@ -427,7 +425,7 @@ def consume_pass(
             for i in range(start, stop):
                 dk, dv = add_step(
                     dk, dv, it, i * BLOCK_M, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles,
-                    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, do_empty,
+                    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
                     dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
                     RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
                     STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
@@ -440,7 +438,7 @@ def consume_pass(
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
             dk, dv = add_step(
                 dk, dv, it, m0, True, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, do_empty, dq_desc,
+                delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc,
                 q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED, RAGGED,
                 WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
                 S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
@@ -465,7 +463,7 @@ def strange_rows(x):
 @gluon.jit
 def consume(
     dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty, do_full, do_empty,
+    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty, do_full,
     offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
@@ -508,7 +506,7 @@ def consume(
                 dk, dv, it = consume_pass(
                     dk, dv, it, run, last_run, runs, steps, whole, 0, b, h, heads, n0, k, v,
                     q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                    q_empty, do_full, do_empty, dq_desc, q_length, kv_length, shifts, scale,
+                    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale,
                     tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
                     SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
                     STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
@@ -517,7 +515,7 @@ def consume(
             dk, dv, it = consume_pass(
                 dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v,
                 q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                q_empty, do_full, do_empty, dq_desc, q_length, kv_length, shifts, scale, tables,
+                q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
                 ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
                 HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
                 DQ_LAYOUT,
@@ -593,21 +591,19 @@ def backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
         mbarrier.init(q_empty.index(slot), count=2)
-        mbarrier.init(do_empty.index(slot), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
                 delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
-                do_full, do_empty, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
+                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
@@ -615,15 +611,15 @@ def backward_kernel(
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
                 delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
-                do_full, do_empty, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
+                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full,
-                do_empty, offsets, ends, runs, mask_strides, batch, heads, kv_heads, units,
+                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
+                ends, runs, mask_strides, batch, heads, kv_heads, units,
                 q_length, kv_length, tiles, head_group, SCORE_MOD is not None,
                 MASK_MOD is not None, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED,
                 BLOCK_M, D, DV, STAGES, DYNAMIC,
