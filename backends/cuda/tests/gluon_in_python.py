@@ -155,7 +155,8 @@ class Threads:
             try:
                 if self.failed is None:
                     work()
-            except BaseException as error:
+            # It is raised where the kernel was started.
+            except BaseException as error:  # noqa: BLE001
                 self.failed = self.failed or error
             finally:
                 self.idle = 0

@@ -1,4 +1,4 @@
-"""Hopper's backward, its source run in Python: sums against the dense formula, in random orders."""
+"""Hopper's backward, its source run in Python: sums against the dense formula, in any order."""
 
 from __future__ import annotations
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from anyflex.plugin import Artifacts, Decision, Kernel, Rejected, Spec
+from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
 from anyflex_triton.backend import TritonBackend, checksum_of
+
+if TYPE_CHECKING:
+    from anyflex_triton.configs import Target
+    from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaBackend"]
 
@@ -17,6 +23,10 @@ class CudaBackend(TritonBackend):
 
     # Nobody else is the default of this device type.
     priority = 0
+    options: ClassVar[Mapping[str, Option]] = {
+        **TritonBackend.options,
+        "hopper": Option(bool, True, "Hopper's own kernels, where they take a call"),
+    }
 
     def probe(self) -> Decision:
         """Look for NVIDIA's GPU and for Triton, without starting either."""
@@ -28,11 +38,10 @@ class CudaBackend(TritonBackend):
         """The portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
-    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
-        """As the portable one; on Hopper with its kernels."""
-        if self.target() != "hopper":
-            return super().compile(spec, artifacts)
-        from anyflex_cuda.kernel import HopperKernel
+    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+        """Hopper's kernels, and the portable ones."""
+        from anyflex_cuda.kernel import CudaKernel
 
-        source, tuner = self.ingredients(spec, artifacts)
-        return HopperKernel(spec, source, dict(spec.options), tuner)
+        options = dict(spec.options)
+        hopper = target == "hopper" and bool(options.get("hopper", True))
+        return CudaKernel(spec, source, target, options, tuner, hopper)

@@ -36,11 +36,10 @@ from anyflex_triton.programs import (
 
 __all__ = [
     "Work",
+    "backward_refusal",
+    "backward_workspace",
     "hopper_launches",
-    "hopper_workspace",
     "makes_dq",
-    "why_portable",
-    "why_portable_call",
     "work_of",
 ]
 
@@ -54,36 +53,26 @@ _WIDTHS = (64, 128)
 STAGES = 2
 """Steps whose query rows and dout are in flight."""
 DYNAMIC = True
-"""A program takes the next tile that no other has. A static order costs more where tiles differ."""
+"""A program takes the next tile that no other has; else every n-th of n programs."""
 
 
-def why_portable(spec: Spec) -> str | None:
-    """Why no call of this spec takes Hopper's backward, or None."""
+def backward_refusal(spec: Spec, call: Call) -> str | None:
+    """Why a call takes the portable backward, in words for `explain`; None: it takes Hopper's."""
     if spec.dtype.itemsize != 2:
         return "float32"
+    dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
     if {padded(spec.head_dim), padded(spec.value_head_dim)} - set(_WIDTHS):
-        return f"head dims {spec.head_dim} and {spec.value_head_dim}; it has 33 to 128"
+        return f"{dims}, for it takes 33 to 128"
     if spec.head_dim % 8 or spec.value_head_dim % 8:
-        return f"head dims {spec.head_dim} and {spec.value_head_dim}; TMA takes multiples of 8"
+        return f"{dims}, for TMA takes multiples of 8"
     if not {"k", "v"} <= set(spec.gradients):
         return "gradients of key and value aren't both wanted"
-    if spec.mask_kind == "runs":
-        return _why_not_blocks(spec, spec.block_size)
-    return None
-
-
-def why_portable_call(call: Call) -> str | None:
-    """Why this call of a spec that may does not take it, or None."""
+    q_block, kv_block = spec.block_size if spec.mask_kind == "runs" else (_KEYS, _KEYS)
+    if kv_block % _KEYS or q_block % 64:
+        return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of 64 x {_KEYS}"
     for name in ("query", "key", "value"):
         if not is_boxed(getattr(call, name)):
-            return f"the strides or the base of {name} aren't multiples of 16 bytes"
-    return None
-
-
-def _why_not_blocks(spec: Spec, blocks: tuple[int, int]) -> str | None:
-    q_block, kv_block = blocks
-    if kv_block % _KEYS or q_block % 64:
-        return f"mask blocks of {q_block} x {kv_block}; it has multiples of 64 x {_KEYS}"
+            return f"strides or base of {name} that TMA doesn't take"
     return None
 
 
@@ -97,7 +86,7 @@ def makes_dq(spec: Spec) -> bool:
 def _rows_of_step(spec: Spec) -> int:
     """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
     wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
-    # Mods of 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
+    # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
     if wide or spec.score_graph is not None:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
@@ -119,7 +108,7 @@ class Work(NamedTuple):
     dq_sums: Tensor | None
 
 
-def hopper_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
+def backward_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
     """What `work_of` takes."""
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
@@ -135,7 +124,7 @@ def hopper_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
 
 
 def work_of(workspace: Sequence[Tensor]) -> Work:
-    """The tensors of `hopper_workspace`."""
+    """The tensors of `backward_workspace`."""
     row_values, odd_keys, counter, *sums = workspace
     return Work(row_values, odd_keys, counter, sums[0] if sums else None)
 

@@ -1,95 +1,119 @@
-"""A compiled spec on Hopper: which calls take its own kernels, and which the portable ones."""
+"""A compiled spec: Hopper's kernels where they take a call, else the portable ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
+    backward_refusal,
+    backward_workspace,
     hopper_launches,
-    hopper_workspace,
     makes_dq,
-    why_portable,
-    why_portable_call,
     work_of,
 )
+from anyflex_cuda.forward_call import launch_forward, refusal, tiles_for, workspace
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.backward_captured import integer_specs
+from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel, cut
 from anyflex_triton.launch import launch_all
 from anyflex_triton.tuning import Tuner
 
-__all__ = ["HopperKernel"]
+__all__ = ["CudaKernel"]
 
 
-class HopperKernel(TritonKernel):
+class CudaKernel(TritonKernel):
     """Chooses and launches.
 
     Args:
-        spec: what the backend accepted.
-        source: of the mods, by `anyflex_triton.mods.write_source`.
-        overrides: the user's options by name.
-        tuner: finds the portable kernels' fastest configs; None: they are the table's.
+        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+        hopper: whether Hopper's kernels may be taken.
     """
 
     def __init__(
         self,
         spec: Spec,
         source: str,
+        target: Target,
         overrides: Mapping[str, Any],
-        tuner: Tuner | None = None,
+        tuner: Tuner | None,
+        hopper: bool,
     ) -> None:
-        super().__init__(spec, source, "hopper", overrides, tuner)
-        self._gluon = GluonPrograms(spec, source, overrides)
-        self._why = why_portable(spec)
+        super().__init__(spec, source, target, overrides, tuner)
+        self._hopper = GluonPrograms(spec, source, overrides) if hopper else None
 
     def describe(self, call: Call) -> str:
-        """As the portable one's, then what makes gradients: ``backward hopper``, or ``backward
-        portable (why)``."""
-        text = super().describe(call)
-        if not self.spec.needs_backward:
-            return text
-        why = self._why_portable(call)
-        if why is not None:
-            return f"{text}; backward portable ({why})"
-        if makes_dq(self.spec) or "q" not in self.spec.gradients:
-            return f"{text}; backward hopper"
-        return f"{text}; backward hopper, dQ portable"
+        """``hopper 128x128``, or what the portable kernels say and why they are taken; where
+        gradients are wanted, then the same of backward: ``backward hopper``."""
+        forward = self._describe_forward(call)
+        if self._hopper is None or not self.spec.needs_backward:
+            return forward
+        reason = backward_refusal(self.spec, call)
+        if reason is not None:
+            return f"{forward}, backward portable (not Hopper's kernel: {reason})"
+        rest = ", dq portable" if "q" in self.spec.gradients and not makes_dq(self.spec) else ""
+        return f"{forward}, backward hopper{rest}"
+
+    def _describe_forward(self, call: Call) -> str:
+        portable = super().describe(call)
+        if self._hopper is None or self._decodes(call):
+            return portable
+        reason = refusal(self.spec, call)
+        if reason is not None:
+            return f"{portable} (not Hopper's kernel: {reason})"
+        tiles = tiles_for(self.spec)
+        return f"hopper {tiles.block_m}x{tiles.block_n}"
+
+    def _is_hoppers(self, call: Call) -> bool:
+        """Whether forward takes Hopper's kernel."""
+        return (
+            self._hopper is not None
+            and not self._decodes(call)
+            and refusal(self.spec, call) is None
+        )
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Hopper's backward: `hopper_workspace`, then what the portable pass over query rows
-        takes, where that makes dQ."""
-        if direction == "forward" or self._why_portable(call) is not None:
+        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
+        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
+        if direction == "forward" and self._is_hoppers(call):
+            return workspace()
+        if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
-        return (*hopper_workspace(self.spec, call), *self._query_specs(call))
+        ours = backward_workspace(self.spec, call)
+        if makes_dq(self.spec):
+            return ours
+        return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
+
+    def _is_hoppers_backward(self, call: Call) -> bool:
+        """Whether backward takes Hopper's kernel."""
+        return self._hopper is not None and backward_refusal(self.spec, call) is None
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        """Fill `out`."""
+        if self._hopper is not None and self._is_hoppers(call) and out.out.numel() != 0:
+            launch_forward(self._hopper, call, out)
+        else:
+            super().forward(call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        if self._why_portable(call) is not None:
+        if self._hopper is None or not self._is_hoppers_backward(call):
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):
-            # Often a sum's, broadcast; workspace can't be asked for it, for it comes too late.
+            # Often a sum's, broadcast. No workspace: that is asked for before dout is there.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
-        ours, rest = cut(list(grads.workspace), len(hopper_workspace(self.spec, call)))
+        ours, rest = cut(list(grads.workspace), len(backward_workspace(self.spec, call)))
         work = work_of(ours)
-        launches = hopper_launches(self._made, self._gluon, call, saved, grad, grads, work)
+        launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
         if work.dq_sums is None:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
             launches += self.query_launches(
                 call, grad.dout, work.row_values, grads, finer, integers, launches[:1]
             )
         launch_all(launches, call.query.device)
-
-    def _why_portable(self, call: Call) -> str | None:
-        """Why this call's backward takes the portable kernels, or None."""
-        return self._why or why_portable_call(call)
-
-    def _query_specs(self, call: Call) -> tuple[TensorSpec, ...]:
-        if makes_dq(self.spec):
-            return ()
-        return (*self._finer_specs(call, "queries"), *integer_specs(self._made, call))

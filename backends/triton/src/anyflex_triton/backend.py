@@ -111,13 +111,6 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
-        from anyflex_triton.kernel import TritonKernel
-
-        source, tuner = self.ingredients(spec, artifacts)
-        return TritonKernel(spec, source, self.target(), dict(spec.options), tuner)
-
-    def ingredients(self, spec: Spec, artifacts: Artifacts) -> tuple[str, Tuner | None]:
-        """(the mods' source, what times configs if the user wants that): a kernel's."""
         from anyflex_triton.mods import write_source
         from anyflex_triton.tuning import Tuner
 
@@ -125,9 +118,16 @@ class TritonBackend(Backend):
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
-        if not dict(spec.options).get("autotune"):
-            return stored.decode(), None
-        return stored.decode(), Tuner(artifacts, self.name, self.milliseconds)
+        tuner = None
+        if dict(spec.options).get("autotune"):
+            tuner = Tuner(artifacts, self.name, self.milliseconds)
+        return self.kernel(spec, stored.decode(), self.target(), tuner)
+
+    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+        """Return what `compile` returns, from the text of the mods."""
+        from anyflex_triton.kernel import TritonKernel
+
+        return TritonKernel(spec, source, target, dict(spec.options), tuner)
 
 
 @functools.cache

@@ -1,0 +1,207 @@
+"""Launching forward on Hopper: which calls its kernel takes, and with which tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex_cuda import hopper_forward
+from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.launch import Launch, Options, Program
+from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.programs import float_pointers, int32s, or_else
+
+__all__ = ["Tiles", "launch_forward", "program_for", "refusal", "tiles_for", "workspace"]
+
+_ROWS = 64
+"""Of a consumer."""
+_MOST_DIMS = 128
+"""Queries, keys and values of more don't fit a core's shared memory, two of each."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernel is compiled.
+
+    Args:
+        consumers: warpgroups that compute, of 64 query rows each.
+        block_n: keys of a step.
+        stages: steps whose keys and values are in shared memory.
+        turns: two consumers take turns with the tensor cores.
+        dynamic: programs ask for their next tile; else they take every n-th.
+        registers: of a consumer's thread, of the producer's.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    turns: bool
+    dynamic: bool
+    registers: tuple[int, int]
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return self.consumers * _ROWS
+
+
+def tiles_for(spec: Spec) -> Tiles:
+    """Return the spec's tiles."""
+    if max(spec.head_dim, spec.value_head_dim) <= 64:
+        return Tiles(2, 128, 3, True, True, (240, 24))
+    return Tiles(2, 128, 2, True, True, (240, 24))
+
+
+def refusal(spec: Spec, call: Call) -> str | None:
+    """Return why a call takes the portable kernel, or None: it takes Hopper's.
+
+    Decided by the spec and by the call's layout, before anything is launched.
+    """
+    found = _refused_spec(spec)
+    if found is not None:
+        return found
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if not is_boxed(tensor):
+            return (
+                f"TMA loads no boxes of {name}: its last dimension isn't contiguous, or its "
+                "pointer and its other strides aren't multiples of 16 bytes"
+            )
+    return None
+
+
+def _refused_spec(spec: Spec) -> str | None:
+    if spec.dtype.itemsize != 2:
+        return f"{spec.dtype}: wgmma takes bfloat16 and float16"
+    if max(spec.head_dim, spec.value_head_dim) > _MOST_DIMS:
+        return f"a head dim above {_MOST_DIMS}"
+    if spec.value_head_dim * spec.dtype.itemsize % 16:
+        return "rows of out aren't multiples of 16 bytes"
+    if spec.mask_kind == "runs" and spec.block_size[0] % tiles_for(spec).block_m:
+        return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
+    return None
+
+
+def workspace() -> tuple[TensorSpec, ...]:
+    """The counter of tiles."""
+    return (TensorSpec((1,), torch.int32),)
+
+
+def _width(dim: int) -> int:
+    """Columns of a tile in shared memory, and of a product."""
+    return 64 if dim <= 64 else 128
+
+
+def program_for(
+    made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
+    even: bool, lse: bool, max_scores: bool, rest: bool,
+) -> Program:  # fmt: skip
+    """Return the compiled kernel for a class of calls.
+
+    Args:
+        mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
+        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
+        lse, max_scores, rest: which outputs beside out are wanted.
+    """
+    spec = made.spec
+    key = ("hopper forward", tiles, mods_of, even, lse, max_scores, rest)
+    program = made.existing.get(key)
+    if program is not None:
+        return program
+    d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
+    boxes = _boxes(tiles, d, dv)
+    return made.program(
+        key,
+        hopper_forward.forward_kernel,
+        {
+            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **float_pointers("lse", "max_scores"),
+            "counter": "*i32",
+            **made.common_types,
+            **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+        },
+        {
+            "SCORE_MOD": score_mod,
+            "MASK_MOD": mask_mod,
+            "HAS_MASK": spec.mask_kind == "runs",
+            "Q_BLOCK": spec.block_size[0],
+            "KV_BLOCK": spec.block_size[1],
+            "GROUP": spec.gqa_ratio,
+            "KV_SHARED": spec.kv_broadcast,
+            "D": d,
+            "DV": dv,
+            "WANT_LSE": lse,
+            "WANT_MAX": max_scores,
+            "WANT_REST": rest,
+            "EVEN": even,
+            "DYNAMIC": tiles.dynamic,
+            "TURNS": tiles.turns,
+            "CONSUMERS": tiles.consumers,
+            "STAGES": tiles.stages,
+            "BLOCK_N": tiles.block_n,
+            "CONSUMER_REGISTERS": tiles.registers[0],
+            "PRODUCER_REGISTERS": tiles.registers[1],
+        },
+        (),
+        Options(4, 1),
+    )
+
+
+def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "q_desc": (1, 1, _ROWS, d),
+        "k_desc": (1, 1, tiles.block_n, d),
+        "v_desc": (1, 1, tiles.block_n, dv),
+        "o_desc": (1, 1, _ROWS, dv),
+        "r_desc": (1, 1, _ROWS, dv),
+    }
+
+
+def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call without `refusal`, on the current stream."""
+    spec = made.spec
+    tiles = tiles_for(spec)
+    rest = out.saved[0] if out.saved else None
+    rows = None if call.mask is None else mask_rows(call.mask)
+    keys = call.key.shape[2]
+    even = keys % tiles.block_n == 0 and (rows is None or rows.block_size[1] % tiles.block_n == 0)
+    mods = made.mods(call, even)
+    program = program_for(
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
+        out.max_scores is not None, rest is not None,
+    )  # fmt: skip
+    boxes = _boxes(tiles, _width(spec.head_dim), _width(spec.value_head_dim))
+    batch, heads, length = call.query.shape[:3]
+    tensors = (call.query, call.key, call.value, out.out, or_else(rest, out.out))
+    count = -(-length // tiles.block_m)
+    (counter,) = out.workspace
+    if tiles.dynamic:
+        counter.zero_()
+    values = made.common_values(call, rows)
+    Launch(
+        program,
+        min(count * batch * heads, _cores(call.query.device)),
+        {
+            **values,
+            **{
+                name: descriptor(tensor, box)
+                for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
+            },
+            "lse": or_else(out.lse, out.out),
+            "max_scores": or_else(out.max_scores, out.out),
+            "counter": counter,
+            "batch_heads": batch * heads,
+            "heads": heads,
+            "q_length": length,
+            "kv_length": keys,
+            "tiles": count,
+            "head_group": made.head_group(call),
+        },
+    ).run(call.query.device)
+
+
+def _cores(device: torch.device) -> int:
+    """Multiprocessors, each of which holds one program."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,579 @@
+"""Attention forward on Hopper: a warp that loads, and warpgroups that compute, in one program.
+
+The producer takes tiles of query rows, one after the other, reads their rows of the block mask and
+has TMA load queries, keys and values into shared memory. It says there too what it loads, so that
+the consumers never read the mask: a tile's place and its counts of steps beside its queries, a
+step's keys beside the keys. Each consumer keeps 64 rows of the tile in registers: the product of a
+step's scores runs while the weights of the step before meet their values (FlashAttention-3: Shah
+et al., 2024), and the softmax of one consumer while the other's products run.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anyflex_triton.forward import tile_of_program, unit_of_scores
+from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, masked_scores
+
+__all__ = ["ROWS", "forward_kernel"]
+
+# Triton 3.8 has new names for them.
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+ROWS = gl.constexpr(64)
+"""Of a consumer: what one warpgroup's product has."""
+WORDS = gl.constexpr(8)
+"""Room for what is said of a tile, or of a step."""
+
+
+# What the producer says, by words of shared memory
+
+@gluon.jit
+def say(words, at, value):
+    """In the producer."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    words.index(at).store(gl.full([1], value, gl.int32, layout=LAYOUT))
+
+
+@gluon.jit
+def said(words, at):
+    """In a consumer."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(words.index(at).load(LAYOUT), 0)
+
+
+# Turns of two consumers, by barriers 8 and 9 of the hardware, which Triton leaves free
+
+@gluon.jit
+def named_barrier(DO: gl.constexpr, NUMBER: gl.constexpr):
+    """One instruction of all 128 threads that call; the barrier is of 256."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    text: gl.constexpr = "bar." + DO + " " + NUMBER + ", 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(
+        text, "=r,r", [gl.arange(0, 128, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
+def take_turn(ME: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until the other consumer has issued its products."""
+    if TURNS:
+        if ME == 0:
+            named_barrier("sync", "8")
+        else:
+            named_barrier("sync", "9")
+
+
+@gluon.jit
+def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        if ME == 0:
+            named_barrier("arrive", "9")
+        else:
+            named_barrier("arrive", "8")
+
+
+# The producer
+
+@gluon.jit
+def count_steps(
+    runs, run, last_run, kv_length, KV_BLOCK: gl.constexpr, HAS_MASK: gl.constexpr,
+    EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    """(steps that may have dead pairs, steps that have none) of a row of runs."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    if HAS_MASK:
+        masked = gl.to_tensor(0)
+        plain = gl.to_tensor(0)
+        for first in range(run, last_run, 32):
+            index = first + gl.arange(0, 32, layout=LAYOUT)
+            there = index < last_run
+            begin = gl.load(runs + index * 3, mask=there, other=0) * KV_BLOCK
+            end = gl.load(runs + index * 3 + 1, mask=there, other=0) * KV_BLOCK
+            full = gl.load(runs + index * 3 + 2, mask=there, other=0) == FULL
+            length = gl.minimum(end, kv_length) - begin
+            whole = gl.where(full, length // BLOCK_N, 0)
+            plain += gl.sum(whole, 0)
+            masked += gl.sum((length + BLOCK_N - 1) // BLOCK_N - whole, 0)
+        return masked, plain
+    elif EVEN:
+        return gl.to_tensor(0), kv_length // BLOCK_N
+    else:
+        plain = kv_length // BLOCK_N
+        return (kv_length + BLOCK_N - 1) // BLOCK_N - plain, plain
+
+
+@gluon.jit
+def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
+    """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
+    the scores of that tile's last step.
+
+    Args:
+        step: the next.
+        empties: how many tiles without a step there were.
+        before: whether the tile before had steps (1), had none (2), or there was none (0).
+    """
+    if before == 1:
+        mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
+    elif before == 2:
+        mbarrier.wait(passed, (empties - 1) & 1)
+
+
+@gluon.jit
+def load_queries(
+    q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
+    masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+):
+    """The rows of a tile, and what is said of it, for each consumer."""
+    await_tile(k_empty, passed, step, empties, before, STAGES)
+    for c in gl.static_range(CONSUMERS):
+        say(tile_words, c * WORDS, first_row)
+        say(tile_words, c * WORDS + 1, b)
+        say(tile_words, c * WORDS + 2, h)
+        say(tile_words, c * WORDS + 3, masked)
+        say(tile_words, c * WORDS + 4, plain)
+        mbarrier.expect(q_full.index(c), ROWS * D * 2)
+        _load_box(q_desc, [b, h, first_row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
+
+
+@gluon.jit
+def load_step(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
+    first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+):
+    """Keys and values of a step. A tile's queries come between those of its first step: there is
+    room for keys earlier."""
+    slot = step % STAGES
+    phase = ((step // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(slot), phase)
+    say(step_words, slot * WORDS, first)
+    say(step_words, slot * WORDS + 1, end)
+    say(step_words, slot * WORDS + 2, full)
+    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
+    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
+    if step == first_step:
+        load_queries(
+            q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+            first_row, masked, plain, CONSUMERS, STAGES, D,
+        )
+    mbarrier.wait(v_empty.index(slot), phase)
+    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
+    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
+    heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    step = gl.to_tensor(0)
+    empties = gl.to_tensor(0)
+    before = gl.to_tensor(0)
+    count = tiles * batch_heads
+    at = gl.program_id(0)
+    while at < count:
+        if DYNAMIC:
+            # Asked for early: the answer takes as long as a step.
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        else:
+            following = at + gl.num_programs(0)
+        tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
+        b = bh // heads
+        h = bh % heads
+        kv_head = h // GROUP
+        kv_b = 0 * b if KV_SHARED else b
+        first_row = tile * BLOCK_M
+        if HAS_MASK:
+            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+        else:
+            run = gl.to_tensor(0)
+            last_run = gl.to_tensor(1)
+        masked, plain = count_steps(
+            runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
+        )
+        first_step = step
+        # First what may have dead pairs, then the rest, whose loop has no mask's code.
+        for r in range(run, last_run):
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+            if full:
+                begin += (end - begin) // BLOCK_N * BLOCK_N
+            for first in range(begin, end, BLOCK_N):
+                load_step(
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                    full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
+                )
+                step += 1
+        for r in range(run, last_run):
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+            if full:
+                end = begin + (end - begin) // BLOCK_N * BLOCK_N
+            else:
+                end = begin
+            for first in range(begin, end, BLOCK_N):
+                load_step(
+                    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                    v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                    before, b, h, kv_b, kv_head, first_row, masked, plain, first, end, 1,
+                    CONSUMERS, STAGES, BLOCK_N, D, DV,
+                )
+                step += 1
+        if step == first_step:
+            load_queries(
+                q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+                first_row, masked, plain, CONSUMERS, STAGES, D,
+            )
+            empties += 1
+            before = gl.to_tensor(2)
+        else:
+            before = gl.to_tensor(1)
+        at = following
+    # No more tiles.
+    await_tile(k_empty, passed, step, empties, before, STAGES)
+    for c in gl.static_range(CONSUMERS):
+        say(tile_words, c * WORDS, -1)
+        mbarrier.arrive(q_full.index(c), count=1)
+
+
+# The consumers
+
+@gluon.jit
+def said_of_step(
+    step_words, slot, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
+):
+    """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
+    given back."""
+    first = gl.to_tensor(0)
+    end = gl.to_tensor(0)
+    full = gl.to_tensor(True)
+    if MASKED or SCORE_MOD is not None:
+        first = said(step_words, slot * WORDS)
+    if MASKED:
+        full = said(step_words, slot * WORDS + 2) != 0
+        if not EVEN:
+            end = said(step_words, slot * WORDS + 1)
+    return first, end, full
+
+
+@gluon.jit
+def weights_of(
+    raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints, floats,
+    scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """(weights, alpha, top, total, nans) after a step whose scores are `raw`: one of an online
+    softmax, in powers of two."""
+    scores = raw
+    if MASKED or SCORE_MOD is not None:
+        keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+        keys = gl.expand_dims(keys, 0)
+        if MASKED and not EVEN:
+            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+        else:
+            kv_idx = keys + shifts[3]
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
+    if MASKED:
+        inside = None if EVEN else keys < end
+        scores = masked_scores(
+            scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+        )
+    if WANT_MAX:
+        nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
+    unit = unit_of_scores(scale, SCORE_MOD)
+    new_top = gl.maximum(top, gl.max(scores, 1) * unit)
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(top - shift)
+    total = total * alpha + gl.sum(weights, 1)
+    return weights, alpha, new_top, total, nans
+
+
+@gluon.jit
+def advance(
+    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
+    step_words, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    ME: gl.constexpr,
+    TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
+):
+    """One step: its scores, while the weights of the step before (`halves`) meet their values;
+    then its weights."""
+    slot = step % STAGES
+    before = (step - 1) % STAGES
+    zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
+    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+    first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+    take_turn(ME, TURNS)
+    k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
+    raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+    v = v_bufs.index(before).reshape([BLOCK_N, DV])
+    acc_later = warpgroup_mma(halves, v, acc, is_async=True)
+    pass_turn(ME, TURNS)
+    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    weights, alpha, top, total, nans = weights_of(
+        raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints,
+        floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT, BLOCK_N,
+    )
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+    mbarrier.arrive(v_empty.index(before), count=1)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    halves = gl.convert_layout(
+        weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
+    )
+    return halves, acc, top, total, nans
+
+
+@gluon.jit
+def consume(
+    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
+    v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints, floats, shifts, scale,
+    heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
+    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    """All tiles' rows of consumer ME.
+
+    Args:
+        passed: counts consumers that are done with what is said of a tile without steps.
+        MASKED: whether any step may have dead pairs.
+    """
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
+    )
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
+    )
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    q = q_bufs.index(ME).reshape([ROWS, D])
+    step = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    if ME == 1:
+        # Consumer 0 begins.
+        pass_turn(ME, TURNS)
+    mbarrier.wait(q_full.index(ME), 0)
+    first_row = said(tile_words, ME * WORDS)
+    while first_row >= 0:
+        b = said(tile_words, ME * WORDS + 1)
+        h = said(tile_words, ME * WORDS + 2)
+        masked = said(tile_words, ME * WORDS + 3)
+        steps = masked + said(tile_words, ME * WORDS + 4)
+        first_row += ME * ROWS
+        mod_b = b + shifts[0]
+        mod_h = h + shifts[1]
+        rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
+        q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
+        top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
+        acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
+        if steps > 0:
+            slot = step % STAGES
+            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+            take_turn(ME, TURNS)
+            k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
+            zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
+            raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+            pass_turn(ME, TURNS)
+            raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            weights, _alpha, top, total, nans = weights_of(
+                raw, top, total, nans, first, end, full, mod_b, mod_h, q_idx, kv_length, shifts,
+                tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT,
+                BLOCK_N,
+            )
+            halves = gl.convert_layout(
+                weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
+            )
+            step += 1
+            first_plain = gl.maximum(masked, 1)
+            if MASKED:
+                for _ in range(1, first_plain):
+                    halves, acc, top, total, nans = advance(
+                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                        v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
+                        tables, ints, floats, scale, ME, TURNS, True, EVEN, SCORE_MOD, MASK_MOD,
+                        WANT_MAX, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    )
+                    step += 1
+            for _ in range(first_plain, steps):
+                halves, acc, top, total, nans = advance(
+                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                    v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
+                    ints, floats, scale, ME, TURNS, False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX,
+                    S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                )
+                step += 1
+            slot = (step - 1) % STAGES
+            mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
+            v = v_bufs.index(slot).reshape([BLOCK_N, DV])
+            acc_later = warpgroup_mma(halves, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        else:
+            mbarrier.arrive(passed, count=1)
+        # A row without a live pair has 0 here, and gives 0. NaN stays.
+        dead = (top == float("-inf")) & (total == total)
+        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
+        acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
+        rounded = acc.to(o_bufs.dtype)
+        # The tile before may still be read.
+        tma.store_wait(0)
+        o_bufs.index(ME).reshape([ROWS, DV]).store(rounded)
+        if WANT_REST:
+            # What rounding takes from out, and delta needs.
+            rest = acc - rounded.to(gl.float32)
+            rest = gl.where(gl.abs(rest) < float("inf"), rest, 0.0)
+            r_bufs.index(ME).reshape([ROWS, DV]).store(rest.to(r_bufs.dtype))
+        fence_async_shared()
+        _store_box(o_desc, [b, h, first_row, 0], o_bufs.index(ME))
+        if WANT_REST:
+            _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
+        at = (b * heads + h).to(gl.int64) * q_length
+        if WANT_LSE:
+            natural = (top + gl.log2(total)) / LOG2E
+            natural = gl.where(dead, float("-inf"), natural)
+            gl.store(lse + at + rows, natural, mask=rows < q_length)
+        if WANT_MAX:
+            natural = gl.where(nans > 0, float("nan"), top / LOG2E)
+            gl.store(max_scores + at + rows, natural, mask=rows < q_length)
+        turn += 1
+        mbarrier.wait(q_full.index(ME), turn & 1)
+        first_row = said(tile_words, ME * WORDS)
+    tma.store_wait(0)
+    if ME == 0:
+        # The turn that nobody takes.
+        take_turn(ME, TURNS)
+
+
+@gluon.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, r_desc, lse, max_scores, counter, offsets, ends, runs,
+    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
+    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, TURNS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
+
+    Args:
+        q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
+            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns.
+        lse, max_scores: [B, Hq, L], float32.
+        counter: int32, where DYNAMIC zero at first: tiles that were taken beyond each program's
+            first.
+        offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
+            tiles, head_group: as `anyflex_triton.forward`'s.
+        Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
+        EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
+        TURNS: two consumers take turns with the tensor cores.
+    """
+    ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
+    WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    MASKED: gl.constexpr = HAS_MASK or not EVEN
+    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    o_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
+    if WANT_REST:
+        r_bufs = gl.allocate_shared_memory(
+            q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], r_desc.layout,
+        )
+    else:
+        r_bufs = o_bufs
+    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
+    step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
+    passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(c), count=1)
+    mbarrier.init(passed, count=CONSUMERS)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
+    fence_async_shared()
+    # Tuples with a name would lose their constants.
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
+                floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
+                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+            )),
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
+                floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
+                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+            )),
+            (produce, (
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
+            )),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
+                floats, shifts, scale, heads, q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD,
+                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+            )),
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
+                floats, shifts, scale, heads, q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD,
+                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+            )),
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, lse, max_scores, tables, ints,
+                floats, shifts, scale, heads, q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD,
+                D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, STAGES, BLOCK_N,
+            )),
+            (produce, (
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
+            )),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
