@@ -107,10 +107,17 @@ def resources(ptx: str) -> tuple[int, bool]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
-        said = subprocess.run(
-            [tools / "ptxas", "-v", "--gpu-name=sm_90a", file, "-o", "/dev/null"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        # Newer Tritons write text for the newer of the two.
+        for tool in ("ptxas", "ptxas-blackwell"):
+            done = subprocess.run(
+                [tools / tool, "-v", "--gpu-name=sm_90a", file, "-o", "/dev/null"],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode == 0:
+                break
+        else:
+            raise RuntimeError(done.stderr)
+    said = done.stderr
     spilled = said.split(" bytes spill stores")[0].split()[-1]
     return int(spilled), "serialized" in said
 
