@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
+from anyflex_cuda.backward_call import (
+    backward_refusal,
+    backward_workspace,
+    hopper_launches,
+    makes_dq,
+    work_of,
+)
 from anyflex_cuda.forward_call import launch_forward, refusal, tiles_for, workspace
+from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
-from anyflex_triton.kernel import TritonKernel
+from anyflex_triton.kernel import TritonKernel, cut
+from anyflex_triton.launch import launch_all
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
@@ -36,7 +46,18 @@ class CudaKernel(TritonKernel):
         self._hopper = GluonPrograms(spec, source, overrides) if hopper else None
 
     def describe(self, call: Call) -> str:
-        """``hopper 128x128``, or what the portable kernels say and why they are taken."""
+        """``hopper 128x128``, or what the portable kernels say and why they are taken; where
+        gradients are wanted, then the same of backward: ``backward hopper``."""
+        forward = self._describe_forward(call)
+        if self._hopper is None or not self.spec.needs_backward:
+            return forward
+        reason = backward_refusal(self.spec, call)
+        if reason is not None:
+            return f"{forward}, backward portable (not Hopper's kernel: {reason})"
+        rest = ", dq portable" if "q" in self.spec.gradients and not makes_dq(self.spec) else ""
+        return f"{forward}, backward hopper{rest}"
+
+    def _describe_forward(self, call: Call) -> str:
         portable = super().describe(call)
         if self._hopper is None or self._decodes(call):
             return portable
@@ -57,10 +78,20 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter, else as the portable kernels'."""
+        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
+        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
         if direction == "forward" and self._is_hoppers(call):
             return workspace()
-        return super().workspace(call, direction)
+        if direction == "forward" or not self._is_hoppers_backward(call):
+            return super().workspace(call, direction)
+        ours = backward_workspace(self.spec, call)
+        if makes_dq(self.spec):
+            return ours
+        return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
+
+    def _is_hoppers_backward(self, call: Call) -> bool:
+        """Whether backward takes Hopper's kernel."""
+        return self._hopper is not None and backward_refusal(self.spec, call) is None
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
@@ -68,3 +99,21 @@ class CudaKernel(TritonKernel):
             launch_forward(self._hopper, call, out)
         else:
             super().forward(call, out)
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        """Fill `grads`."""
+        if self._hopper is None or not self._is_hoppers_backward(call):
+            super().backward(call, saved, grad, grads)
+            return
+        if not is_boxed(grad.dout):
+            # Often a sum's, broadcast. No workspace: that is asked for before dout is there.
+            grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
+        ours, rest = cut(list(grads.workspace), len(backward_workspace(self.spec, call)))
+        work = work_of(ours)
+        launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
+        if work.dq_sums is None:
+            finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
+            launches += self.query_launches(
+                call, grad.dout, work.row_values, grads, finer, integers, launches[:1]
+            )
+        launch_all(launches, call.query.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -14,12 +14,12 @@ from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launc
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
 from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
-from anyflex_triton.launch import launch_all
+from anyflex_triton.launch import Launch, launch_all
 from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
 from anyflex_triton.programs import Programs
 from anyflex_triton.tuning import Tuner
 
-__all__ = ["TritonKernel"]
+__all__ = ["TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
 """Up to so many query rows of a key head are decoded."""
@@ -125,29 +125,48 @@ class TritonKernel(Kernel):
             return
         made = self._made
         row_values, *rest = grads.workspace
-        for_keys, rest = _cut(rest, len(self._finer_specs(call, "keys")))
-        for_queries, integers = _cut(rest, len(self._finer_specs(call, "queries")))
+        for_keys, rest = cut(rest, len(self._finer_specs(call, "keys")))
+        for_queries, integers = cut(rest, len(self._finer_specs(call, "queries")))
         first = rows_launch(made, call, saved, grad, row_values)
         launches = [first]
         if grads.dk is not None or grads.dv is not None:
             rows, before = rows_for(made, call, "keys", for_keys)
             keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
             launches += [*before, made.launch("keys", call, keys, [first, *before])]
-        totals = [total for total in grads.captured if total is not None]
-        if grads.dq is not None or totals:
-            rows, before = rows_for(made, call, "queries", for_queries)
-            launches += before
-            if integers:
-                launches += repeatable_launches(
-                    made, call, dout, row_values, grads.dq, totals, rows, integers
-                )
-            else:
-                queries = partial(
-                    queries_launch, made, call, dout, row_values, grads.dq, totals, rows
-                )
-                launches.append(made.launch("queries", call, queries, [first, *before]))
+        launches += self.query_launches(
+            call, dout, row_values, grads, for_queries, integers, [first]
+        )
         launch_all(launches, call.query.device)
 
+    def query_launches(
+        self,
+        call: Call,
+        dout: Tensor,
+        row_values: Tensor,
+        grads: Grads,
+        finer: Sequence[Tensor],
+        integers: Sequence[Tensor],
+        first: Sequence[Launch],
+    ) -> list[Launch]:
+        """What fills grads.dq and adds to captured tensors' gradients, if they are wanted.
 
-def _cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+        Args:
+            row_values: of `backward.row_kernel`; `first` are the launches that fill them.
+            finer, integers: of the workspace.
+        """
+        made = self._made
+        totals = [total for total in grads.captured if total is not None]
+        if grads.dq is None and not totals:
+            return []
+        rows, before = rows_for(made, call, "queries", finer)
+        if integers:
+            return before + repeatable_launches(
+                made, call, dout, row_values, grads.dq, totals, rows, integers
+            )
+        queries = partial(queries_launch, made, call, dout, row_values, grads.dq, totals, rows)
+        return [*before, made.launch("queries", call, queries, [*first, *before])]
+
+
+def cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The first so many, and the rest."""
     return tensors[:count], tensors[count:]

@@ -1,0 +1,390 @@
+"""What Hopper's backward launches: rows' values, dK with dV and sums of dQ, the rest.
+
+dQ is added up in float32 by whichever program comes first, so that it may differ from run to run
+in its last bits. Where sums must repeat, or where captured tensors learn, the portable pass over
+query rows makes it instead: one program a tile, in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
+from anyflex_cuda import backward_rows, hopper_backward
+from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.arguments import enter_device, layout_of, row_strides
+from anyflex_triton.launch import Launch, Options
+from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.programs import (
+    Programs,
+    aligned,
+    classes,
+    float_pointers,
+    int32s,
+    or_else,
+    padded,
+    strides,
+)
+
+__all__ = [
+    "Work",
+    "backward_refusal",
+    "backward_workspace",
+    "hopper_launches",
+    "makes_dq",
+    "work_of",
+]
+
+_KEYS = hopper_backward.KEYS
+_ROWS_PADDED = 128
+_FINISHED_ROWS = 64
+_FINISHED_KEYS = 32
+_GROUP_BYTES = 32 << 20
+"""Of the second cache: query rows, dout and sums of the heads that run at a time."""
+_WIDTHS = (64, 128)
+STAGES = 2
+"""Steps whose query rows and dout are in flight."""
+DYNAMIC = True
+"""A program takes the next tile that no other has; else every n-th of n programs."""
+
+
+def backward_refusal(spec: Spec, call: Call) -> str | None:
+    """Why a call takes the portable backward, in words for `explain`; None: it takes Hopper's."""
+    if spec.dtype.itemsize != 2:
+        return "float32"
+    dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
+    if {padded(spec.head_dim), padded(spec.value_head_dim)} - set(_WIDTHS):
+        return f"{dims}, for it takes 33 to 128"
+    if spec.head_dim % 8 or spec.value_head_dim % 8:
+        return f"{dims}, for TMA takes multiples of 8"
+    if not {"k", "v"} <= set(spec.gradients):
+        return "gradients of key and value aren't both wanted"
+    q_block, kv_block = spec.block_size if spec.mask_kind == "runs" else (_KEYS, _KEYS)
+    if kv_block % _KEYS or q_block % 64:
+        return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of 64 x {_KEYS}"
+    for name in ("query", "key", "value"):
+        if not is_boxed(getattr(call, name)):
+            return f"strides or base of {name} that TMA doesn't take"
+    return None
+
+
+def makes_dq(spec: Spec) -> bool:
+    """Whether the kernel adds dQ up itself: nothing asks for sums that repeat, or for gradients
+    of captured tensors, which the portable pass over query rows makes with dQ."""
+    learns = any(facts.needs_grad for facts in spec.captured)
+    return "q" in spec.gradients and spec.determinism == "off" and not learns
+
+
+def _rows_of_step(spec: Spec) -> int:
+    """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
+    wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
+    if wide or spec.score_graph is not None:
+        return 64
+    return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
+
+
+class Work(NamedTuple):
+    """The workspace.
+
+    Args:
+        row_values: float32 [2, B, Hq, L padded].
+        odd_keys: int32 [Bkv * Hkv, S padded].
+        counter: int32 [1].
+        dq_sums: float32 [B * Hq, L padded, D], or None where the portable pass makes dQ.
+    """
+
+    row_values: Tensor
+    odd_keys: Tensor
+    counter: Tensor
+    dq_sums: Tensor | None
+
+
+def backward_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
+    """What `work_of` takes."""
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
+    found = [
+        TensorSpec((2, batch, heads, rows), torch.float32),
+        TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * _KEYS), torch.int32),
+        TensorSpec((1,), torch.int32),
+    ]
+    if makes_dq(spec):
+        found.append(TensorSpec((batch * heads, rows, padded(spec.head_dim)), torch.float32))
+    return tuple(found)
+
+
+def work_of(workspace: Sequence[Tensor]) -> Work:
+    """The tensors of `backward_workspace`."""
+    row_values, odd_keys, counter, *sums = workspace
+    return Work(row_values, odd_keys, counter, sums[0] if sums else None)
+
+
+def hopper_launches(
+    portable: Programs,
+    gluon: GluonPrograms,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+    work: Work,
+) -> list[Launch]:
+    """What fills grads.dk and grads.dv, and where `makes_dq` grads.dq; `work.row_values` serves
+    the portable pass over query rows too.
+
+    Args:
+        grad: its dout `is_boxed`.
+    """
+    return [
+        _prepare(portable, call, saved, grad, work),
+        _main(gluon, call, grad.dout, grads, work),
+        _finish(portable, call, grad.dout, grads, work),
+    ]
+
+
+def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
+    spec = made.spec
+    rest = saved.extras[0] if saved.extras else None
+    layouts = (layout_of(saved.out), layout_of(grad.dout), layout_of(or_else(rest, saved.out)))
+    given = grad.delta is not None
+    want_dq = work.dq_sums is not None
+    key = (
+        "hopper rows", given, grad.dlse is not None, rest is not None, want_dq, *classes(layouts),
+    )  # fmt: skip
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            backward_rows.prepare_kernel,
+            {
+                **made.pointers("out", "dout", "rest"),
+                **float_pointers("lse", "dlse", "given", "row_values", "dq_sums"),
+                "counter": "*i32",
+                **strides("o_strides", "do_strides", "r_strides"),
+                "dl_strides": ("i64",) * 3,
+                "values_in_all": "i64",
+                **int32s("heads", "padded_length", "q_length"),
+            },
+            {
+                "VALUE_DIM": spec.value_head_dim,
+                "DV": padded(spec.value_head_dim),
+                "D": padded(spec.head_dim),
+                "UNITS": tuple(layout.unit for layout in layouts),
+                "SCATTERED": tuple(layout.scattered for layout in layouts),
+                "WIDE": spec.index_width == 64,
+                "HAS_DLSE": grad.dlse is not None,
+                "IS_GIVEN": given,
+                "HAS_REST": rest is not None,
+                "WANT_DQ": want_dq,
+                "BLOCK_M": 32,
+            },
+            (*aligned(("out", "dout", "rest"), layouts), "dq_sums"),
+            Options(4, 1),
+        )
+    batch, heads, length = call.query.shape[:3]
+    rows = work.row_values.shape[3]
+    return Launch(
+        program,
+        batch * heads * (rows // 32),
+        {
+            "out": saved.out, "rest": or_else(rest, saved.out), "dout": grad.dout,
+            "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, work.row_values),
+            "given": work.row_values if grad.delta is None else grad.delta.contiguous(),
+            "lse": saved.lse.contiguous(), "row_values": work.row_values,
+            "dq_sums": or_else(work.dq_sums, work.row_values), "counter": work.counter,
+            "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
+            "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
+            "heads": heads, "padded_length": rows, "values_in_all": work.row_values[0].numel(),
+            "q_length": length,
+        },
+    )  # fmt: skip
+
+
+def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
+    spec = made.spec
+    dk, dv = grads.dk, grads.dv
+    assert dk is not None and dv is not None
+    rows = None if call.mask is None else mask_rows(call.mask.transposed())
+    blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
+    block_m = _rows_of_step(spec)
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    units = kv_batch * kv_heads
+    tiles = -(-keys // _KEYS)
+    ragged = bool(keys % _KEYS or length % block_m)
+    mods = made.mods(call, not ragged)
+    # Rows past the end count where a score mod may make of them what isn't finite.
+    ragged = bool(keys % _KEYS) or (mods.score_mod is not None and ragged)
+    width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
+    want_dq = work.dq_sums is not None
+    queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
+    of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
+    sums = (1, 64, 64)
+    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
+    program = made.existing.get(key)
+    if program is None:
+        dtype = spec.dtype
+        program = made.program(
+            key,
+            hopper_backward.backward_kernel,
+            {
+                "query": descriptor_type(dtype, queries),
+                "dout": descriptor_type(dtype, values),
+                **dict.fromkeys(("key", "dk"), descriptor_type(dtype, of_keys)),
+                **dict.fromkeys(("value", "dv"), descriptor_type(dtype, of_values)),
+                "row_values": f"tensordesc<fp32[1, {block_m}],{_row_layout()!r}>",
+                "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
+                **dict.fromkeys(("odd_keys", "counter"), "*i32"),
+                **made.common_types,
+                **int32s("batch", "heads", "kv_heads", "units", "q_length", "kv_length", "tiles",
+                         "head_group"),
+            },
+            {
+                "SCORE_MOD": mods.score_mod,
+                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "MASK_MOD": mods.mask_mod,
+                "HAS_MASK": rows is not None,
+                "Q_BLOCK": blocks[1],
+                "KV_BLOCK": blocks[0],
+                "GROUP": spec.gqa_ratio,
+                "KV_SHARED": spec.kv_broadcast,
+                "RAGGED": ragged,
+                "WANT_DQ": want_dq,
+                "BLOCK_M": block_m,
+                "D": width,
+                "DV": value_width,
+                "STAGES": STAGES,
+                "DYNAMIC": DYNAMIC,
+            },
+            (),
+            Options(4, 1),
+        )  # fmt: skip
+    return Launch(
+        program,
+        min(tiles * units, _cores(call.query.device)),
+        {
+            **made.common_values(call, rows),
+            "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
+            "key": descriptor(call.key, of_keys), "value": descriptor(call.value, of_values),
+            "dk": descriptor(dk, of_keys), "dv": descriptor(dv, of_values),
+            "row_values": _row_descriptor(work.row_values, block_m),
+            "dq_sums": work.row_values if work.dq_sums is None
+            else descriptor(work.dq_sums, sums),
+            "odd_keys": work.odd_keys, "counter": work.counter,
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
+            "q_length": length, "kv_length": keys, "tiles": tiles,
+            "head_group": _head_group(spec, call),
+        },
+    )  # fmt: skip
+
+
+def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
+    dq, dk, dv = grads.dq, grads.dk, grads.dv
+    assert dk is not None and dv is not None
+    want_dq = work.dq_sums is not None
+    layouts = (
+        *made.layouts(call, layout_of(dout)),
+        layout_of(or_else(dq, call.query)),
+        layout_of(dk),
+        layout_of(dv),
+    )
+    rows = None if call.mask is None else mask_rows(call.mask)
+    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
+    blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
+    mods = made.mods(call, False)
+    key = ("hopper finish", blocks, want_dq, mods.key, *classes(layouts))
+    names = ("query", "key", "value", "dout", "dq", "dk", "dv")
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            backward_rows.finish_kernel,
+            {
+                **made.pointers(*names),
+                **float_pointers("row_values", "dq_sums"),
+                **made.common_types,
+                **dict.fromkeys(("odd_keys", "key_offsets", "key_ends", "key_runs"), "*i32"),
+                "key_mask_strides": ("i32", "i32"),
+                "values_in_all": "i64",
+                **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides",
+                           "dk_strides", "dv_strides"),
+                **int32s("batch", "heads", "kv_heads", "padded_length", "padded_keys", "q_length",
+                         "kv_length", "query_programs"),
+            },
+            {
+                **made.common_constants(layouts),
+                "SCORE_MOD": mods.score_mod,
+                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "MASK_MOD": mods.mask_mod,
+                "Q_BLOCK": blocks[0],
+                "KV_BLOCK": blocks[1],
+                "WANT_DQ": want_dq,
+                "BLOCK_M": _FINISHED_ROWS,
+                "BLOCK_N": _FINISHED_KEYS,
+            },
+            (*aligned(names, layouts), "dq_sums"),
+            Options(4, 1),
+        )  # fmt: skip
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    padded_length, padded_keys = work.row_values.shape[3], work.odd_keys.shape[1]
+    query_programs = batch * heads * (padded_length // _FINISHED_ROWS) if want_dq else 0
+    of_keys = made.common_values(call, key_rows)
+    return Launch(
+        program,
+        query_programs + kv_batch * kv_heads * (padded_keys // _FINISHED_KEYS),
+        {
+            **made.common_values(call, rows),
+            "key_offsets": of_keys["offsets"], "key_ends": of_keys["ends"],
+            "key_runs": of_keys["runs"], "key_mask_strides": of_keys["mask_strides"],
+            "query": call.query, "key": call.key, "value": call.value, "dout": dout,
+            "dq": or_else(dq, call.query), "dk": dk, "dv": dv,
+            "row_values": work.row_values,
+            "dq_sums": or_else(work.dq_sums, work.row_values), "odd_keys": work.odd_keys,
+            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
+            "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
+            "dq_strides": layouts[4].strides, "dk_strides": layouts[5].strides,
+            "dv_strides": layouts[6].strides,
+            "batch": batch, "heads": heads, "kv_heads": kv_heads,
+            "padded_length": padded_length, "padded_keys": padded_keys,
+            "values_in_all": work.row_values[0].numel(), "q_length": length, "kv_length": keys,
+            "query_programs": query_programs,
+        },
+    )  # fmt: skip
+
+
+def _head_group(spec: Spec, call: Call) -> int:
+    """Key heads that run at a time."""
+    heads = spec.gqa_ratio * (call.query.shape[0] if spec.kv_broadcast else 1)
+    row = 2 * (spec.head_dim + spec.value_head_dim) + 4 * spec.head_dim
+    wanted = max(1, _GROUP_BYTES // max(1, heads * call.query.shape[2] * row))
+    # Kernels multiply it by a head's tiles, in 32 bits.
+    return min(wanted, call.key.shape[0] * call.key.shape[1])
+
+
+def _row_layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def _row_descriptor(row_values: Tensor, count: int) -> Any:
+    """Of both halves' rows, one a head."""
+    enter_device(row_values.device)
+    length = row_values.shape[3]
+    rows = row_values.numel() // length
+    return TensorDescriptor(row_values, [rows, length], [length, 1], [1, count], _row_layout())
+
+
+@functools.cache
+def _cores(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,247 @@
+"""What runs before and after Hopper's backward, in plain Triton: rows' values, and dQ from its
+sums.
+
+What isn't finite reaches pairs that aren't seen there too: 0 * NaN is NaN. Tiles of dQ, dK and dV
+that came out so are made again here, as the portable kernels make theirs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.backward_keys import add_to_keys
+from anyflex_triton.backward_queries import add_to_queries
+from anyflex_triton.tiles import (
+    LOG2E,
+    bounded_run,
+    load_rows,
+    mask_row,
+    store_rows,
+    strange,
+    tensor_at,
+)
+
+__all__ = ["finish_kernel", "prepare_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def prepare_kernel(
+    out, rest, dout, lse, dlse, given, row_values, dq_sums, counter, o_strides, r_strides,
+    do_strides, dl_strides, heads, padded_length, values_in_all, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
+    HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
+):
+    """As `anyflex_triton.backward.row_kernel`; rows are padded, and sums of dQ begin at 0.
+
+    Args:
+        row_values: [2, B, Hq, padded_length]: lse in powers of two, +inf in rows without a live
+            key and past the last, so that weights become 0; delta, 0 in those.
+        dq_sums: [B, Hq, padded_length, D], float32, or where not WANT_DQ anything.
+        counter: int32, becomes 0.
+        padded_length: a multiple of BLOCK_M.
+    """
+    tiles = padded_length // BLOCK_M
+    bh = tl.program_id(0) // tiles
+    b = bh // heads
+    h = bh % heads
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = rows < q_length
+    value_at = bh.to(tl.int64) * padded_length + rows
+    if tl.program_id(0) == 0:
+        tl.store(counter, 0)
+    if WANT_DQ:
+        offsets = value_at[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(dq_sums + offsets, tl.zeros([BLOCK_M, D], tl.float32))
+    natural = tl.load(lse + bh.to(tl.int64) * q_length + rows, mask=inside, other=float("-inf"))
+    dead = natural == float("-inf")
+    tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E))
+    if IS_GIVEN:
+        sums = tl.load(given + bh.to(tl.int64) * q_length + rows, mask=inside, other=0.0)
+    else:
+        o_base = tensor_at(out, o_strides, b, h, UNITS[0])
+        do_base = tensor_at(dout, do_strides, b, h, UNITS[1])
+        o = load_rows(
+            o_base, o_strides, rows, q_length, VALUE_DIM, DV, UNITS[0], SCATTERED[0], WIDE, True
+        )
+        do = load_rows(
+            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
+        )
+        o = o.to(tl.float32)
+        if HAS_REST:
+            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
+            o += load_rows(
+                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
+            ).to(tl.float32)
+        sums = tl.sum(o * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
+        sums -= tl.load(from_lse, mask=inside, other=0.0)
+    tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums))
+
+
+@triton.jit
+def finish_queries(
+    index, query, key, value, dout, row_values, dq, dq_sums, offsets, ends, runs, q_strides,
+    k_strides, v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts,
+    scale, heads, padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """dQ of a tile of BLOCK_M query rows, from its sums."""
+    tiles = padded_length // BLOCK_M
+    bh = index // tiles
+    b = bh // heads
+    h = bh % heads
+    first_row = index % tiles * BLOCK_M
+    if first_row >= q_length:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    at = bh.to(tl.int64) * padded_length + rows
+    sums = tl.load(dq_sums + at[:, None] * D + tl.arange(0, D)[None, :])
+    if tl.max(tl.max(strange(sums).to(tl.int32), 1), 0) > 0:
+        kv_head = h // GROUP
+        kv_b = 0 * b if KV_SHARED else b
+        q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+        do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+        q = load_rows(
+            q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE, True
+        )
+        do = load_rows(
+            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
+        )
+        lse2 = tl.load(row_values + at)
+        delta = tl.load(row_values + values_in_all + at)
+        q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+        columns = tl.arange(0, BLOCK_N)
+        if HAS_MASK:
+            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+        else:
+            run = 0
+            last_run = 1
+        sums = tl.zeros([BLOCK_M, D], tl.float32)
+        for r in range(run, last_run):
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+            for first in range(begin, end, BLOCK_N):
+                sums = add_to_queries(
+                    sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
+                    first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1],
+                    q_idx, shifts, tables, ints, floats, None, scale, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
+                    WIDE, True, PRECISION, None, True, True,
+                )
+    base = tensor_at(dq, dq_strides, b, h, UNITS[4])
+    store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)
+
+
+@triton.jit
+def finish_keys(
+    index, query, key, value, dout, row_values, dk, dv, odd_keys, offsets, ends, runs, q_strides,
+    k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats,
+    shifts, scale, batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length,
+    kv_length, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """dK and dV of a tile of BLOCK_N keys, where one of them isn't finite."""
+    tiles = padded_keys // BLOCK_N
+    unit = index // tiles
+    first_key = index % tiles * BLOCK_N
+    keys = first_key + tl.arange(0, BLOCK_N)
+    odd = tl.load(odd_keys + unit * padded_keys + keys)
+    if tl.max(odd, 0) == 0:
+        return
+    kv_b = unit // kv_heads
+    kv_head = unit % kv_heads
+    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    k = load_rows(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
+    v = load_rows(
+        v_base, v_strides, keys, kv_length, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+    )
+    kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
+    dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
+    dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+    rows_of_tile = tl.arange(0, BLOCK_M)
+    streams = GROUP * batch if KV_SHARED else GROUP
+    for stream in range(streams):
+        b = stream // GROUP if KV_SHARED else kv_b
+        h = kv_head * GROUP + stream % GROUP
+        q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+        do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+        first_value = (b * heads + h).to(tl.int64) * padded_length
+        if HAS_MASK:
+            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_key // KV_BLOCK)
+        else:
+            run = 0
+            last_run = 1
+        for r in range(run, last_run):
+            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
+            for first in range(begin, end, BLOCK_M):
+                dk_sum, dv_sum = add_to_keys(
+                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
+                    do_strides, 0, first_value, values_in_all, k, v, first, rows_of_tile, end,
+                    q_length, True, full, b + shifts[0], h + shifts[1], kv_idx, shifts, tables,
+                    ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM,
+                    D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION, None, True, True,
+                )
+    base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[6])
+    store_rows(base, dv_strides, keys, kv_length, dv_sum, VALUE_DIM, DV, UNITS[6], WIDE)
+    base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[5])
+    store_rows(base, dk_strides, keys, kv_length, dk_sum * scale, DIM, D, UNITS[5], WIDE)
+
+
+@triton.jit
+def finish_kernel(
+    query, key, value, dout, row_values, dq, dk, dv, dq_sums, odd_keys, offsets, ends, runs,
+    key_offsets, key_ends, key_runs, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    dk_strides, dv_strides, mask_strides, key_mask_strides, tables, ints, floats, shifts, scale,
+    batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length, kv_length,
+    query_programs, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dQ from its sums where WANT_DQ, and anew what isn't finite.
+
+    Args:
+        row_values: of `prepare_kernel`.
+        offsets, ends, runs: of the mask; those of its transpose are the keys'.
+        odd_keys: int32 [Bkv * Hkv, padded_keys]: which keys' dk or dv isn't finite.
+        query_programs: the first so many make dQ of BLOCK_M rows each; then come those of BLOCK_N
+            keys.
+    """
+    index = tl.program_id(0)
+    if WANT_DQ:
+        if index < query_programs:
+            finish_queries(
+                index, query, key, value, dout, row_values, dq, dq_sums, offsets, ends, runs,
+                q_strides, k_strides, v_strides, do_strides, dq_strides, mask_strides, tables,
+                ints, floats, shifts, scale, heads, padded_length, values_in_all, q_length,
+                kv_length, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
+                BLOCK_M, BLOCK_N,
+            )
+            return
+        index -= query_programs
+    finish_keys(
+        index, query, key, value, dout, row_values, dk, dv, odd_keys, key_offsets, key_ends,
+        key_runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+        key_mask_strides, tables, ints, floats, shifts, scale, batch, heads, kv_heads,
+        padded_length, values_in_all, padded_keys, q_length, kv_length, SCORE_MOD,
+        SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM,
+        VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, BLOCK_M, BLOCK_N,
+    )

@@ -1,0 +1,630 @@
+"""Backward on Hopper: dK, dV and dQ of 128 keys at a time, over the query rows that see them.
+
+A program has a producer of one warp, which loads by TMA, and two consumers of four warps, which
+own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand transposed, keys by
+query rows, so that weights and their gradients are register operands of the products that make dV
+and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA.
+
+Before these kernels run `backward_rows.prepare_kernel`, after them `backward_rows.finish_kernel`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core as core
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__ = ["KEYS", "backward_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+KEYS = 128
+"""Of a tile: 64 for each consumer."""
+HALF = gl.constexpr(64)
+LOG2E = gl.constexpr(1.4426950408889634)
+FULL_RUN = gl.constexpr(1)
+
+# Names before Triton 3.8.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+if hasattr(tma, "async_atomic_add"):
+    _add = tma.async_atomic_add
+else:
+    from triton._C.libtriton import ir
+
+    @core.builtin
+    def _add(tensor_desc, coord, src, _semantic=None):
+        """Before Triton 3.8 the operation and its builder exist, this function doesn't."""
+        places = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(
+            ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, places, src.handle
+        )
+
+
+@gluon.jit
+def meet(BARRIER: gl.constexpr):
+    """Both consumers wait for each other, at a barrier that Triton doesn't use."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    text: gl.constexpr = "bar.sync " + BARRIER + ", 256; mov.b32 $0, $1;"
+    x = gl.arange(0, 128, layout=layout)
+    gl.inline_asm_elementwise(text, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# What producer and consumers agree on: tiles, runs, steps
+
+
+@gluon.jit
+def tile_of(index, tiles, units, head_group):
+    """(tile of keys, key head): a few heads at a time, whose query rows and sums the second cache
+    holds, and of those the first tiles first, which under causal masks are the longest."""
+    group = index // (head_group * tiles)
+    first = group * head_group
+    size = gl.minimum(head_group, units - first)
+    rest = index - first * tiles
+    return rest // size, first + rest % size
+
+
+@gluon.jit
+def whole_steps(
+    tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):
+    """(steps of a head, of which so many at the beginning have no row or key past the end).
+
+    Rows past the end have weights of 0 for their lse is +inf, unless a score mod makes of their
+    scores what isn't finite.
+    """
+    steps = gl.cdiv(q_length, BLOCK_M)
+    if RAGGED:
+        whole = q_length // BLOCK_M if HAS_SCORE_MOD else steps
+        whole = gl.where((tile + 1) * 128 > kv_length, 0, whole)
+        return steps, whole
+    else:
+        return steps, steps
+
+
+@gluon.jit
+def run_at(runs, r, last, steps, STEPS_A_BLOCK: gl.constexpr, HAS_MASK_MOD: gl.constexpr):
+    """(begin, end, whether no mask mod is asked) of a run, in steps; past the last one nothing."""
+    at = runs + r * 3
+    there = r < last
+    begin = gl.load(at, mask=there, other=0) * STEPS_A_BLOCK
+    end = gl.minimum(gl.load(at + 1, mask=there, other=0) * STEPS_A_BLOCK, steps)
+    if HAS_MASK_MOD:
+        full = gl.load(at + 2, mask=there, other=0) == FULL_RUN
+    else:
+        full = there
+    return begin, end, full
+
+
+@gluon.jit
+def steps_of(begin, end, full, whole, MASKED: gl.constexpr):
+    """Of a run those that need a mask's code, or the others; an empty range may end before it
+    begins."""
+    if MASKED:
+        return gl.where(full, gl.maximum(begin, whole), begin), end
+    else:
+        return begin, gl.where(full, gl.minimum(end, whole), begin)
+
+
+@gluon.jit
+def row_of_step(i, rotation, stop, BLOCK_M: gl.constexpr, ROTATED: gl.constexpr):
+    """First query row. Without a mask, tiles begin at different rows: their sums of dQ would meet
+    at the same ones."""
+    if ROTATED:
+        i = i + rotation
+        i = gl.where(i >= stop, i - stop, i)
+    return i * BLOCK_M
+
+
+@gluon.jit
+def head_of_stream(stream, kv_b, kv_head, GROUP: gl.constexpr, KV_SHARED: gl.constexpr):
+    """(batch entry, query head) of one that reads a key head."""
+    b = stream // GROUP if KV_SHARED else kv_b
+    return b, kv_head * GROUP + stream % GROUP
+
+
+@gluon.jit
+def runs_of(
+    offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, KV_BLOCK: gl.constexpr,
+):
+    if HAS_MASK:
+        at = b * mask_strides[0] + h * mask_strides[1] + tile // (KV_BLOCK // 128)
+        return gl.load(offsets + at), gl.load(ends + at)
+    else:
+        return gl.to_tensor(0), gl.to_tensor(1)
+
+
+# Producer
+
+
+@gluon.jit
+def load_step(
+    it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows,
+    delta_rows, q_full, q_empty, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr,
+):
+    slot = it % STAGES
+    phase = (it // STAGES) & 1
+    mbarrier.wait(q_empty.index(slot), phase ^ 1)
+    mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
+    _load(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
+    _load(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
+    # Its slot was let go together with the query rows'.
+    mbarrier.expect(do_full.index(slot), BLOCK_M * DV * 2 + BLOCK_M * 4)
+    _load(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
+    _load(rows_desc, [batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
+
+
+@gluon.jit
+def load_pass(
+    it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch_heads, q_desc, do_desc,
+    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full,
+    MASKED: gl.constexpr, HAS_MASK: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
+    STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """As `consume_pass`."""
+    bh = b * heads + h
+    if HAS_MASK:
+        begin, end, full = run_at(runs, run, last_run, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+        for r in range(run, last_run):
+            next_begin, next_end, next_full = run_at(
+                runs, r + 1, last_run, steps, STEPS_A_BLOCK, HAS_MASK_MOD,
+            )
+            start, stop = steps_of(begin, end, full, whole, MASKED)
+            for i in range(start, stop):
+                load_step(
+                    it, i * BLOCK_M, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles,
+                    do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M,
+                    D, DV, STAGES,
+                )
+                it += 1
+            begin, end, full = next_begin, next_end, next_full
+    else:
+        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+        for i in range(start, stop):
+            m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
+            load_step(
+                it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles,
+                lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M, D, DV, STAGES,
+            )
+            it += 1
+    return it
+
+
+@gluon.jit
+def produce(
+    q_desc, do_desc, k_desc, v_desc, rows_desc, counter, q_tiles, do_tiles, k_tiles, v_tiles,
+    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
+    ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
+    head_group, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+):
+    """Loads keys and values of a tile, then query rows, dout and their values step by step."""
+    STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    it = gl.to_tensor(0)
+    count = gl.to_tensor(0)
+    total = tiles * units
+    index = gl.program_id(0)
+    while index < total:
+        tile, unit = tile_of(index, tiles, units, head_group)
+        kv_b = unit // kv_heads
+        kv_head = unit % kv_heads
+        steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, BLOCK_M)
+        # The consumers have stored the tile before, whose dK and dV lie in these buffers.
+        mbarrier.wait(kv_empty, (count & 1) ^ 1)
+        place.store(gl.full([1], index, gl.int32, layout=one))
+        mbarrier.expect(kv_full, 128 * (D + DV) * 2)
+        for half in gl.static_range(2):
+            _load(k_desc, [kv_b, kv_head, tile * 128 + half * 64, 0], kv_full, k_tiles.index(half))
+        for half in gl.static_range(2):
+            _load(v_desc, [kv_b, kv_head, tile * 128 + half * 64, 0], kv_full, v_tiles.index(half))
+        streams = GROUP * batch if KV_SHARED else GROUP
+        for stream in range(streams):
+            b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
+            run, last_run = runs_of(
+                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK,
+            )
+            if HAS_MASK_MOD or RAGGED:
+                it = load_pass(
+                    it, run, last_run, runs, steps, whole, 0, b, h, heads, batch * heads, q_desc,
+                    do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty,
+                    do_full, True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M, D,
+                    DV, STAGES,
+                )
+            rotation = tile * whole // tiles
+            it = load_pass(
+                it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch * heads,
+                q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
+                q_empty, do_full, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
+                D, DV, STAGES,
+            )
+        if DYNAMIC:
+            # Taken when the tile is loaded, two steps before the consumers end it.
+            index = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        else:
+            index += gl.num_programs(0)
+        count += 1
+    mbarrier.wait(kv_empty, (count & 1) ^ 1)
+    place.store(gl.full([1], index, gl.int32, layout=one))
+    mbarrier.arrive(kv_full, count=1)
+
+
+# Consumers
+
+
+@gluon.jit
+def weights_of(
+    raw, lse2, b, h, m0, n0, full, q_length, kv_length, shifts, scale, tables, ints, floats,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):
+    """(weights, weights times the score mod's derivative) [64, BLOCK_M] of raw products, keys by
+    query rows; both 0 at dead pairs.
+
+    The derivative is linear in the gradient that comes in, and takes the weights here: what is
+    left, dweights - delta, is a factor, and raw products needn't be kept until that is there.
+    """
+    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+    keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    if MASKED and RAGGED:
+        q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1) + shifts[2], 0)
+        kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
+    else:
+        q_idx = gl.expand_dims(rows + shifts[2], 0)
+        kv_idx = gl.expand_dims(keys + shifts[3], 1)
+    if SCORE_MOD is not None:
+        raw = raw * scale
+        scores = SCORE_MOD(raw, b, h, q_idx, kv_idx, tables, ints, floats)
+        unit = LOG2E
+    else:
+        scores = raw
+        unit = scale * LOG2E
+    if MASKED:
+        dead = float("-inf")
+        if MASK_MOD is not None:
+            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+            if RAGGED:
+                live = live | full
+            scores = gl.where(live, scores, dead)
+        if RAGGED:
+            scores = gl.where(gl.expand_dims(keys < kv_length, 1), scores, dead)
+            if SCORE_MOD is not None:
+                scores = gl.where(gl.expand_dims(rows < q_length, 0), scores, dead)
+    weights = gl.exp2(scores * unit - lse2)
+    factor = weights
+    if SCORE_MOD_BACKWARD is not None:
+        factor = SCORE_MOD_BACKWARD(weights, raw, b, h, q_idx, kv_idx, tables, ints, floats)
+        if MASKED:
+            # The mod's derivative may be anything at dead pairs.
+            factor = gl.where(scores != float("-inf"), factor, 0.0)
+    return weights, factor
+
+
+@gluon.jit
+def add_step(
+    dk, dv, it, m0, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows,
+    ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
+    scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
+    MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    DQ_LAYOUT: gl.constexpr,
+):
+    """dK and dV with what one step adds; its dQ goes out.
+
+    Of a step's dQ [BLOCK_M, D] a consumer makes 64 columns where D is 128, else 64 rows where
+    BLOCK_M is 128. Where neither is, it adds what its own keys give.
+    """
+    slot = it % STAGES
+    phase = (it // STAGES) & 1
+    ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
+    dtype: gl.constexpr = q_tiles.dtype
+    q = q_tiles.index(slot).reshape([BLOCK_M, D])
+    do = do_tiles.index(slot).reshape([BLOCK_M, DV])
+    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+    mbarrier.wait(q_full.index(slot), phase)
+    raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(slot), phase)
+    dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw,))
+    weights, factor = weights_of(
+        raw, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
+        q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
+        SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, S_LAYOUT,
+    )
+    # Before the wait: it also keeps ptxas from moving the exponentials behind it.
+    rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
+    dv = warpgroup_mma(rounded, do, dv, is_async=True)
+    dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
+    ds = (factor * (dweights - delta_rows.index(slot).load(S_LAYOUT))).to(dtype)
+    if WANT_DQ:
+        pair = (it & 1) * 2
+        ds_tiles.index(pair + ME).store(ds)
+        fence_async_shared()
+    operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
+    dk = warpgroup_mma(operand, q, dk, is_async=True)
+    if WANT_DQ:
+        nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
+        if ALONE:
+            dq = warpgroup_mma(
+                ds_tiles.index(pair + ME).permute((1, 0)), k, nothing, use_acc=False, is_async=True
+            )
+            dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
+        else:
+            # Both halves of ds are there, and both consumers have read the pair before.
+            meet("8")
+            k0 = k_tiles.index(0).reshape([64, D])
+            k1 = k_tiles.index(1).reshape([64, D])
+            ds0 = ds_tiles.index(pair)
+            ds1 = ds_tiles.index(pair + 1)
+            if D == 128:
+                k0 = k0.slice(ME * 64, 64, dim=1)
+                k1 = k1.slice(ME * 64, 64, dim=1)
+            else:
+                ds0 = ds0.slice(ME * 64, 64, dim=1)
+                ds1 = ds1.slice(ME * 64, 64, dim=1)
+            dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
+            dk, dv = warpgroup_mma_wait(num_outstanding=2, deps=(dk, dv))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        # The tile before has left this buffer.
+        tma.store_wait(0)
+        dq_tiles.index(ME).reshape([64, 64]).store(dq)
+        fence_async_shared()
+        if D == 128:
+            _add(dq_desc, [bh, m0, ME * 64], dq_tiles.index(ME))
+        elif ALONE:
+            _add(dq_desc, [bh, m0, 0], dq_tiles.index(ME))
+        else:
+            _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(ME))
+    else:
+        dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
+        mbarrier.arrive(q_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def consume_pass(
+    dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v, q_tiles,
+    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
+    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+    ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
+    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+    HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
+    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+):
+    """dK, dV and the count of steps after the steps of one head that are MASKED, or after the
+    others: two loops, of which the second has no mask's code."""
+    bh = b * heads + h
+    if HAS_MASK:
+        HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+        begin, end, full = run_at(runs, run, last_run, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+        for r in range(run, last_run):
+            # Ahead of the steps, whose time hides this one's.
+            next_begin, next_end, next_full = run_at(
+                runs, r + 1, last_run, steps, STEPS_A_BLOCK, HAS_MASK_MOD,
+            )
+            start, stop = steps_of(begin, end, full, whole, MASKED)
+            for i in range(start, stop):
+                dk, dv = add_step(
+                    dk, dv, it, i * BLOCK_M, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles,
+                    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
+                    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
+                    RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
+                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                )
+                it += 1
+            begin, end, full = next_begin, next_end, next_full
+    else:
+        start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+        for i in range(start, stop):
+            m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
+            dk, dv = add_step(
+                dk, dv, it, m0, True, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows,
+                delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc,
+                q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED, RAGGED,
+                WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
+                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            )
+            it += 1
+    return dk, dv, it
+
+
+@gluon.jit
+def tile_index(place):
+    """What the producer has put there."""
+    all_threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(place.load(all_threads), 0)
+
+
+@gluon.jit
+def strange_rows(x):
+    """1 in rows [64] where some element of x is infinite or NaN."""
+    return gl.max(gl.where(gl.abs(x) < float("inf"), 0, 1), 1)
+
+
+@gluon.jit
+def consume(
+    dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
+    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty, do_full,
+    offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
+    head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr,
+):
+    """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
+    STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+    dtype: gl.constexpr = q_tiles.dtype
+    k = k_tiles.index(ME).reshape([64, D])
+    v = v_tiles.index(ME).reshape([64, DV])
+    it = gl.to_tensor(0)
+    count = gl.to_tensor(0)
+    total = tiles * units
+    mbarrier.wait(kv_full, 0)
+    index = tile_index(place)
+    while index < total:
+        tile, unit = tile_of(index, tiles, units, head_group)
+        kv_b = unit // kv_heads
+        kv_head = unit % kv_heads
+        steps, whole = whole_steps(
+            tile, q_length, kv_length, RAGGED, SCORE_MOD is not None, BLOCK_M,
+        )
+        n0 = tile * 128 + ME * 64
+        dk = gl.full([64, D], 0.0, gl.float32, layout=K_LAYOUT)
+        dv = gl.full([64, DV], 0.0, gl.float32, layout=V_LAYOUT)
+        streams = GROUP * batch if KV_SHARED else GROUP
+        for stream in range(streams):
+            b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
+            run, last_run = runs_of(
+                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK,
+            )
+            if HAS_MASK_MOD or RAGGED:
+                dk, dv, it = consume_pass(
+                    dk, dv, it, run, last_run, runs, steps, whole, 0, b, h, heads, n0, k, v,
+                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+                    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale,
+                    tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
+                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                )
+            rotation = tile * whole // tiles
+            dk, dv, it = consume_pass(
+                dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v,
+                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+                q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
+                HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
+                DQ_LAYOUT,
+            )
+        # Which keys `finish_kernel` has to take again.
+        odd = strange_rows(dk)
+        odd_v = gl.convert_layout(strange_rows(dv), gl.SliceLayout(1, K_LAYOUT))
+        at = unit * tiles * 128 + n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
+        gl.store(odd_keys + at, gl.maximum(odd, odd_v))
+        # They leave by the buffers of this consumer's keys and values.
+        v.store(dv.to(dtype))
+        fence_async_shared()
+        _store(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
+        if WANT_DQ:
+            # The other consumer has read these keys for dQ.
+            meet("9")
+        k.store((dk * scale).to(dtype))
+        fence_async_shared()
+        _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
+        tma.store_wait(0)
+        mbarrier.arrive(kv_empty, count=1)
+        count += 1
+        mbarrier.wait(kv_full, count & 1)
+        index = tile_index(place)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def backward_kernel(
+    query, dout, key, value, row_values, dk, dv, dq_sums, odd_keys, counter, offsets, ends, runs,
+    mask_strides, tables, ints, floats, shifts, scale, batch, heads, kv_heads, units, q_length,
+    kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
+    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    DYNAMIC: gl.constexpr,
+):
+    """dK and dV, and sums of dQ.
+
+    Args:
+        query, dout: descriptors [B, Hq, L, E or Ev] of boxes of BLOCK_M rows, D or DV columns.
+        key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
+        row_values: descriptor [2 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
+            `backward_rows.prepare_kernel`.
+        dq_sums: descriptor [B * Hq, padded L, D], float32, of boxes [1, 64, 64], added to.
+        odd_keys: int32 [Bkv * Hkv, tiles * 128], filled: 1 where a key's dk or dv isn't finite.
+        counter: int32, 0 before: how many tiles were taken beyond the first of each program.
+        offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
+            is a multiple of BLOCK_M, KV_BLOCK of 128.
+        units: Bkv * Hkv; head_group: of these, those that run at a time.
+        RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
+            mod.
+        DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
+    """
+    dtype: gl.constexpr = query.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], query.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, DV], dout.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, D], key.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, DV], value.layout)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_values.layout)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_values.layout)
+    if WANT_DQ:
+        ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
+        ds_tiles = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 64], dq_sums.layout)
+    else:
+        ds_tiles = lse_rows
+        dq_tiles = lse_rows
+    place_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    place = gl.allocate_shared_memory(gl.int32, [1], place_layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, count=1)
+    mbarrier.init(kv_empty, count=2)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(do_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (
+                dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
+                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
+                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
+                units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
+                scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+            )),
+            (consume, (
+                dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
+                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
+                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
+                units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
+                scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+            )),
+            (produce, (
+                query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,
+                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
+                ends, runs, mask_strides, batch, heads, kv_heads, units,
+                q_length, kv_length, tiles, head_group, SCORE_MOD is not None,
+                MASK_MOD is not None, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED,
+                BLOCK_M, D, DV, STAGES, DYNAMIC,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,199 @@
+"""Whole backward calls without a GPU: plain Triton's kernels in its interpreter, Hopper's in
+`gluon_in_python`. Run as a script by `test_whole_backward`, with TRITON_INTERPRET=1.
+
+Prints a line a call. What isn't finite must be where the portable kernels have it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from gluon_in_python import Box, Pointer, run_kernel
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import Accepted, Decision, Kernel, Spec, isolated, register
+from anyflex.testing import posing
+from anyflex_cuda import hopper_backward, kernel
+from anyflex_cuda.backend import CudaBackend
+from anyflex_cuda.gluon_program import GluonProgram
+from anyflex_triton.launch import Program
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
+from interpreting import hasten
+
+Mod = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call.
+
+    Args:
+        rows, keys: their numbers.
+        score, score_backward, mask: for torch and numpy alike.
+        odd: some elements aren't finite.
+        learns: the score mod reads a tensor that learns.
+        repeatable: torch's deterministic mode.
+        launched: Hopper's kernel, then names of the portable ones that backward launches.
+    """
+
+    name: str
+    rows: int = 130
+    keys: int = 200
+    dims: tuple[int, int] = (64, 64)
+    score: Mod | None = None
+    score_backward: Mod | None = None
+    mask: Mod | None = None
+    odd: bool = False
+    learns: bool = False
+    repeatable: bool = False
+    launched: tuple[str, ...] = ("prepare_kernel", "backward_kernel", "finish_kernel")
+
+
+def scaled(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return score * 0.5 + (k - q) * 0.01
+
+
+def halved(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return grad * 0.5
+
+
+def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """Documents of 70 tokens, the first two of which see each other."""
+    return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
+
+
+PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "finish_kernel", "query_kernel")
+CASES = [
+    Case("plain"),
+    Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),
+    Case("other dims", dims=(40, 72), mask=packed),
+    Case("odd", mask=packed, odd=True),
+    Case("odd with a score mod", score=scaled, score_backward=halved, mask=packed, odd=True),
+    Case("repeatable", mask=packed, repeatable=True, launched=PORTABLE_DQ),
+    Case("learns", score=scaled, score_backward=halved, learns=True, launched=PORTABLE_DQ),
+]
+
+
+class InPython(CudaBackend):
+    """Without bfloat16, whose bits the interpreter multiplies as integers."""
+
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def target(self) -> Any:
+        return "interpreter"
+
+    def kernel(self, spec: Spec, source: str, target: Any, tuner: Any) -> Kernel:
+        hopper = bool(dict(spec.options).get("hopper", True))
+        return kernel.CudaKernel(spec, source, target, dict(spec.options), tuner, hopper)
+
+
+def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
+    """Hopper's kernel of a launch, with the case's mods in numpy."""
+    given: dict[str, Any] = {**program.constants}
+    given |= {
+        "SCORE_MOD": case.score,
+        "SCORE_MOD_BACKWARD": case.score_backward,
+        "MASK_MOD": case.mask,
+    }
+    for name, value in values.items():
+        if hasattr(value, "block_shape"):
+            array = value.base.numpy()
+            strides = [stride * array.itemsize for stride in value.strides]
+            view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
+            given[name] = Box(view, value.block_shape, array.itemsize)
+        elif isinstance(value, Tensor):
+            given[name] = Pointer(value.numpy())
+        else:
+            given[name] = value
+    run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0)
+
+
+def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
+    """dQ, dK, dV and what learns, and the names of backward's kernels."""
+    torch.manual_seed(0)
+    names: list[str] = []
+    launch = Program.launch
+
+    def launched(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        names.append(program.function.__name__)
+        if isinstance(program, GluonProgram):
+            in_python(case, program, grid, values)
+        else:
+            launch(program, grid, device, values)
+
+    q, do = (torch.randn(2, 2, case.rows, d).half() for d in case.dims)
+    k, v = (torch.randn(2, 1, case.keys, d).half() for d in case.dims)
+    if case.odd:
+        q[0, 0, 100, 3] = math.nan
+        k[0, 0, 130, 5] = math.inf
+        v[1, 0, 20, 7] = math.nan
+        v[1, 0, 90, 1] = -math.inf
+        do[1, 1, 60, 2] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    score = case.score
+    if case.learns:
+        bias = torch.zeros(2).requires_grad_()
+        leaves.append(bias)
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return scaled(s, b, h, i, j) + bias[h]
+
+    mask = None
+    if case.mask is not None:
+        mask = anyflex.create_block_mask(case.mask, None, None, case.rows, case.keys)
+    torch.use_deterministic_algorithms(case.repeatable)
+    with mock.patch.object(Program, "launch", launched):
+        out = anyflex.flex_attention(
+            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.python",
+            kernel_options={"cuda.python": {"hopper": hopper}},
+        )  # fmt: skip
+        names.clear()
+        assert isinstance(out, Tensor)
+        found = torch.autograd.grad(out, leaves, do)
+    torch.use_deterministic_algorithms(False)
+    return list(found), names
+
+
+def check(case: Case) -> None:
+    ours, names = gradients(case, True)
+    assert tuple(names) == case.launched, names
+    portable, names = gradients(case, False)
+    assert "backward_kernel" not in names
+    for found, wanted in zip(ours, portable, strict=True):
+        odd = wanted.numpy()
+        if case.odd:
+            assert not np.isfinite(odd).all(), "a case without what it is about"
+        np.testing.assert_allclose(found.numpy(), odd, atol=5e-3, rtol=5e-3)
+
+
+def main() -> int:
+    hasten()
+    with (
+        isolated(),
+        posing("cuda"),
+        # Forward is the portable kernel's.
+        mock.patch.object(kernel, "refusal", lambda spec, call: "run in Python"),
+    ):
+        register("cuda.python", InPython)
+        for case in CASES:
+            if len(sys.argv) < 2 or sys.argv[1] in case.name:
+                check(case)
+                print(f"{case.name}: right", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Compiles what backward launches on Hopper; no device is needed.
+
+Run as a script by `test_compiled_backward`. It prints a line a kernel: the case, the kernel, bytes
+of shared memory, registers that are kept in memory (spills, bytes), and whether ptxas makes
+products wait for each other ("serialized").
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+import anyflex
+from anyflex.plugin import Accepted, Decision, isolated, register
+from anyflex.testing import posing
+from anyflex_cuda import forward_call
+from anyflex_cuda.backend import CudaBackend
+from anyflex_triton.launch import Program
+
+LENGTH = 1024
+Mod = Callable[..., Any]
+
+SLOPES = torch.linspace(0.1, 0.4, 4)
+DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
+    "full": (None, None),
+    "causal": (None, causal),
+    "softcap": (lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), causal),
+    "alibi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), causal),
+    "documents": (None, lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)),
+}
+
+
+class OnHopper(CudaBackend):
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def target(self) -> Any:
+        return "hopper"
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[Program, Mapping[str, object]]]]:
+    """CPU tensors are a Hopper GPU's. Yields what is launched, which isn't run."""
+    launched: list[tuple[Program, Mapping[str, object]]] = []
+
+    def note(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, object]
+    ) -> None:
+        assert set(values) == set(program.types)
+        launched.append((program, values))
+
+    with (
+        isolated(),
+        posing("cuda"),
+        mock.patch.object(Program, "launch", note),
+        mock.patch.object(Program, "is_compiled", lambda program, device: True),
+        mock.patch.object(forward_call, "_cores", lambda device: 132),
+    ):
+        register("cuda.recorded", OnHopper)
+        yield launched
+
+
+def backward_of(
+    case: str,
+    dims: tuple[int, int] = (128, 128),
+    lengths: tuple[int, int] = (LENGTH, LENGTH),
+    kv_heads: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[tuple[Program, Mapping[str, object]]]:
+    """What backward launches."""
+    score, mask_mod = CASES[case]
+    q = torch.zeros(1, 4, lengths[0], dims[0]).to(dtype).requires_grad_()
+    k, v = (torch.zeros(1, kv_heads, lengths[1], d).to(dtype).requires_grad_() for d in dims)
+    mask = None
+    if mask_mod is not None:
+        mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
+    with recorded() as launched:
+        out = anyflex.flex_attention(
+            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.recorded"
+        )
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    return launched
+
+
+def resources(ptx: str) -> tuple[int, bool]:
+    """(bytes spilled, whether products wait for each other)."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        # Newer Tritons write text for the newer of the two.
+        for tool in ("ptxas", "ptxas-blackwell"):
+            done = subprocess.run(
+                [tools / tool, "-v", "--gpu-name=sm_90a", file, "-o", "/dev/null"],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if done.returncode == 0:
+                break
+        else:
+            raise RuntimeError(done.stderr)
+    said = done.stderr
+    spilled = said.split(" bytes spill stores")[0].split()[-1]
+    return int(spilled), "serialized" in said
+
+
+def main() -> int:
+    target = GPUTarget("cuda", 90, 32)
+    done: set[int] = set()
+    calls: list[tuple[str, dict[str, Any]]] = [
+        (case, {"dims": (dim, dim)}) for dim in (128, 64) for case in CASES
+    ]
+    calls += [
+        ("softcap", {"lengths": (1000, 900), "kv_heads": 2}),
+        ("causal", {"dims": (64, 128), "dtype": torch.float16}),
+        ("causal", {"dims": (128, 64)}),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for case, more in calls:
+            for program, _ in backward_of(case, **more):
+                if id(program) in done:
+                    continue
+                done.add(id(program))
+                made = triton.compile(
+                    program.source(), target=target, options=program.options.keywords()
+                )
+                spilled, serialized = resources(made.asm["ptx"])
+                name = f"{case} {more.get('dims', (128, 128))}".replace(" ", "")
+                print(
+                    name, program.function.__name__, made.metadata.shared, spilled,
+                    "serialized" if serialized else "free", flush=True,
+                )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,442 @@
+"""Runs a Gluon kernel's own source in Python: every partition a thread, in random order.
+
+What a device does on its own, copies by TMA and products by wgmma, happens here at a random time
+between its issue and the wait for it, and reads its operands then. So a barrier that is missing
+gives wrong sums, with some order; one that nobody arrives at is reported. Shared memory begins as
+NaN. All floats are float64 or what numpy makes of them: rounding isn't simulated, nor are fences
+between the proxies.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Box", "Pointer", "Stuck", "run_kernel"]
+
+_LIMIT = 20_000
+"""Steps in a row in which nobody got on."""
+
+
+class Stuck(AssertionError):
+    """Every partition waits, or one raised."""
+
+
+class Tile(np.ndarray):  # type: ignore[type-arg]
+    """A tensor."""
+
+    def to(self, dtype: object) -> Tile:
+        """Rounding isn't simulated."""
+        return self
+
+
+def tile(x: object) -> Any:
+    return np.asarray(x).view(Tile)
+
+
+class Box:
+    """A descriptor of an array, loaded and stored a box at a time."""
+
+    def __init__(self, array: np.ndarray, shape: Sequence[int], itemsize: int = 2) -> None:
+        self.array, self.shape, self.itemsize = array, tuple(shape), itemsize
+        self.layout, self.dtype = None, "of the box"
+
+    def bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.itemsize
+
+    def _places(self, at: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        ends = [min(a + s, n) for a, s, n in zip(at, self.shape, self.array.shape, strict=True)]
+        there = tuple(slice(a, max(a, e)) for a, e in zip(at, ends, strict=True))
+        here = tuple(slice(0, max(0, e - a)) for a, e in zip(at, ends, strict=True))
+        return there, here
+
+    def load(self, at: Sequence[int], memory: np.ndarray) -> None:
+        there, here = self._places(at)
+        found = np.zeros(self.shape)
+        found[here] = self.array[there]
+        memory[...] = found
+
+    def store(self, at: Sequence[int], memory: np.ndarray) -> None:
+        there, here = self._places(at)
+        self.array[there] = memory[here]
+
+    def add(self, at: Sequence[int], memory: np.ndarray) -> None:
+        there, here = self._places(at)
+        self.array[there] += memory[here]
+
+
+class Pointer:
+    """To elements of an array."""
+
+    def __init__(self, array: np.ndarray, at: Any = 0) -> None:
+        self.array, self.at = array.reshape(-1), at
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.array, self.at + offset)
+
+
+class Shared:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, array: np.ndarray, dtype: object) -> None:
+        self.array, self.dtype = array, dtype
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.array[i], self.dtype)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        view = self.array.view()
+        view.shape = tuple(shape)  # never a copy
+        return Shared(view, self.dtype)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.array.transpose(order), self.dtype)
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        places = [slice(None)] * self.array.ndim
+        places[dim] = slice(start, start + length)
+        return Shared(self.array[tuple(places)], self.dtype)
+
+    def load(self, layout: object) -> Any:
+        return tile(self.array.copy())
+
+    def store(self, x: Any) -> None:
+        assert x.shape == self.array.shape
+        self.array[...] = x
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def check(self) -> None:
+        assert self.pending >= 0, "more arrivals than the barrier counts"
+        if self.count and self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+
+class Bars:
+    def __init__(self, count: int) -> None:
+        self.bars = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self.bars[i]
+
+
+class Product:
+    """An accumulator that a product in flight will fill."""
+
+    value: Any = None
+
+
+class Threads:
+    """Lets one thread run at a time, and draws which."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.turns: dict[threading.Thread, threading.Semaphore] = {}
+        self.idle = 0
+        self.failed: BaseException | None = None
+        self.lock = threading.Lock()
+
+    def spawn(self, work: Callable[[], None]) -> threading.Thread:
+        def whole() -> None:
+            turn = self.turns[threading.current_thread()]
+            turn.acquire()
+            try:
+                if self.failed is None:
+                    work()
+            # It is raised where the kernel was started.
+            except BaseException as error:  # noqa: BLE001
+                self.failed = self.failed or error
+            finally:
+                self.idle = 0
+                del self.turns[threading.current_thread()]
+                self._pass_on()
+
+        thread = threading.Thread(target=whole, daemon=True)
+        self.turns[thread] = threading.Semaphore(0)
+        thread.start()
+        return thread
+
+    def _pass_on(self) -> None:
+        if self.turns:
+            self.random.choice(list(self.turns.values())).release()
+
+    def step(self, got_on: bool) -> None:
+        """Let another thread run, perhaps."""
+        self.idle = 0 if got_on else self.idle + 1
+        if self.idle > _LIMIT:
+            self.failed = self.failed or Stuck("every partition waits")
+        if self.failed is not None:
+            raise Stuck("another partition failed, or all wait") from self.failed
+        mine = self.turns[threading.current_thread()]
+        # Seldom, or it would take all the time; always for one that waits.
+        if not got_on or self.random.random() < 0.3:
+            self._pass_on()
+            mine.acquire()
+
+
+class Device:
+    """What the kernel's names stand for."""
+
+    def __init__(self, seed: int, programs: int) -> None:
+        self.threads = Threads(seed)
+        self.programs = programs
+        self.own = threading.local()
+        self.meetings: dict[object, list[int]] = {}
+
+    # Asynchronous work
+
+    def _queue(self, kind: str) -> list[Callable[[], None]]:
+        queues = self.own.__dict__.setdefault("queues", {})
+        found: list[Callable[[], None]] = queues.setdefault(kind, [])
+        return found
+
+    def _issue(self, kind: str, work: Callable[[], None]) -> None:
+        self._queue(kind).append(work)
+        self._some()
+
+    def _some(self, got_on: bool = True) -> None:
+        """Some of what is in flight happens."""
+        for kind in ("loads", "stores", "products"):
+            queue = self._queue(kind)
+            while queue and self.threads.random.random() < 0.3:
+                # Copies overtake each other.
+                last = 0 if kind == "products" else self.threads.random.randrange(len(queue))
+                queue.pop(last)()
+                got_on = True
+        self.threads.step(got_on)
+
+    def _drain(self, kind: str, left: int) -> None:
+        queue = self._queue(kind)
+        while len(queue) > left:
+            queue.pop(0)()
+        self._some()
+
+    # mbarrier
+
+    def wait(self, barrier: Barrier, parity: int, pred: bool = True) -> None:
+        self._some()
+        while pred and barrier.phase & 1 == parity:
+            self._some(False)
+
+    def arrive(self, barrier: Barrier, count: int = 1) -> None:
+        barrier.pending -= count
+        barrier.check()
+        self._some()
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        barrier.bytes += size
+        barrier.pending -= 1
+        barrier.check()
+        self._some()
+
+    # TMA
+
+    def async_load(self, box: Box, at: Sequence[int], barrier: Barrier, memory: Shared) -> None:
+        at = [int(a) for a in at]
+
+        def work() -> None:
+            box.load(at, memory.array)
+            barrier.bytes -= box.bytes()
+            barrier.check()
+
+        self._issue("loads", work)
+
+    def async_store(self, box: Box, at: Sequence[int], memory: Shared) -> None:
+        at = [int(a) for a in at]
+        self._issue("stores", lambda: box.store(at, memory.array))
+
+    def async_atomic_add(self, box: Box, at: Sequence[int], memory: Shared) -> None:
+        at = [int(a) for a in at]
+        self._issue("stores", lambda: box.add(at, memory.array))
+
+    # wgmma
+
+    def mma(
+        self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Product:
+        product = Product()
+
+        def work() -> None:
+            left = a.array if isinstance(a, Shared) else a
+            found = np.asarray(left) @ b.array
+            before = acc.value if isinstance(acc, Product) else acc
+            product.value = tile(found + np.asarray(before) if use_acc else found)
+
+        self._issue("products", work)
+        assert is_async
+        return product
+
+    def mma_wait(self, num_outstanding: int, deps: tuple[Product, ...]) -> Any:
+        self._drain("products", num_outstanding)
+        values = tuple(product.value for product in deps)
+        assert all(x is not None for x in values), "a product is used that nobody waited for"
+        return values if len(values) > 1 else values[0]
+
+    def meet(self, name: str) -> None:
+        """The named barrier of both consumers."""
+        state = self.meetings.setdefault((self.own.program, name), [0, 0])
+        generation = state[1]
+        state[0] += 1
+        assert state[0] <= 2
+        if state[0] == 2:
+            state[0], state[1] = 0, generation + 1
+        self._some()
+        while state[1] == generation:
+            self._some(False)
+
+    # Programs
+
+    def warp_specialize(self, partitions: Sequence[Any], *_: object) -> None:
+        program = self.own.program
+
+        def start(function: Any, arguments: tuple[Any, ...]) -> None:
+            self.own.program = program
+            function(*arguments)
+            for kind in ("loads", "stores", "products"):
+                # No kernel ends before its copies; nobody waits for its loads.
+                assert kind == "loads" or not self._queue(kind), f"{kind} in flight at the end"
+                self._drain(kind, 0)
+
+        workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
+        while any(worker in self.threads.turns for worker in workers):
+            self.threads.step(False)
+
+    def language(self) -> SimpleNamespace:
+        """`triton.experimental.gluon.language`."""
+
+        def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+            at = np.where(mask, pointer.at, 0)
+            found = np.where(mask, pointer.array[at], other)
+            return tile(found) if found.ndim else found.item()
+
+        def store(pointer: Pointer, x: Any) -> None:
+            pointer.array[pointer.at] = x
+
+        def atomic_add(pointer: Pointer, x: int, sem: str) -> int:
+            before = int(pointer.array[pointer.at])
+            pointer.array[pointer.at] += x
+            self._some()
+            return before
+
+        def shared(dtype: object, shape: Sequence[int], layout: object) -> Any:
+            if layout == "barrier":
+                return Bars(shape[0]) if len(shape) == 2 else Barrier()
+            return Shared(np.full(shape, np.nan), dtype)
+
+        def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any) -> Any:
+                found = function(*arguments)
+                return tile(found) if np.ndim(found) else found.item()
+
+            return called
+
+        def maximum(x: Any, axis: int) -> Any:
+            found = np.max(x, axis=axis)
+            return tile(found) if found.ndim else int(found)
+
+        nothing = lambda *_, **__: None  # noqa: E731
+        shared_layout = SimpleNamespace(get_default_for=nothing)
+        return SimpleNamespace(
+            constexpr=lambda x: x, float32="f32", int32="i32", int64="i64",
+            static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
+            program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
+            arange=lambda a, b, layout: tile(np.arange(a, b)),
+            full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
+            expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
+            convert_layout=lambda x, layout: x, max=maximum,
+            minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
+            exp2=plain(np.exp2), abs=plain(np.abs), load=load, store=store,
+            atomic_add=atomic_add, allocate_shared_memory=shared,
+            warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
+            **dict.fromkeys(
+                ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
+                 "SwizzledSharedLayout"),
+                nothing,
+            ),
+        )  # fmt: skip
+
+
+def run_kernel(
+    module: ModuleType,
+    name: str,
+    programs: int,
+    arguments: dict[str, Any],
+    seed: int,
+    changed: tuple[str, str] = ("", ""),
+) -> None:
+    """Run `programs` programs of a kernel.
+
+    Args:
+        module: whose source is run, with other names for what it imports.
+        name: the kernel's.
+        arguments: by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of `Tile`.
+        seed: another one is another order of what happens.
+        changed: a piece of the source, and what stands there instead.
+
+    Raises:
+        Stuck: the partitions wait for each other, or one raised, which is the cause.
+    """
+    device = Device(seed, programs)
+    text = Path(module.__file__ or "").read_text()
+    # What follows the imports.
+    body = text[text.index("\n__all__") :]
+    assert changed[0] in body, f"not in the source: {changed[0]}"
+    if changed[0]:
+        body = body.replace(*changed)
+
+    def init(barrier: Barrier, count: int) -> None:
+        barrier.count = barrier.pending = count
+
+    names: dict[str, Any] = {
+        "gl": device.language(),
+        "gluon": SimpleNamespace(jit=lambda function: function),
+        "mbarrier": SimpleNamespace(
+            wait=device.wait, arrive=device.arrive, expect=device.expect, init=init,
+            MBarrierLayout=lambda: "barrier",
+        ),
+        "tma": SimpleNamespace(
+            async_load=device.async_load, async_store=device.async_store,
+            async_atomic_add=device.async_atomic_add,
+            store_wait=lambda pendings: device._drain("stores", pendings),
+        ),
+        "fence_async_shared": lambda: None,
+        "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
+    }  # fmt: skip
+    exec(compile(body, module.__file__ or "", "exec", flags=_ANNOTATIONS), names)
+    names["meet"] = device.meet
+
+    def start(program: int) -> None:
+        device.own.program = program
+        names[name](**arguments)
+
+    # None runs before all are there.
+    with np.errstate(all="ignore"):
+        for program in range(programs):
+            device.threads.spawn(lambda program=program: start(program))
+        workers = list(device.threads.turns)
+        device.threads._pass_on()
+        for worker in workers:
+            worker.join()
+    if device.threads.failed is not None:
+        raise Stuck(f"with seed {seed}") from device.threads.failed
+
+
+def _annotations() -> int:
+    import __future__
+
+    return __future__.annotations.compiler_flag
+
+
+_ANNOTATIONS = _annotations()

@@ -1,0 +1,120 @@
+"""Which calls take Hopper's backward, what explain says of the others, and what is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from compiling_backward import causal, recorded
+
+import anyflex
+
+OURS = ["prepare_kernel", "backward_kernel", "finish_kernel"]
+
+
+def called(
+    *,
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.bfloat16,
+    block: int | tuple[int, int] | None = None,
+    wanted: str = "qkv",
+    learns: bool = False,
+    expanded: bool = False,
+    query: torch.Tensor | None = None,
+) -> tuple[list[str], str]:
+    """(names of what backward launches, what explain says)."""
+    q, k, v = (torch.zeros(2, 2, 300, d).to(dtype) for d in (dims[0], *dims))
+    q = q if query is None else query
+    leaves = {"q": q, "k": k, "v": v}
+    chosen = [leaves[name].requires_grad_() for name in wanted]
+    score = None
+    if learns:
+        bias = torch.zeros(2).requires_grad_()
+        chosen.append(bias)
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + bias[h]
+
+    mask = None
+    if block is not None:
+        mask = anyflex.create_block_mask(causal, None, None, 300, 300, BLOCK_SIZE=block)
+    with recorded() as launched:
+        given: dict[str, Any] = {
+            "score_mod": score, "block_mask": mask, "backend": "cuda.recorded",
+        }  # fmt: skip
+        said = anyflex.explain(q, k, v, **given).variant
+        out = anyflex.flex_attention(q, k, v, **given)
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        dout = torch.zeros(1, dtype=dtype).expand_as(out) if expanded else torch.zeros_like(out)
+        torch.autograd.grad(out, chosen, dout)
+    assert said is not None
+    return [program.function.__name__ for program, _ in launched], said
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"dims": (128, 128)},
+        {"dims": (40, 96)},
+        {"dtype": torch.float16},
+        {"block": 128},
+        {"block": (64, 256)},
+        {"expanded": True},
+        {"query": torch.zeros(2, 300, 2, 64, dtype=torch.bfloat16).transpose(1, 2)},
+    ],
+)
+def test_a_call_that_fits_takes_hoppers_backward(call: dict[str, Any]) -> None:
+    names, said = called(**call)
+    assert names == OURS
+    assert said.endswith(", backward hopper")
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ({"dtype": torch.float32}, "float32"),
+        ({"dims": (32, 64)}, "head dims 32 and 64, for it takes 33 to 128"),
+        ({"dims": (64, 256)}, "head dims 64 and 256, for it takes 33 to 128"),
+        ({"dims": (64, 36)}, "head dims 64 and 36, for TMA takes multiples of 8"),
+        ({"wanted": "qv"}, "gradients of key and value aren't both wanted"),
+        ({"block": 64}, "mask blocks of 64 x 64, for it takes multiples of 64 x 128"),
+        (
+            {"query": torch.zeros(2, 2, 300, 65, dtype=torch.bfloat16)[..., :64]},
+            "strides or base of query that TMA doesn't take",
+        ),
+    ],
+)
+def test_explain_says_why_a_call_takes_the_portable_backward(
+    call: dict[str, Any], reason: str
+) -> None:
+    names, said = called(**call)
+    assert names[0] == "row_kernel"
+    assert "backward_kernel" not in names
+    assert said.endswith(f", backward portable (not Hopper's kernel: {reason})")
+
+
+def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:
+    names, said = called(wanted="kv")
+    assert names == OURS
+    assert said.endswith(", backward hopper")
+
+
+def test_where_sums_must_repeat_or_a_tensor_learns_the_portable_pass_makes_dq() -> None:
+    names, said = called(learns=True)
+    assert names == [*OURS, "query_kernel"]
+    assert said.endswith(", backward hopper, dq portable")
+    torch.use_deterministic_algorithms(True)
+    try:
+        names, said = called()
+        assert names == [*OURS, "query_kernel"]
+        assert said.endswith(", backward hopper, dq portable")
+        names, _ = called(learns=True)
+        assert names == [*OURS, "query_kernel", "query_kernel", "total_kernel"]
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,40 @@
+"""Backward's kernels compile for Hopper, and what comes of it can run: compiling_backward.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED = 227 * 1024
+"""Bytes that a program of Hopper may have."""
+SPILLED = {128: 900, 64: 700}
+"""Bytes by head dim. Most are scalars of the loops over runs and heads, kept around the steps."""
+
+
+def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [*(path for path in sys.path if path), str(here)]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    done = subprocess.run(
+        [sys.executable, str(here / "compiling_backward.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert sum(line[1] == "backward_kernel" for line in found) == 13
+    for case, kernel, shared, spilled, products in found:
+        assert products == "free", (case, kernel)
+        assert int(shared) <= SHARED, (case, kernel, shared)
+        limit = SPILLED[128 if "128" in case else 64] if kernel == "backward_kernel" else 600
+        assert int(spilled) <= limit, (case, kernel, spilled)

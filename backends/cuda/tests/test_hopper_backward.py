@@ -1,0 +1,241 @@
+"""Hopper's backward, its source run in Python: sums against the dense formula, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gluon_in_python import Box, Pointer, Stuck, run_kernel
+
+from anyflex_cuda import hopper_backward
+
+LOG2E = 1.4426950408889634
+Mask = Callable[..., Any]
+
+
+def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return 3.0 * np.tanh(score / 3.0) + 0.01 * (k - q) * (h + 1)
+
+
+def softcap_backward(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return grad * (1.0 - np.tanh(score / 3.0) ** 2)
+
+
+def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets [B', H', rows + 1], runs [n, 3]) of kinds [B', H', rows, columns], 0 for none."""
+    offsets, runs = [], []
+    for row in blocks.reshape(-1, blocks.shape[-1]):
+        offsets.append(len(runs))
+        begin = 0
+        while begin < len(row):
+            end = begin + 1
+            # A run may also end before the kind changes.
+            while end < len(row) and row[end] == row[begin] and generator.random() < 0.9:
+                end += 1
+            if row[begin]:
+                runs.append((begin, end, row[begin]))
+            begin = end
+    rows = blocks.shape[2]
+    starts = np.array([*offsets, len(runs)])
+    # One more than the rows for each head; a row ends where the next begins, a head's last too.
+    found = [starts[i * rows : (i + 1) * rows + 1] for i in range(len(offsets) // rows)]
+    edges = np.array(found).reshape(*blocks.shape[:2], rows + 1)
+    return edges, np.array(runs or [(0, 0, 1)])
+
+
+class Case:
+    """One call, drawn at random.
+
+    Args:
+        seed: of all that is drawn.
+        fixed: what isn't.
+    """
+
+    def __init__(self, seed: int, **fixed: Any) -> None:
+        pick = random.Random(seed)
+
+        def drawn(name: str, *values: Any) -> Any:
+            value = pick.choice(values)
+            return fixed.get(name, value)
+
+        self.seed = seed
+        self.block_m = drawn("block_m", 64, 128)
+        self.width = drawn("width", 64) if self.block_m == 128 else drawn("width", 64, 128)
+        self.value_width = 64 if self.block_m == 128 else drawn("value_width", 64, 128)
+        self.batch = drawn("batch", 1, 2)
+        self.kv_heads = drawn("kv_heads", 1, 2)
+        self.group = drawn("group", 1, 2)
+        self.kv_shared = drawn("kv_shared", False, False, True)
+        self.rows = drawn("rows", 64, 128, 200, 300, 1)
+        self.keys = drawn("keys", 128, 256, 300, 65)
+        self.q_block = drawn("q_block", 128, 256)
+        self.has_mask = drawn("has_mask", True, True, False)
+        self.has_mask_mod = self.has_mask and drawn("has_mask_mod", True, True, False)
+        self.has_score_mod = drawn("has_score_mod", True, False)
+        self.want_dq = drawn("want_dq", True, True, True, False)
+        self.dynamic = drawn("dynamic", True, True, False)
+        self.stages = drawn("stages", 2, 2, 3)
+        self.programs = drawn("programs", 1, 2, 3)
+        self.head_group = drawn("head_group", 1, 2)
+        self.pick = pick
+
+    def run(
+        self, changed: tuple[str, str] = ("", "")
+    ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield (name, what the kernel made, what the formula says).
+
+        Args:
+            changed: as `run_kernel` takes it.
+        """
+        numbers = np.random.default_rng(self.seed)
+        heads = self.kv_heads * self.group
+        kv_batch = 1 if self.kv_shared else self.batch
+        rows, keys, D, DV = self.rows, self.keys, self.width, self.value_width
+        scale = 0.2
+        q, do = (numbers.standard_normal((self.batch, heads, rows, d)) for d in (D, DV))
+        k, v = (numbers.standard_normal((kv_batch, self.kv_heads, keys, d)) for d in (D, DV))
+        at = (
+            np.arange(self.batch).reshape(-1, 1, 1, 1), np.arange(heads).reshape(1, -1, 1, 1),
+            np.arange(rows).reshape(-1, 1), np.arange(keys),
+        )  # fmt: skip
+        shifts = (3, 5, 7, 11)
+        seen = tuple(x + shift for x, shift in zip(at, shifts, strict=True))
+        modulus = self.pick.choice((2, 3, 97))
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
+            return (q_idx * 3 + kv_idx * 5 + h) % modulus != 0
+
+        # Blocks: nothing, FULL, PARTIAL.
+        q_blocks, kv_blocks = -(-rows // self.q_block), -(-keys // 128)
+        kinds = numbers.integers(0, 3, (1, self.pick.choice((1, heads)), kv_blocks, q_blocks))
+        if not self.has_mask_mod:
+            kinds = np.minimum(kinds, 1)
+        offsets, runs = runs_of(kinds, self.pick)
+        live = np.ones((self.batch, heads, rows, keys), bool)
+        if self.has_mask:
+            of_pair = kinds[:, :, at[3] // 128][..., (at[2] // self.q_block).ravel()]
+            of_pair = np.swapaxes(of_pair, -1, -2)
+            live = np.broadcast_to(of_pair != 0, live.shape).copy()
+            if self.has_mask_mod:
+                live &= (of_pair == 1) | mask_mod(*seen)
+
+        # The dense formula.
+        ke, ve = (
+            np.repeat(np.broadcast_to(x, (self.batch, *x.shape[1:])), self.group, 1)
+            for x in (k, v)
+        )
+        raw = q @ np.swapaxes(ke, -1, -2) * scale
+        score, slope = raw, np.ones_like(raw)
+        if self.has_score_mod:
+            score, slope = softcap(raw, *seen), softcap_backward(1.0, raw, *seen)
+        exponentials = np.where(live, np.exp(score), 0.0)
+        sums = exponentials.sum(-1, keepdims=True)
+        dead = sums == 0
+        weights = exponentials / np.where(dead, 1.0, sums)
+        delta = ((weights @ ve) * do).sum(-1)
+        grad = weights * (do @ np.swapaxes(ve, -1, -2) - delta[..., None]) * slope * scale
+        lse2 = np.where(dead, np.inf, np.log2(np.where(dead, 1.0, sums)))[..., 0]
+
+        def of_keys(x: np.ndarray) -> np.ndarray:
+            found = x.reshape(self.batch, self.kv_heads, self.group, *x.shape[2:]).sum(2)
+            return found.sum(0, keepdims=True) if self.kv_shared else found
+
+        wanted = {
+            "dq": grad @ ke,
+            "dk": of_keys(np.swapaxes(grad, -1, -2) @ q),
+            "dv": of_keys(np.swapaxes(weights, -1, -2) @ do),
+        }
+
+        # The kernel.
+        padded = -(-rows // 128) * 128
+        values = np.full((2, self.batch * heads, padded), 0.0)
+        values[0] = np.inf
+        values[0, :, :rows] = lse2.reshape(-1, rows)
+        values[1, :, :rows] = np.where(dead[..., 0], 0.0, delta).reshape(-1, rows)
+        tiles, units = -(-keys // 128), kv_batch * self.kv_heads
+        dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
+        dq = np.zeros((self.batch * heads, padded, D))
+        odd = np.full((units, tiles * 128), 7)
+        block_m = self.block_m
+        ragged = bool(keys % 128) or (self.has_score_mod and bool(rows % block_m))
+        run_kernel(
+            hopper_backward,
+            "backward_kernel",
+            self.programs,
+            {
+                "query": Box(q, (1, 1, block_m, D)), "dout": Box(do, (1, 1, block_m, DV)),
+                "key": Box(k, (1, 1, 64, D)), "value": Box(v, (1, 1, 64, DV)),
+                "dk": Box(dk, (1, 1, 64, D)), "dv": Box(dv, (1, 1, 64, DV)),
+                "row_values": Box(values.reshape(-1, padded), (1, block_m), 4),
+                "dq_sums": Box(dq, (1, 64, 64), 4), "odd_keys": Pointer(odd),
+                "counter": Pointer(np.zeros(1, int)),
+                "offsets": Pointer(offsets), "ends": Pointer(offsets, 1), "runs": Pointer(runs),
+                "mask_strides": (0, offsets.shape[2] if offsets.shape[1] > 1 else 0),
+                "tables": (), "ints": (), "floats": (), "shifts": shifts, "scale": scale,
+                "batch": self.batch, "heads": heads, "kv_heads": self.kv_heads, "units": units,
+                "q_length": rows, "kv_length": keys, "tiles": tiles,
+                "head_group": self.head_group,
+                "SCORE_MOD": softcap if self.has_score_mod else None,
+                "SCORE_MOD_BACKWARD": softcap_backward if self.has_score_mod else None,
+                "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
+                "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "GROUP": self.group,
+                "KV_SHARED": self.kv_shared, "RAGGED": ragged, "WANT_DQ": self.want_dq,
+                "BLOCK_M": block_m, "D": D, "DV": DV, "STAGES": self.stages,
+                "DYNAMIC": self.dynamic,
+            },
+            self.seed,
+            changed,
+        )  # fmt: skip
+        yield "dk", dk, wanted["dk"]
+        yield "dv", dv, wanted["dv"]
+        yield "odd", odd, np.zeros_like(odd)
+        if self.want_dq:
+            found = dq[:, :rows].reshape(q.shape) * scale
+            yield "dq", found, wanted["dq"]
+
+
+def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
+    for name, found, wanted in case.run(changed):
+        np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
+    check(Case(seed))
+
+
+@pytest.mark.parametrize(
+    ("piece", "instead"),
+    [
+        ('meet("8")', "pass"),
+        ('meet("9")', "pass"),
+        ("mbarrier.wait(q_full.index(slot), phase)", "pass"),
+        ("mbarrier.wait(do_full.index(slot), phase)", "pass"),
+        ("mbarrier.wait(q_empty.index(slot), phase ^ 1)", "pass"),
+        ("mbarrier.wait(kv_empty, (count & 1) ^ 1)", "pass"),
+        ("mbarrier.wait(kv_full, count & 1)", "pass"),
+        ("mbarrier.arrive(kv_empty, count=1)", "pass"),
+        ("mbarrier.arrive(q_empty.index(slot), count=1)", "pass"),
+        ("mbarrier.arrive(kv_full, count=1)", "pass"),
+        ("tma.store_wait(0)", "pass"),
+        ("pair = (it & 1) * 2", "pair = 0"),
+        ("num_outstanding=2, deps=(dk, dv)", "num_outstanding=3, deps=(dk, dv)"),
+        ("live = live | full", "pass"),
+        ("gl.minimum(end, whole), begin)", "end, begin)"),
+    ],
+)
+def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
+    for seed in range(12):
+        fixed = {"rows": 300, "keys": 300, "want_dq": True, "programs": 2, "q_block": 128}
+        fixed |= {"block_m": (64, 128)[seed % 2], "width": (128, 64)[seed % 2]}
+        try:
+            check(Case(seed, **fixed), (piece, instead))
+        except (AssertionError, Stuck):
+            return
+    pytest.fail("every seed gave the right sums")
