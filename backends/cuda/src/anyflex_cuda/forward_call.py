@@ -18,8 +18,6 @@ __all__ = ["Tiles", "launch_forward", "program_for", "refusal", "tiles_for", "wo
 
 _ROWS = 64
 """Of a consumer."""
-_MOST_DIMS = 128
-"""Queries, keys and values of more don't fit a core's shared memory, two of each."""
 
 _STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
 
@@ -52,9 +50,14 @@ class Tiles:
 
 def tiles_for(spec: Spec) -> Tiles:
     """Return the spec's tiles."""
-    if max(spec.head_dim, spec.value_head_dim) <= 64:
+    dims = max(spec.head_dim, spec.value_head_dim)
+    if dims <= 64:
+        # Where the mask's blocks let them, three consumers are faster.
+        thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
+        if thirds:
+            return Tiles(3, 128, 3, False, True, (160, 24))
         return Tiles(2, 128, 3, True, True, (240, 24))
-    return Tiles(2, 128, 2, True, True, (240, 24))
+    return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
 
 
 def refusal(spec: Spec, call: Call) -> str | None:
@@ -77,8 +80,8 @@ def refusal(spec: Spec, call: Call) -> str | None:
 def _refused_spec(spec: Spec) -> str | None:
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
-    if max(spec.head_dim, spec.value_head_dim) > _MOST_DIMS:
-        return f"a head dim above {_MOST_DIMS}"
+    if spec.value_head_dim > max(spec.head_dim, 128):
+        return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles_for(spec).block_m:
@@ -93,7 +96,7 @@ def workspace() -> tuple[TensorSpec, ...]:
 
 def _width(dim: int) -> int:
     """Columns of a tile in shared memory, and of a product."""
-    return 64 if dim <= 64 else 128
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
 def program_for(
@@ -144,6 +147,7 @@ def program_for(
             "EVEN": even,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
+            "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
