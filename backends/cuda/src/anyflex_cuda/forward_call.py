@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,15 @@ from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
-__all__ = ["Tiles", "launch_forward", "program_for", "refusal", "tiles_for", "workspace"]
+__all__ = [
+    "Tiles",
+    "launch_forward",
+    "program_for",
+    "refusal",
+    "refused_spec",
+    "tiles_for",
+    "workspace",
+]
 
 _ROWS = 64
 """Of a consumer."""
@@ -60,14 +69,11 @@ def tiles_for(spec: Spec) -> Tiles:
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
 
 
-def refusal(spec: Spec, call: Call) -> str | None:
-    """Return why a call takes the portable kernel, or None: it takes Hopper's.
+def refusal(call: Call) -> str | None:
+    """Return why a call takes the portable kernel although its spec doesn't have to, or None.
 
-    Decided by the spec and by the call's layout, before anything is launched.
+    Decided by the call's layout, before anything is launched.
     """
-    found = _refused_spec(spec)
-    if found is not None:
-        return found
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         if not is_boxed(tensor):
             return (
@@ -77,7 +83,8 @@ def refusal(spec: Spec, call: Call) -> str | None:
     return None
 
 
-def _refused_spec(spec: Spec) -> str | None:
+def refused_spec(spec: Spec) -> str | None:
+    """Return why no call of a spec takes Hopper's kernel, or None."""
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
     if spec.value_head_dim > max(spec.head_dim, 128):
@@ -212,6 +219,7 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
     ).run(call.query.device)
 
 
+@lru_cache
 def _cores(device: torch.device) -> int:
     """Multiprocessors, each of which holds one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
-from anyflex_cuda.forward_call import launch_forward, refusal, tiles_for, workspace
+from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel
@@ -33,14 +33,18 @@ class CudaKernel(TritonKernel):
         hopper: bool,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        self._hopper = GluonPrograms(spec, source, overrides) if hopper else None
+        self._refused = refused_spec(spec) if hopper else None
+        taken = hopper and self._refused is None
+        self._hopper = GluonPrograms(spec, source, overrides) if taken else None
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, or what the portable kernels say and why they are taken."""
         portable = super().describe(call)
-        if self._hopper is None or self._decodes(call):
+        reason = self._refused
+        if self._hopper is not None and reason is None:
+            reason = refusal(call)
+        if self._decodes(call) or (self._hopper is None and reason is None):
             return portable
-        reason = refusal(self.spec, call)
         if reason is not None:
             return f"{portable} (not Hopper's kernel: {reason})"
         tiles = tiles_for(self.spec)
@@ -48,11 +52,7 @@ class CudaKernel(TritonKernel):
 
     def _is_hoppers(self, call: Call) -> bool:
         """Whether forward takes Hopper's kernel."""
-        return (
-            self._hopper is not None
-            and not self._decodes(call)
-            and refusal(self.spec, call) is None
-        )
+        return self._hopper is not None and not self._decodes(call) and refusal(call) is None
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
