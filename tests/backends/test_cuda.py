@@ -1,4 +1,4 @@
-"""The CUDA backend: its own tests pass, and it imports public names and the Triton package only."""
+"""The CUDA backend: its tests pass, and it imports public names and the Triton package only."""
 
 from __future__ import annotations
 
