@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,12 +15,20 @@ from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
-__all__ = ["Tiles", "launch_forward", "program_for", "refusal", "tiles_for", "workspace"]
+__all__ = [
+    "Tiles",
+    "launch_forward",
+    "program_for",
+    "refusal",
+    "refused_spec",
+    "tiles_for",
+    "workspace",
+]
 
 _ROWS = 64
 """Of a consumer."""
-_MOST_DIMS = 128
-"""Queries, keys and values of more don't fit a core's shared memory, two of each."""
+
+_STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
 
 
 @dataclass(frozen=True)
@@ -50,19 +59,21 @@ class Tiles:
 
 def tiles_for(spec: Spec) -> Tiles:
     """Return the spec's tiles."""
-    if max(spec.head_dim, spec.value_head_dim) <= 64:
+    dims = max(spec.head_dim, spec.value_head_dim)
+    if dims <= 64:
+        # Where the mask's blocks let them, three consumers are faster.
+        thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
+        if thirds:
+            return Tiles(3, 128, 3, False, True, (160, 24))
         return Tiles(2, 128, 3, True, True, (240, 24))
-    return Tiles(2, 128, 2, True, True, (240, 24))
+    return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
 
 
-def refusal(spec: Spec, call: Call) -> str | None:
-    """Return why a call takes the portable kernel, or None: it takes Hopper's.
+def refusal(call: Call) -> str | None:
+    """Return why a call takes the portable kernel although its spec doesn't have to, or None.
 
-    Decided by the spec and by the call's layout, before anything is launched.
+    Decided by the call's layout, before anything is launched.
     """
-    found = _refused_spec(spec)
-    if found is not None:
-        return found
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         if not is_boxed(tensor):
             return (
@@ -72,11 +83,12 @@ def refusal(spec: Spec, call: Call) -> str | None:
     return None
 
 
-def _refused_spec(spec: Spec) -> str | None:
+def refused_spec(spec: Spec) -> str | None:
+    """Return why no call of a spec takes Hopper's kernel, or None."""
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
-    if max(spec.head_dim, spec.value_head_dim) > _MOST_DIMS:
-        return f"a head dim above {_MOST_DIMS}"
+    if spec.value_head_dim > max(spec.head_dim, 128):
+        return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles_for(spec).block_m:
@@ -86,12 +98,12 @@ def _refused_spec(spec: Spec) -> str | None:
 
 def workspace() -> tuple[TensorSpec, ...]:
     """The counter of tiles."""
-    return (TensorSpec((1,), torch.int32),)
+    return (TensorSpec((1,), torch.int32, zeroed=True),)
 
 
 def _width(dim: int) -> int:
     """Columns of a tile in shared memory, and of a product."""
-    return 64 if dim <= 64 else 128
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
 def program_for(
@@ -117,6 +129,8 @@ def program_for(
         hopper_forward.forward_kernel,
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+            **made.pointers("query", "key", "value", "out", "rest"),
+            **dict.fromkeys(_STRIDES, ("i64",) * 3),
             **float_pointers("lse", "max_scores"),
             "counter": "*i32",
             **made.common_types,
@@ -130,6 +144,8 @@ def program_for(
             "KV_BLOCK": spec.block_size[1],
             "GROUP": spec.gqa_ratio,
             "KV_SHARED": spec.kv_broadcast,
+            "DIM": spec.head_dim,
+            "VALUE_DIM": spec.value_head_dim,
             "D": d,
             "DV": dv,
             "WANT_LSE": lse,
@@ -138,6 +154,7 @@ def program_for(
             "EVEN": even,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
+            "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -177,8 +194,6 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
     tensors = (call.query, call.key, call.value, out.out, or_else(rest, out.out))
     count = -(-length // tiles.block_m)
     (counter,) = out.workspace
-    if tiles.dynamic:
-        counter.zero_()
     values = made.common_values(call, rows)
     Launch(
         program,
@@ -189,6 +204,8 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
                 name: descriptor(tensor, box)
                 for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
             },
+            **dict(zip(("query", "key", "value", "out", "rest"), tensors, strict=True)),
+            **{name: t.stride()[:3] for name, t in zip(_STRIDES, tensors, strict=True)},
             "lse": or_else(out.lse, out.out),
             "max_scores": or_else(out.max_scores, out.out),
             "counter": counter,
@@ -202,6 +219,7 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
     ).run(call.query.device)
 
 
+@lru_cache
 def _cores(device: torch.device) -> int:
     """Multiprocessors, each of which holds one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count

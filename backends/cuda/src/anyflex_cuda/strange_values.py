@@ -1,0 +1,145 @@
+"""Out of a tile whose values aren't all finite, anew: rows that don't see such a value must not
+have it, and 0 * NaN is NaN.
+
+It happens rarely. So this reads and writes by pointers, needs nobody's help, and takes a few
+columns at a time, with fewer registers than the loops before it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from anyflex_triton.forward import unit_of_scores
+from anyflex_triton.tiles import bounded_run, mask_row, masked_scores, strange
+
+__all__ = ["write_strange_rows"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+KEYS = gl.constexpr(16)
+"""Of a step."""
+PART = gl.constexpr(32)
+"""Columns at a time."""
+
+
+@gluon.jit
+def place_of(strides, b, h):
+    """The first element of (b, h)."""
+    return b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
+
+
+@gluon.jit
+def load_part(
+    base, stride, first, end, first_column, DIM: gl.constexpr, ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr,
+):
+    """[ROWS, PART] from a row and a column on, or its transpose; 0 from `end` and from DIM on."""
+    if TRANSPOSED:
+        rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        columns = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    else:
+        rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        columns = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    columns += first_column
+    at = base + rows.to(gl.int64) * stride + columns
+    return gl.load(at, mask=(rows < end) & (columns < DIM), other=0.0)
+
+
+@gluon.jit
+def write_strange_rows(
+    top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
+    r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length, tables,
+    ints, floats, shifts, scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr,
+    WANT_REST: gl.constexpr,
+):
+    """Writes out, and rest, of ROWS rows from `first_row` on.
+
+    Args:
+        top: of each row the largest score, in powers of two.
+        inverse: of the sum of its weights; `dead`: it has none.
+        query, key, value, out, rest: strides (b, h, row) in elements; columns are contiguous.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    if HAS_MASK:
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+    else:
+        run = gl.to_tensor(0)
+        last_run = gl.to_tensor(1)
+    kv_b = 0 * b if KV_SHARED else b
+    q_base = query + place_of(q_strides, b, h)
+    k_base = key + place_of(k_strides, kv_b, h // GROUP)
+    v_base = value + place_of(v_strides, kv_b, h // GROUP)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    shift = gl.expand_dims(gl.convert_layout(shift, OF_ROWS), 1)
+    inverse = gl.expand_dims(gl.convert_layout(inverse, OF_ROWS), 1)
+    dead = gl.expand_dims(gl.convert_layout(dead.to(gl.int32), OF_ROWS), 1) != 0
+    rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=OF_ROWS), 1)
+    q_idx = gl.minimum(rows, q_length - 1) + shifts[2]
+    mod_b = b + shifts[0]
+    mod_h = h + shifts[1]
+    unit = unit_of_scores(scale, SCORE_MOD)
+    for first_column in range(0, VALUE_DIM, PART):
+        acc = gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT)
+        for r in range(run, last_run):
+            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+            for first in range(begin, end, KEYS):
+                scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
+                for d in range(0, DIM, PART):
+                    q = load_part(
+                        q_base, q_strides[2], first_row, q_length, d, DIM, ROWS, LEFT, False,
+                    )
+                    k = load_part(k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True)
+                    scores = mma_v2(q, k, scores)
+                keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+                keys = gl.expand_dims(keys, 0)
+                kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+                if SCORE_MOD is not None:
+                    scores = SCORE_MOD(
+                        scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
+                    )
+                scores = masked_scores(
+                    scores, True, keys < end, full, mod_b, mod_h, q_idx, kv_idx, tables, ints,
+                    floats, MASK_MOD,
+                )
+                weights = gl.exp2(scores * unit - shift)
+                v = load_part(
+                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
+                )
+                finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
+                acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
+                # What isn't finite, where it is seen. Infinities count 1 / 256, negative ones 1,
+                # NaNs 256: one product of halves counts all three.
+                counted = gl.where(v == float("inf"), 0.00390625, 0.0)
+                counted = gl.where(v == float("-inf"), 1.0, counted)
+                counted = gl.where(v != v, 256.0, counted).to(gl.float16)
+                seen = (scores != float("-inf")).to(gl.float16)
+                count = mma_v2(
+                    gl.convert_layout(seen, LEFT), counted,
+                    gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT),
+                )
+                mixed = (count >= 256.0) | ((count >= 1.0) & (count != gl.floor(count)))
+                found = gl.where(count > 0.0, float("inf"), 0.0)
+                found = gl.where(count >= 1.0, float("-inf"), found)
+                acc += gl.where(mixed, float("nan"), found)
+        acc = gl.where(dead, 0.0, acc * inverse)
+        columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
+        columns = gl.expand_dims(first_column + columns, 0)
+        there = (rows < q_length) & (columns < VALUE_DIM)
+        rounded = acc.to(out.dtype.element_ty)
+        at = place_of(o_strides, b, h) + rows.to(gl.int64) * o_strides[2] + columns
+        gl.store(out + at, rounded, mask=there)
+        if WANT_REST:
+            lost = acc - rounded.to(gl.float32)
+            lost = gl.where(strange(lost), 0.0, lost)
+            at = place_of(r_strides, b, h) + rows.to(gl.int64) * r_strides[2] + columns
+            gl.store(rest + at, lost.to(rest.dtype.element_ty), mask=there)

@@ -1,0 +1,120 @@
+"""Compiles forward for a Hopper GPU that needn't be there; `test_compiled_forward` runs this.
+
+Prints a line of JSON a kernel: bytes of spills, accesses to local memory and waits of warpgroups
+within the loops over keys, shared memory, ptxas' warnings of products that wait for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compiling import HOPPER, NAMED
+
+from anyflex.plugin import CapturedFacts, Spec, parse_graph
+from anyflex_cuda.forward_call import program_for, tiles_for
+from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.module_files import load_module
+
+BINARIES = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
+CAUSAL = NAMED["causal"][1]
+MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
+    "full": (None, None, ()),
+    "causal": NAMED["causal"],
+    "documents": NAMED["documents"],
+    "window": NAMED["window"],
+    "alibi": (NAMED["alibi"][0], CAUSAL, NAMED["alibi"][2]),
+    "softcap": (NAMED["softcap"][0], CAUSAL, ()),
+}
+
+
+def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Spec:
+    score, mask, captured = MODS[name]
+    return Spec(
+        "cuda", "sm_90", dtype, dim, dim,
+        score_graph=parse_graph(score) if score else None,
+        mask_graph=parse_graph(mask) if mask else None,
+        captured=tuple(replace(facts, needs_grad=False) for facts in captured),
+        mask_kind="runs" if mask else "none", block_size=(128, 128) if mask else (0, 0),
+    )  # fmt: skip
+
+
+def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
+    """Compile the kernel of a class of calls, and read what became of it."""
+    source = write_source(spec)
+    made = GluonPrograms(spec, source, {})
+    functions = vars(
+        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+    )
+    program = program_for(
+        made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,
+        True, False, rest,
+    )  # fmt: skip
+    compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        told = subprocess.run(
+            [BINARIES / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+        sass = subprocess.run(
+            [BINARIES / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
+    stores = re.search(r"(\d+) bytes spill stores", told)
+    loops = loops_of(sass)
+    return {
+        "spills": int(stores[1]) if stores else 0,
+        "serialized": sorted(set(re.findall(r"C75\d\d", told))),
+        "shared": compiled.metadata.shared,
+        "loops": len(loops),
+        "local": sum(loop.count("LDL") + loop.count("STL") for loop in loops),
+        "barriers": max(loop.count("BAR.SYNC") for loop in loops),
+    }
+
+
+def loops_of(sass: str) -> list[str]:
+    """The innermost loops with products of warpgroups."""
+    lines = sass.splitlines()
+    labels = {
+        line.split(":")[0].strip(): i for i, line in enumerate(lines) if line.startswith(".L")
+    }
+    found = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"BRA `\((\.L_x_\d+)\)", line)
+        begin = labels.get(jump[1], i) if jump else i
+        if begin < i:
+            found.append((begin, i))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    texts = ["\n".join(lines[begin : end + 1]) for begin, end in inner]
+    return [text for text in texts if "HGMMA" in text]
+
+
+def main() -> int:
+    cases = [
+        ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
+        ("alibi", 128, True, False), ("softcap", 128, True, False), ("full", 64, True, False),
+        ("causal", 64, True, False), ("window", 64, False, True), ("causal", 256, True, False),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for name, dim, even, rest in cases:
+            found = facts_of(spec_of(name, dim), even, rest)
+            print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""A made-up Hopper GPU: kernels aren't run, what would be launched is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from anyflex.plugin import Accepted, Decision
+from anyflex.testing import posing
+from anyflex_cuda import forward_call
+from anyflex_cuda.backend import CudaBackend
+from anyflex_triton.launch import Program, pointer_type
+
+CORES = 132
+UNREAD = ("offsets", "ends", "runs", "lse", "max_scores")
+"""Others stand in for them where there are none."""
+
+
+class OnHopper(CudaBackend):
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def target(self) -> Any:
+        return "hopper"
+
+
+@contextmanager
+def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
+    """CPU tensors are a Hopper GPU's. Yields what is launched: program, grid, values."""
+    launched: list[tuple[Program, int, Mapping[str, object]]] = []
+
+    def note(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, object]
+    ) -> None:
+        for name, types in program.types.items():
+            if isinstance(types, tuple):
+                assert isinstance(values[name], tuple) and len(values[name]) == len(types), name
+            elif types.startswith("tensordesc"):
+                assert str(values[name].block_shape) in types, name
+            elif types.startswith("*"):
+                assert pointer_type(values[name].dtype) == types or name in UNREAD, name
+        launched.append((program, grid, values))
+
+    with (
+        posing("cuda"),
+        mock.patch.object(Program, "launch", note),
+        mock.patch.object(forward_call, "_cores", lambda device: CORES),
+        mock.patch.object(Program, "is_compiled", lambda program, device: True),
+    ):
+        yield launched

@@ -1,0 +1,136 @@
+"""Which calls Hopper's forward takes, what the others are told, and what it is launched with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="there is no Triton to launch with")
+
+from recording import CORES, OnHopper, recording
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+
+HOPPERS = "anyflex_cuda.hopper_forward"
+PORTABLE = "anyflex_triton.forward"
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def launches(q: Tensor, k: Tensor, v: Tensor, *mods: Any, **more: Any) -> tuple[list[Any], str]:
+    """(what a call launches, what explain says its kernel is)."""
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            anyflex.flex_attention(q, k, v, *mods, backend="cuda", **more)
+            found = anyflex.explain(q, k, v, *mods, backend="cuda", **more)
+            return launched, str(found)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def of(launch: Any) -> str:
+    return str(launch[0].function.fn.__module__)
+
+
+def test_a_long_call_is_hoppers() -> None:
+    ((program, grid, values),), said = launches(*drawn(*[(2, 4, 1000, 128)] * 3))
+    assert of((program,)) == HOPPERS and "hopper 128x128" in said
+    assert grid == 2 * 4 * 8 and (values["tiles"], values["batch_heads"]) == (8, 8)
+    assert program.constants["EVEN"] is False and program.constants["HAS_MASK"] is False
+    assert values["counter"].tolist() == [0]
+
+
+def test_programs_are_no_more_than_multiprocessors() -> None:
+    ((_, grid, _),), _ = launches(*drawn(*[(2, 16, 2048, 64)] * 3))
+    assert grid == CORES
+
+
+def test_a_mask_and_a_score_mod_come_along() -> None:
+    mask = anyflex.create_block_mask(causal, None, None, 1024, 1024)
+    ((program, _, values),), _ = launches(
+        *drawn(*[(1, 2, 1024, 128)] * 3), lambda s, b, h, q, k: s * 2.0, mask
+    )
+    constants = program.constants
+    assert constants["HAS_MASK"] and constants["EVEN"]
+    assert constants["Q_BLOCK"] == constants["KV_BLOCK"] == 128
+    assert constants["SCORE_MOD"] is not None and constants["MASK_MOD"] is not None
+    assert values["runs"].shape[1] == 3
+
+
+def strided(shape: tuple[int, ...], stride: int) -> Tensor:
+    """Rows `stride` elements apart."""
+    return torch.zeros((*shape[:3], stride), dtype=torch.bfloat16)[..., : shape[3]]
+
+
+SHAPE = (1, 2, 256, 64)
+ELSEWHERE: dict[str, tuple[Callable[[], list[Tensor]], str]] = {
+    "float32": (lambda: drawn(*[SHAPE] * 3, dtype=torch.float32), "wgmma takes"),
+    "wide values": (lambda: drawn(SHAPE, SHAPE, (1, 2, 256, 192)), "values of more than 128"),
+    "rows of 130 bytes": (
+        lambda: [*drawn(SHAPE, SHAPE), strided(SHAPE, 65)],
+        "TMA loads no boxes of value",
+    ),
+    "a scattered query": (
+        lambda: [torch.zeros(1, 2, 64, 256, dtype=torch.bfloat16).mT, *drawn(SHAPE, SHAPE)],
+        "TMA loads no boxes of query",
+    ),
+    "a broadcast key": (
+        lambda: [drawn(SHAPE)[0], drawn((1, 1, 256, 64))[0].expand(SHAPE), drawn(SHAPE)[0]],
+        "TMA loads no boxes of key",
+    ),
+    "values of 20 columns": (lambda: drawn(SHAPE, SHAPE, (1, 2, 256, 20)), "rows of out"),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_hoppers_does_not_take_is_portable_and_explain_says_why(name: str) -> None:
+    tensors, reason = ELSEWHERE[name]
+    launched, said = launches(*tensors())
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "not Hopper's kernel" in said and reason in said
+
+
+def test_blocks_that_are_not_whole_tiles_are_portable() -> None:
+    mask = anyflex.create_block_mask(causal, None, None, 256, 256, BLOCK_SIZE=64)
+    launched, said = launches(*drawn(*[SHAPE] * 3), None, mask)
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "blocks of 64 rows aren't made of whole tiles" in said
+
+
+def test_the_option_takes_hoppers_kernels_away() -> None:
+    launched, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"hopper": False}})
+    assert [of(launch) for launch in launched] == [PORTABLE] and "hopper" not in said
+
+
+def test_decoding_stays_portable() -> None:
+    launched, said = launches(*drawn((1, 2, 1, 64), SHAPE, SHAPE))
+    assert {of(launch) for launch in launched} == {"anyflex_triton.decode"}
+    assert "decode" in said
+
+
+def test_boxes_are_of_whole_tensors_whatever_the_order_of_dimensions() -> None:
+    tensor = torch.zeros(2, 100, 4, 64, dtype=torch.float16).transpose(1, 2)
+    assert is_boxed(tensor)
+    made = descriptor(tensor, (1, 1, 64, 64))
+    assert made.shape == [2, 4, 100, 64] and made.strides == [25600, 64, 256, 1]
+    assert "fp16[1, 1, 64, 64]" in descriptor_type(torch.float16, (1, 1, 64, 64))
+
+
+def test_a_dimension_of_one_element_may_have_any_stride() -> None:
+    tensor = torch.zeros(4 * 128, dtype=torch.float16).as_strided((1, 1, 4, 128), (3, 5, 128, 1))
+    assert is_boxed(tensor)
+    strides = descriptor(tensor, (1, 1, 64, 128)).strides
+    assert strides[2:] == [128, 1] and all(
+        stride % 8 == 0 and stride > 0 for stride in strides[:3]
+    )
