@@ -33,7 +33,7 @@ def test_it_imports_public_names_only(file: Path) -> None:
         assert package == "anyflex_triton" or not package.startswith("anyflex_"), module
 
 
-@pytest.mark.parametrize("package", ["triton", "xpu"])
+@pytest.mark.parametrize("package", ["triton", "xpu", "cuda"])
 def test_importing_a_backend_loads_no_triton(package: str) -> None:
     pytest.importorskip(f"anyflex_{package}")
     program = (

@@ -185,7 +185,7 @@ def main() -> int:
         isolated(),
         posing("cuda"),
         # Forward is the portable kernel's.
-        mock.patch.object(kernel, "refusal", lambda spec, call: "run in Python"),
+        mock.patch.object(kernel, "refused_spec", lambda spec: "run in Python"),
     ):
         register("cuda.python", InPython)
         for case in CASES:

@@ -1,7 +1,7 @@
 """Compiles forward for a Hopper GPU that needn't be there; `test_compiled_forward` runs this.
 
 Prints a line of JSON a kernel: bytes of spills, accesses to local memory and waits of warpgroups
-within the loops over keys, shared memory, and ptxas' warnings of products that wait for each other.
+within the loops over keys, shared memory, ptxas' warnings of products that wait for each other.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> int:
     cases = [
         ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
         ("alibi", 128, True, False), ("softcap", 128, True, False), ("full", 64, True, False),
-        ("causal", 64, True, False), ("window", 64, False, True),
+        ("causal", 64, True, False), ("window", 64, False, True), ("causal", 256, True, False),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder

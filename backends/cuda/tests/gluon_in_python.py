@@ -359,6 +359,7 @@ class Device:
             minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
             exp2=plain(np.exp2), abs=plain(np.abs), load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
+            inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
             warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",

@@ -86,7 +86,7 @@ def test_a_call_that_fits_takes_hoppers_backward(call: dict[str, Any]) -> None:
         ({"block": 64}, "mask blocks of 64 x 64, for it takes multiples of 64 x 128"),
         (
             {"query": torch.zeros(2, 2, 300, 65, dtype=torch.bfloat16)[..., :64]},
-            "strides or base of query that TMA doesn't take",
+            "TMA loads no boxes of query",
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_explain_says_why_a_call_takes_the_portable_backward(
     names, said = called(**call)
     assert names[0] == "row_kernel"
     assert "backward_kernel" not in names
-    assert said.endswith(f", backward portable (not Hopper's kernel: {reason})")
+    assert f", backward portable (not Hopper's kernel: {reason}" in said
 
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:

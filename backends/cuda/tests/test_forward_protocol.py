@@ -54,6 +54,7 @@ class Machine:
 
     Args:
         tiles: each tile's row of runs, in blocks.
+        shares: out is written to where the queries were.
         early: leaves out the wait for the tile before, for a test of this test.
     """
 
@@ -64,6 +65,7 @@ class Machine:
     stages: int
     consumers: int
     turns: bool
+    shares: bool
     early: bool = False
     seen: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
 
@@ -144,6 +146,7 @@ class Machine:
                 step += 1
             if step == first_step:
                 yield from load_queries(number, counts)
+            if self.shares or step == first_step:
                 empties, before = empties + 1, 2
             else:
                 before = 1
@@ -204,9 +207,12 @@ class Machine:
                 yield
                 assert self.values[slot] == step - 1
                 self.v_empty[slot].arrive()
-            else:
+            elif not self.shares:
                 self.passed.arrive()
             yield
+            if self.shares:
+                assert self.queries[me] == held
+                self.passed.arrive()
             turn += 1
             while not self.q_full[me].passed(turn & 1):
                 yield
@@ -251,7 +257,7 @@ def machine(chance: random.Random, early: bool = False) -> Machine:
     tiles = [drawn_runs(chance, -(-length // kv_block)) for _ in range(chance.randint(1, 6))]
     return Machine(
         tiles, length, kv_block, 128, chance.choice([2, 2, 3]), consumers,
-        consumers == 2 and chance.random() < 0.8, early,
+        consumers == 2 and chance.random() < 0.8, chance.random() < 0.3, early,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def strided(shape: tuple[int, ...], stride: int) -> Tensor:
 SHAPE = (1, 2, 256, 64)
 ELSEWHERE: dict[str, tuple[Callable[[], list[Tensor]], str]] = {
     "float32": (lambda: drawn(*[SHAPE] * 3, dtype=torch.float32), "wgmma takes"),
-    "a wide head": (lambda: drawn(*[(1, 2, 256, 192)] * 3), "a head dim above"),
+    "wide values": (lambda: drawn(SHAPE, SHAPE, (1, 2, 256, 192)), "values of more than 128"),
     "rows of 130 bytes": (
         lambda: [*drawn(SHAPE, SHAPE), strided(SHAPE, 65)],
         "TMA loads no boxes of value",

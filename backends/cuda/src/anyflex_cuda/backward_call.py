@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, hopper_backward
-from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import enter_device, layout_of, row_strides
 from anyflex_triton.launch import Launch, Options
@@ -36,10 +36,10 @@ from anyflex_triton.programs import (
 
 __all__ = [
     "Work",
-    "backward_refusal",
     "backward_workspace",
     "hopper_launches",
     "makes_dq",
+    "refused_backward",
     "work_of",
 ]
 
@@ -54,10 +54,13 @@ STAGES = 2
 """Steps whose query rows and dout are in flight."""
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
+AHEAD = False
+"""Scores of the next step are made while the sums of dQ of this one go out."""
 
 
-def backward_refusal(spec: Spec, call: Call) -> str | None:
-    """Why a call takes the portable backward, in words for `explain`; None: it takes Hopper's."""
+def refused_backward(spec: Spec) -> str | None:
+    """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
+    do whose tensors `forward_call.refusal` doesn't refuse."""
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
@@ -70,9 +73,6 @@ def backward_refusal(spec: Spec, call: Call) -> str | None:
     q_block, kv_block = spec.block_size if spec.mask_kind == "runs" else (_KEYS, _KEYS)
     if kv_block % _KEYS or q_block % 64:
         return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of 64 x {_KEYS}"
-    for name in ("query", "key", "value"):
-        if not is_boxed(getattr(call, name)):
-            return f"strides or base of {name} that TMA doesn't take"
     return None
 
 
@@ -229,7 +229,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
     sums = (1, 64, 64)
-    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
+    key = ("hopper backward", STAGES, DYNAMIC, AHEAD, blocks, block_m, ragged, want_dq, mods.key)
     program = made.existing.get(key)
     if program is None:
         dtype = spec.dtype
@@ -264,6 +264,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "DV": value_width,
                 "STAGES": STAGES,
                 "DYNAMIC": DYNAMIC,
+                "AHEAD": AHEAD,
             },
             (),
             Options(4, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,12 +15,18 @@ from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
-__all__ = ["Tiles", "launch_forward", "program_for", "refusal", "tiles_for", "workspace"]
+__all__ = [
+    "Tiles",
+    "launch_forward",
+    "program_for",
+    "refusal",
+    "refused_spec",
+    "tiles_for",
+    "workspace",
+]
 
 _ROWS = 64
 """Of a consumer."""
-_MOST_DIMS = 128
-"""Queries, keys and values of more don't fit a core's shared memory, two of each."""
 
 _STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
 
@@ -52,19 +59,21 @@ class Tiles:
 
 def tiles_for(spec: Spec) -> Tiles:
     """Return the spec's tiles."""
-    if max(spec.head_dim, spec.value_head_dim) <= 64:
+    dims = max(spec.head_dim, spec.value_head_dim)
+    if dims <= 64:
+        # Where the mask's blocks let them, three consumers are faster.
+        thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
+        if thirds:
+            return Tiles(3, 128, 3, False, True, (160, 24))
         return Tiles(2, 128, 3, True, True, (240, 24))
-    return Tiles(2, 128, 2, True, True, (240, 24))
+    return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
 
 
-def refusal(spec: Spec, call: Call) -> str | None:
-    """Return why a call takes the portable kernel, or None: it takes Hopper's.
+def refusal(call: Call) -> str | None:
+    """Return why a call takes the portable kernel although its spec doesn't have to, or None.
 
-    Decided by the spec and by the call's layout, before anything is launched.
+    Decided by the call's layout, before anything is launched.
     """
-    found = _refused_spec(spec)
-    if found is not None:
-        return found
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
         if not is_boxed(tensor):
             return (
@@ -74,11 +83,12 @@ def refusal(spec: Spec, call: Call) -> str | None:
     return None
 
 
-def _refused_spec(spec: Spec) -> str | None:
+def refused_spec(spec: Spec) -> str | None:
+    """Return why no call of a spec takes Hopper's kernel, or None."""
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
-    if max(spec.head_dim, spec.value_head_dim) > _MOST_DIMS:
-        return f"a head dim above {_MOST_DIMS}"
+    if spec.value_head_dim > max(spec.head_dim, 128):
+        return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles_for(spec).block_m:
@@ -93,7 +103,7 @@ def workspace() -> tuple[TensorSpec, ...]:
 
 def _width(dim: int) -> int:
     """Columns of a tile in shared memory, and of a product."""
-    return 64 if dim <= 64 else 128
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
 
 
 def program_for(
@@ -144,6 +154,7 @@ def program_for(
             "EVEN": even,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
+            "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -208,6 +219,7 @@ def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
     ).run(call.query.device)
 
 
+@lru_cache
 def _cores(device: torch.device) -> int:
     """Multiprocessors, each of which holds one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex_triton.arguments import enter_device
 from anyflex_triton.launch import Program, pointer_type
 
-__all__ = ["GluonProgram", "box_bytes", "descriptor", "descriptor_type", "is_boxed"]
+__all__ = ["Boxes", "GluonProgram", "descriptor", "descriptor_type", "is_boxed"]
 
 _BYTES = 16
 """What a base and all strides but the last are a multiple of."""
@@ -31,10 +31,7 @@ class GluonProgram(Program):
         )
 
 
-def _layout(dtype: torch.dtype, box: tuple[int, ...]) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
-
-
+@lru_cache
 def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
     """Triton's name of the type of a `descriptor`, for `Program`'s types.
 
@@ -43,50 +40,76 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
         box: what one load or store moves: rank and sizes.
     """
     shape = ", ".join(map(str, box))
-    return f"tensordesc<{pointer_type(dtype)[1:]}[{shape}],{_layout(dtype, box)!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
+    return f"tensordesc<{pointer_type(dtype)[1:]}[{shape}],{layout!r}>"
 
 
-def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Any:
+class Boxes:
+    """What Triton's launcher reads of a descriptor. Its own class checks at each call what `Call`s
+    have been checked for once.
+
+    Args:
+        base: the tensor.
+        shape, strides: its, in elements.
+        block_shape: a box.
+    """
+
+    __slots__ = ("base", "block_shape", "shape", "strides")
+
+    padding = "zero"
+    round_f32_to_tf32 = False
+    mode = "tiled"
+
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
+    ) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+
+
+def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Boxes:
     """A descriptor of a tensor that `is_boxed`. Loads give 0 outside of it, stores leave it."""
     enter_device(tensor.device)
-    return TensorDescriptor(
-        tensor, list(tensor.shape), list(_strides(tensor)), list(box), _layout(tensor.dtype, box)
-    )
+    shape = tuple(tensor.shape)
+    strides = _strides(shape, tensor.stride(), tensor.element_size())
+    return Boxes(tensor, list(shape), list(strides), list(box))
 
 
 def is_boxed(tensor: Tensor) -> bool:
     """Whether TMA can load and store boxes of a tensor: its last dimension is contiguous, its
-    base and its other strides are multiples of 16 bytes."""
-    step = _BYTES // tensor.element_size()
+    base and its other strides are multiples of 16 bytes, and none is 0."""
+    return tensor.data_ptr() % _BYTES == 0 and _is_boxed(
+        tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    )
+
+
+@lru_cache(4096)
+def _is_boxed(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
     return (
-        tensor.numel() > 0
-        and all(size < 1 << 31 for size in tensor.shape)
-        and (tensor.shape[-1] == 1 or tensor.stride(-1) == 1)
-        and tensor.data_ptr() % _BYTES == 0
+        all(0 < length < 1 << 31 for length in shape)
+        and (shape[-1] == 1 or strides[-1] == 1)
         and all(
-            stride > 0 and stride % step == 0 and stride * tensor.element_size() < 1 << 40
-            for stride in _strides(tensor)[:-1]
+            stride > 0 and stride * size % _BYTES == 0 and stride * size < 1 << 40
+            for stride in _strides(shape, strides, size)[:-1]
         )
     )
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's, in elements. That of a dimension of one element may be anything, and is made
-    what a contiguous tensor would have, rounded up; a broadcast dimension's stays 0."""
-    strides = [1] * tensor.ndim
+@lru_cache(4096)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """A tensor's, in elements. That of a dimension of one element may be anything, and is made
+    what a contiguous tensor would have, rounded up."""
+    found = [1] * len(shape)
     span = 1
-    for axis in reversed(range(tensor.ndim)):
-        last = axis == tensor.ndim - 1
-        if tensor.shape[axis] > 1:
-            strides[axis] = tensor.stride(axis)
+    for axis in reversed(range(len(shape))):
+        last = axis == len(shape) - 1
+        if shape[axis] > 1:
+            found[axis] = strides[axis]
         elif not last:
-            strides[axis] = span
-        span = max(span, strides[axis] * tensor.shape[axis])
+            found[axis] = span
+        span = max(span, found[axis] * shape[axis])
         if last:
-            span = -(-span * tensor.element_size() // _BYTES) * _BYTES // tensor.element_size()
-    return tuple(strides)
-
-
-def box_bytes(dtype: torch.dtype, box: tuple[int, ...]) -> int:
-    """What a load of one box announces to its barrier: all of it, the part outside too."""
-    return torch.Size(box).numel() * dtype.itemsize
+            span = -(-span * size // _BYTES) * _BYTES // size
+    return tuple(found)

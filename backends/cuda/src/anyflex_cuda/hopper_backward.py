@@ -59,6 +59,16 @@ def meet(BARRIER: gl.constexpr):
     gl.inline_asm_elementwise(text, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def now(x):
+    """x, of which compilers don't know that it is the same in every step: addresses that are made
+    of it take no registers through the loop. Without, hd128 under a causal mask spilled 30
+    registers a step."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 # What producer and consumers agree on: tiles, runs, steps
 
 
@@ -310,14 +320,28 @@ def weights_of(
 
 
 @gluon.jit
+def raw_scores(
+    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+):
+    """The product of keys and a step's query rows, in flight; where not `there`, of anything."""
+    slot = it % STAGES
+    k = k_tiles.index(now(gl.to_tensor(ME))).reshape([64, D])
+    q = q_tiles.index(slot).reshape([BLOCK_M, D])
+    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+    mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def add_step(
-    dk, dv, it, m0, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows,
-    ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
+    dk, dv, raw, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
+    delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
     scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
-    MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    DQ_LAYOUT: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD:
+    gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT:
+    gl.constexpr, AHEAD: gl.constexpr,
 ):
     """dK and dV with what one step adds; its dQ goes out.
 
@@ -328,16 +352,24 @@ def add_step(
     phase = (it // STAGES) & 1
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
     dtype: gl.constexpr = q_tiles.dtype
+    half = now(gl.to_tensor(ME))
+    k = k_tiles.index(half).reshape([64, D])
+    v = v_tiles.index(half).reshape([64, DV])
     q = q_tiles.index(slot).reshape([BLOCK_M, D])
     do = do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
-    mbarrier.wait(q_full.index(slot), phase)
-    raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if AHEAD:
+        own = raw
+    else:
+        own = raw_scores(
+            it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+        )
     mbarrier.wait(do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw,))
+    if not AHEAD:
+        own = warpgroup_mma_wait(num_outstanding=1, deps=(own,))
     weights, factor = weights_of(
-        raw, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
+        own, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
         q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
         SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, S_LAYOUT,
     )
@@ -348,22 +380,24 @@ def add_step(
     ds = (factor * (dweights - delta_rows.index(slot).load(S_LAYOUT))).to(dtype)
     if WANT_DQ:
         pair = (it & 1) * 2
-        ds_tiles.index(pair + ME).store(ds)
+        ds_tiles.index(pair + half).store(ds)
         fence_async_shared()
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
     dk = warpgroup_mma(operand, q, dk, is_async=True)
     if WANT_DQ:
         nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
         if ALONE:
+            ds0 = ds_tiles.index(pair + half)
             dq = warpgroup_mma(
-                ds_tiles.index(pair + ME).permute((1, 0)), k, nothing, use_acc=False, is_async=True
+                ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True
             )
             dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
         else:
             # Both halves of ds are there, and both consumers have read the pair before.
             meet("8")
-            k0 = k_tiles.index(0).reshape([64, D])
-            k1 = k_tiles.index(1).reshape([64, D])
+            first = now(gl.to_tensor(0))
+            k0 = k_tiles.index(first).reshape([64, D])
+            k1 = k_tiles.index(first + 1).reshape([64, D])
             ds0 = ds_tiles.index(pair)
             ds1 = ds_tiles.index(pair + 1)
             if D == 128:
@@ -376,33 +410,61 @@ def add_step(
             dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
             dk, dv = warpgroup_mma_wait(num_outstanding=2, deps=(dk, dv))
         mbarrier.arrive(q_empty.index(slot), count=1)
-        dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        if AHEAD:
+            raw = raw_scores(
+                it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+            )
+            dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
+        else:
+            dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
         # The tile before has left this buffer.
         tma.store_wait(0)
-        dq_tiles.index(ME).reshape([64, 64]).store(dq)
+        dq_tiles.index(half).reshape([64, 64]).store(dq)
         fence_async_shared()
         if D == 128:
-            _add(dq_desc, [bh, m0, ME * 64], dq_tiles.index(ME))
+            _add(dq_desc, [bh, m0, ME * 64], dq_tiles.index(half))
         elif ALONE:
-            _add(dq_desc, [bh, m0, 0], dq_tiles.index(ME))
+            _add(dq_desc, [bh, m0, 0], dq_tiles.index(half))
         else:
-            _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(ME))
+            _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(half))
     else:
-        dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
+        if AHEAD:
+            raw = raw_scores(
+                it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+            )
+            dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
+        else:
+            dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
         mbarrier.arrive(q_empty.index(slot), count=1)
-    return dk, dv
+    if AHEAD:
+        # Not carried round the loop in flight: ptxas would make products wait (C7514).
+        raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
+    return dk, dv, raw
+
+
+@gluon.jit
+def first_scores(
+    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
+):
+    """`raw_scores` of a loop's first step where AHEAD."""
+    if AHEAD:
+        raw = raw_scores(it, there, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT)
+        return warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
+    else:
+        return gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
 
 
 @gluon.jit
 def consume_pass(
-    dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v, q_tiles,
+    dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, v_tiles, q_tiles,
     do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
     dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
     ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """dK, dV and the count of steps after the steps of one head that are MASKED, or after the
     others: two loops, of which the second has no mask's code."""
@@ -415,25 +477,32 @@ def consume_pass(
             # for the first. The producer has just brought these into the first cache.
             begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
+            raw = first_scores(
+                it, start < stop, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+                AHEAD,
+            )
             for i in range(start, stop):
-                dk, dv = add_step(
-                    dk, dv, it, i * BLOCK_M, full, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles,
-                    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
-                    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
-                    RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
-                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                dk, dv, raw = add_step(
+                    dk, dv, raw, i + 1 < stop, it, i * BLOCK_M, full, b, h, bh, n0, v_tiles,
+                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+                    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints,
+                    floats, ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
+                    BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
                 )
                 it += 1
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
+        raw = first_scores(
+            it, start < stop, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT, AHEAD,
+        )
         for i in range(start, stop):
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
-            dk, dv = add_step(
-                dk, dv, it, m0, True, b, h, bh, n0, k, v, q_tiles, do_tiles, k_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc,
-                q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED, RAGGED,
-                WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
-                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            dk, dv, raw = add_step(
+                dk, dv, raw, i + 1 < stop, it, m0, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+                k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
+                dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
+                RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
+                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
             )
             it += 1
     return dk, dv, it
@@ -461,7 +530,7 @@ def consume(
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
@@ -496,21 +565,21 @@ def consume(
             )
             if HAS_MASK_MOD or RAGGED:
                 dk, dv, it = consume_pass(
-                    dk, dv, it, run, last_run, runs, steps, whole, 0, b, h, heads, n0, k, v,
+                    dk, dv, it, run, last_run, runs, steps, whole, 0, b, h, heads, n0, v_tiles,
                     q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
                     q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale,
                     tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
                     SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
-                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
                 )
             rotation = tile * whole // tiles
             dk, dv, it = consume_pass(
-                dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, k, v,
+                dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, v_tiles,
                 q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
                 q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
                 ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
                 HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
-                DQ_LAYOUT,
+                DQ_LAYOUT, AHEAD,
             )
         # Which keys `finish_kernel` has to take again.
         odd = strange_rows(dk)
@@ -543,6 +612,7 @@ def backward_kernel(
     MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
 ):
     """dK and dV, and sums of dQ.
@@ -560,6 +630,7 @@ def backward_kernel(
         units: Bkv * Hkv; head_group: of these, those that run at a time.
         RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
             mod.
+        AHEAD: scores of the next step are made while the sums of dQ of this one go out.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
     """
     dtype: gl.constexpr = query.dtype
@@ -598,7 +669,7 @@ def backward_kernel(
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES, AHEAD,
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
@@ -606,7 +677,7 @@ def backward_kernel(
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES, AHEAD,
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,

@@ -123,8 +123,9 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 
     Args:
         step: the next.
-        empties: how many tiles without a step there were.
-        before: whether the tile before had steps (1), had none (2), or there was none (0).
+        empties: how many tiles without a step there were; where queries and out share their room,
+            how many tiles.
+        before: 0 if there was no tile, 2 if `passed` tells, else 1.
     """
     if before == 1:
         mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
@@ -177,26 +178,29 @@ def load_step(
 
 
 @gluon.jit
+def following_place(at, counter, DYNAMIC: gl.constexpr):
+    """Of a program's next tile in the order of tiles."""
+    if DYNAMIC:
+        return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+    else:
+        return at + gl.num_programs(0)
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
     heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    count = tiles * batch_heads
     at = gl.program_id(0)
-    while at < count:
-        if DYNAMIC:
-            # Asked for early: the answer takes as long as a step.
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        else:
-            following = at + gl.num_programs(0)
+    while at < tiles * batch_heads:
         tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
         b = bh // heads
         h = bh % heads
@@ -212,6 +216,7 @@ def produce(
             runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
         )
         first_step = step
+        following = at
         # First what may have dead pairs, then the rest, whose loop has no mask's code.
         for part in range(2):
             for r in range(run, last_run):
@@ -231,11 +236,17 @@ def produce(
                         full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
+                    if step == first_step + STAGES:
+                        # All slots are taken: there is time for the counter's answer.
+                        following = following_place(at, counter, DYNAMIC)
         if step == first_step:
             load_queries(
                 q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
                 first_row, masked, plain, CONSUMERS, STAGES, D,
             )
+        if step < first_step + STAGES:
+            following = following_place(at, counter, DYNAMIC)
+        if SHARES_ROOM or step == first_step:
             empties += 1
             before = gl.to_tensor(2)
         else:
@@ -352,12 +363,14 @@ def consume(
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
     Args:
-        passed: counts consumers that are done with what is said of a tile without steps.
+        passed: counts consumers that are done with a tile without steps; where SHARES_ROOM, with
+            any tile.
+        SHARES_ROOM: out and rest are written to where the queries were.
         MASKED: whether any step may have dead pairs.
     """
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -433,7 +446,7 @@ def consume(
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
             mbarrier.arrive(v_empty.index(slot), count=1)
-        else:
+        elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
         # A row without a live pair has 0 here, and gives 0. NaN stays.
         dead = (top == float("-inf")) & (total == total)
@@ -457,10 +470,15 @@ def consume(
                 # What rounding takes from out, and delta needs.
                 lost = acc - rounded.to(gl.float32)
                 lost = gl.where(strange(lost), 0.0, lost).to(r_bufs.dtype)
-                r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
+                if not SHARES_ROOM:
+                    r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
             fence_async_shared()
             _store_box(o_desc, [b, h, first_row, 0], o_bufs.index(ME))
             if WANT_REST:
+                if SHARES_ROOM:
+                    tma.store_wait(0)
+                    r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
+                    fence_async_shared()
                 _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
         at = (b * heads + h).to(gl.int64) * q_length
         if WANT_LSE:
@@ -470,6 +488,9 @@ def consume(
         if WANT_MAX:
             natural = gl.where(nans > 0, float("nan"), top / LOG2E)
             gl.store(max_scores + at + rows, natural, mask=rows < q_length)
+        if SHARES_ROOM:
+            tma.store_wait(0)
+            mbarrier.arrive(passed, count=1)
         turn += 1
         mbarrier.wait(q_full.index(ME), turn & 1)
         first_row = said(tile_words, ME * WORDS)
@@ -488,8 +509,9 @@ def forward_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
 
@@ -506,13 +528,20 @@ def forward_kernel(
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
         TURNS: two consumers take turns with the tensor cores.
+        SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
-    o_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout)
-    if WANT_REST:
+    if SHARES_ROOM:
+        gl.static_assert(D == DV)
+        o_bufs = q_bufs
+    else:
+        o_bufs = gl.allocate_shared_memory(
+            q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout,
+        )
+    if WANT_REST and not SHARES_ROOM:
         r_bufs = gl.allocate_shared_memory(
             q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], r_desc.layout,
         )
@@ -547,7 +576,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -556,13 +585,14 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
+                BLOCK_N,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
@@ -574,7 +604,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -583,7 +613,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -592,12 +622,13 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, CONSUMERS, STAGES, BLOCK_N,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
+                BLOCK_N,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
-    backward_refusal,
     backward_workspace,
     hopper_launches,
     makes_dq,
+    refused_backward,
     work_of,
 )
-from anyflex_cuda.forward_call import launch_forward, refusal, tiles_for, workspace
+from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.backward_captured import integer_specs
@@ -43,15 +43,19 @@ class CudaKernel(TritonKernel):
         hopper: bool,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        self._hopper = GluonPrograms(spec, source, overrides) if hopper else None
+        self._refused = refused_spec(spec) if hopper else None
+        self._refused_backward = refused_backward(spec) if hopper else None
+        taken = self._refused is None or self._refused_backward is None
+        self._hopper = GluonPrograms(spec, source, overrides) if hopper and taken else None
+        self._is_hopper = hopper
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, or what the portable kernels say and why they are taken; where
         gradients are wanted, then the same of backward: ``backward hopper``."""
         forward = self._describe_forward(call)
-        if self._hopper is None or not self.spec.needs_backward:
+        if not self._is_hopper or not self.spec.needs_backward:
             return forward
-        reason = backward_refusal(self.spec, call)
+        reason = self._refused_backward or refusal(call)
         if reason is not None:
             return f"{forward}, backward portable (not Hopper's kernel: {reason})"
         rest = ", dq portable" if "q" in self.spec.gradients and not makes_dq(self.spec) else ""
@@ -59,9 +63,9 @@ class CudaKernel(TritonKernel):
 
     def _describe_forward(self, call: Call) -> str:
         portable = super().describe(call)
-        if self._hopper is None or self._decodes(call):
+        if not self._is_hopper or self._decodes(call):
             return portable
-        reason = refusal(self.spec, call)
+        reason = self._refused or refusal(call)
         if reason is not None:
             return f"{portable} (not Hopper's kernel: {reason})"
         tiles = tiles_for(self.spec)
@@ -71,8 +75,15 @@ class CudaKernel(TritonKernel):
         """Whether forward takes Hopper's kernel."""
         return (
             self._hopper is not None
+            and self._refused is None
             and not self._decodes(call)
-            and refusal(self.spec, call) is None
+            and refusal(call) is None
+        )
+
+    def _is_hoppers_backward(self, call: Call) -> bool:
+        """Whether backward takes Hopper's kernel."""
+        return (
+            self._hopper is not None and self._refused_backward is None and refusal(call) is None
         )
 
     def workspace(
@@ -88,10 +99,6 @@ class CudaKernel(TritonKernel):
         if makes_dq(self.spec):
             return ours
         return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
-
-    def _is_hoppers_backward(self, call: Call) -> bool:
-        """Whether backward takes Hopper's kernel."""
-        return self._hopper is not None and backward_refusal(self.spec, call) is None
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""

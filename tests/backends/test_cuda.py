@@ -1,0 +1,26 @@
+"""The CUDA backend: its tests pass, and it imports public names and the Triton package only."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.backends.packages import FOLDER, imported_modules, run_tests
+
+PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
+FILES = sorted([*FOLDER.glob("cuda/src/**/*.py"), *FOLDER.glob("cuda/tests/*.py")])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton on this machine")
+def test_its_own_tests_pass(tmp_path: Path) -> None:
+    assert " passed" in run_tests("cuda", tmp_path)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_it_imports_public_names_only(file: Path) -> None:
+    for module in imported_modules(file):
+        assert module in PUBLIC or not module.startswith("anyflex."), module
+        package = module.partition(".")[0]
+        assert package in ("anyflex_cuda", "anyflex_triton") or "anyflex_" not in package, module
