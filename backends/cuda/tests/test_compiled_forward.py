@@ -32,9 +32,7 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 9
     for facts in found:
-        # What documents read for each key takes registers too, in steps that may have dead pairs.
-        most = 24 if facts["name"].startswith("documents") else 0
-        assert facts["serialized"] == [] and facts["local"] <= most, facts
+        assert facts["serialized"] == [] and facts["local"] == 0, facts
         # Of two or three consumers, each with another one where steps may have dead pairs.
         assert facts["loops"] in (2, 3, 4, 6), facts
         # Of a tile's begin and end.

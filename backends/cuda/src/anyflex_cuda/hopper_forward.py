@@ -178,15 +178,6 @@ def load_step(
 
 
 @gluon.jit
-def following_place(at, counter, DYNAMIC: gl.constexpr):
-    """Of a program's next tile in the order of tiles."""
-    if DYNAMIC:
-        return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-    else:
-        return at + gl.num_programs(0)
-
-
-@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
@@ -199,8 +190,14 @@ def produce(
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
+    count = tiles * batch_heads
     at = gl.program_id(0)
-    while at < tiles * batch_heads:
+    while at < count:
+        if DYNAMIC:
+            # Asked for early: the answer takes as long as a step.
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        else:
+            following = at + gl.num_programs(0)
         tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
         b = bh // heads
         h = bh % heads
@@ -216,7 +213,6 @@ def produce(
             runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
         )
         first_step = step
-        following = at
         # First what may have dead pairs, then the rest, whose loop has no mask's code.
         for part in range(2):
             for r in range(run, last_run):
@@ -236,16 +232,11 @@ def produce(
                         full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
-                    if step == first_step + STAGES:
-                        # All slots are taken: there is time for the counter's answer.
-                        following = following_place(at, counter, DYNAMIC)
         if step == first_step:
             load_queries(
                 q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
                 first_row, masked, plain, CONSUMERS, STAGES, D,
             )
-        if step < first_step + STAGES:
-            following = following_place(at, counter, DYNAMIC)
         if SHARES_ROOM or step == first_step:
             empties += 1
             before = gl.to_tensor(2)
