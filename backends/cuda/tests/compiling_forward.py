@@ -58,8 +58,8 @@ def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
         load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
     )
     program = program_for(
-        made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,
-        True, False, rest,
+        made, tiles_for(spec, True), None, functions.get("score_mod"), functions.get("mask_mod"),
+        even, True, False, rest,
     )  # fmt: skip
     compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
     with tempfile.TemporaryDirectory() as folder:

@@ -33,8 +33,12 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = [line.split() for line in done.stdout.splitlines()]
     assert sum(line[1] == "backward_kernel" for line in found) == 13
-    for case, kernel, shared, spilled, products in found:
+    for case, kernel, shared, spilled, products, loops in found:
         assert products == "free", (case, kernel)
         assert int(shared) <= SHARED, (case, kernel, shared)
+        if kernel == "backward_kernel" and not case.startswith("full"):
+            # Two passes of each of two consumers and of the producer. Triton 3.6 may take every
+            # run for the first one, where a run's bounds are loaded a run ahead.
+            assert loops == "6/6", (case, loops)
         limit = SPILLED[128 if "128" in case else 64] if kernel == "backward_kernel" else 600
         assert int(spilled) <= limit, (case, kernel, spilled)

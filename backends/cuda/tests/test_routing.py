@@ -108,6 +108,20 @@ def test_blocks_that_are_not_whole_tiles_are_portable() -> None:
     assert "blocks of 64 rows aren't made of whole tiles" in said
 
 
+def test_what_was_never_run_is_taken_where_the_user_asks_for_it() -> None:
+    wide = drawn(*[(1, 2, 256, 192)] * 3)
+    launched, said = launches(*wide)
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "head dims above 128 are compiled, and never run by the project" in said
+    asked = {"kernel_options": {"cuda": {"unproven": True}}}
+    launched, said = launches(*wide, **asked)
+    assert [of(launch) for launch in launched] == [HOPPERS] and "hopper 128x64" in said
+    _, said = launches(*drawn(*[SHAPE] * 3))
+    assert "hopper 128x128" in said
+    _, said = launches(*drawn(*[SHAPE] * 3), **asked)
+    assert "hopper 192x128" in said
+
+
 def test_the_option_takes_hoppers_kernels_away() -> None:
     launched, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"hopper": False}})
     assert [of(launch) for launch in launched] == [PORTABLE] and "hopper" not in said

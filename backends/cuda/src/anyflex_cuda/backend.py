@@ -26,6 +26,9 @@ class CudaBackend(TritonBackend):
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
         "hopper": Option(bool, True, "Hopper's own kernels, where they take a call"),
+        "unproven": Option(
+            bool, False, "of those also the ones that were compiled, and never run by the project"
+        ),
     }
 
     def probe(self) -> Decision:

@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, hopper_backward
+from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import enter_device, layout_of, row_strides
@@ -58,9 +59,11 @@ AHEAD = False
 """Scores of the next step are made while the sums of dQ of this one go out."""
 
 
-def refused_backward(spec: Spec) -> str | None:
+def refused_backward(spec: Spec, unproven: bool) -> str | None:
     """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
     do whose tensors `forward_call.refusal` doesn't refuse."""
+    if not unproven:
+        return f"its kernels are {NEVER_RUN}"
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"

@@ -16,6 +16,7 @@ from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
+    "NEVER_RUN",
     "Tiles",
     "launch_forward",
     "program_for",
@@ -25,6 +26,7 @@ __all__ = [
     "workspace",
 ]
 
+NEVER_RUN = "compiled, and never run by the project; the option unproven takes them"
 _ROWS = 64
 """Of a consumer."""
 
@@ -57,13 +59,17 @@ class Tiles:
         return self.consumers * _ROWS
 
 
-def tiles_for(spec: Spec) -> Tiles:
-    """Return the spec's tiles."""
+def tiles_for(spec: Spec, unproven: bool) -> Tiles:
+    """Return the spec's tiles.
+
+    Args:
+        unproven: as the option.
+    """
     dims = max(spec.head_dim, spec.value_head_dim)
     if dims <= 64:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
-        if thirds:
+        if thirds and unproven:
             return Tiles(3, 128, 3, False, True, (160, 24))
         return Tiles(2, 128, 3, True, True, (240, 24))
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
@@ -83,15 +89,21 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def refused_spec(spec: Spec) -> str | None:
-    """Return why no call of a spec takes Hopper's kernel, or None."""
+def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
+    """Return why no call of a spec takes Hopper's kernel, or None.
+
+    Args:
+        tiles, unproven: of and as in `tiles_for`.
+    """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
     if spec.value_head_dim > max(spec.head_dim, 128):
         return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
-    if spec.mask_kind == "runs" and spec.block_size[0] % tiles_for(spec).block_m:
+    if max(spec.head_dim, spec.value_head_dim) > 128 and not unproven:
+        return f"head dims above 128 are {NEVER_RUN}"
+    if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
         return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
     return None
 
@@ -176,10 +188,9 @@ def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def launch_forward(made: GluonPrograms, call: Call, out: Outputs) -> None:
+def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) -> None:
     """Launch the kernel for a call without `refusal`, on the current stream."""
     spec = made.spec
-    tiles = tiles_for(spec)
     rest = out.saved[0] if out.saved else None
     rows = None if call.mask is None else mask_rows(call.mask)
     keys = call.key.shape[2]

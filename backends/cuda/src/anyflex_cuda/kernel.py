@@ -43,8 +43,10 @@ class CudaKernel(TritonKernel):
         hopper: bool,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        self._refused = refused_spec(spec) if hopper else None
-        self._refused_backward = refused_backward(spec) if hopper else None
+        unproven = bool(overrides.get("unproven"))
+        self._tiles = tiles_for(spec, unproven)
+        self._refused = refused_spec(spec, self._tiles, unproven) if hopper else None
+        self._refused_backward = refused_backward(spec, unproven) if hopper else None
         taken = self._refused is None or self._refused_backward is None
         self._hopper = GluonPrograms(spec, source, overrides) if hopper and taken else None
         self._is_hopper = hopper
@@ -68,8 +70,7 @@ class CudaKernel(TritonKernel):
         reason = self._refused or refusal(call)
         if reason is not None:
             return f"{portable} (not Hopper's kernel: {reason})"
-        tiles = tiles_for(self.spec)
-        return f"hopper {tiles.block_m}x{tiles.block_n}"
+        return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
 
     def _is_hoppers(self, call: Call) -> bool:
         """Whether forward takes Hopper's kernel."""
@@ -103,7 +104,7 @@ class CudaKernel(TritonKernel):
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
         if self._hopper is not None and self._is_hoppers(call) and out.out.numel() != 0:
-            launch_forward(self._hopper, call, out)
+            launch_forward(self._hopper, self._tiles, call, out)
         else:
             super().forward(call, out)
 
