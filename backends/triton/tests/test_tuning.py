@@ -278,7 +278,7 @@ def test_with_other_sources_it_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fingerprint() -> str:
-        backend._sources.cache_clear()
+        backend.checksum_of.cache_clear()
         return TritonBackend("cuda.mine", "cuda").fingerprint()
 
     installed = fingerprint()

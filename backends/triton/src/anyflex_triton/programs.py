@@ -202,11 +202,26 @@ class Programs:
             # core's shared memory where else two fit.
             stages = min(2, config.options.num_stages)
             config = replace(config, options=replace(config.options, num_stages=stages))
+        if self.target == "hopper":
+            config = self._for_hopper(name, config)
+        return config
+
+    def _for_hopper(self, name: KernelName, config: Config) -> Config:
+        """The table's, but where something else was measured or compiled to be better."""
+        spec = self.spec
         grouped = spec.gqa_ratio > 1 or spec.kv_broadcast
-        if name == "keys" and self.target == "hopper" and grouped:
+        if name == "keys" and grouped:
             # The loop over query heads takes the registers that the larger tile needs: products
             # would wait for each other (ptxas: C7512).
-            config = replace(config, block_m=min(32, config.block_m))
+            return replace(config, block_m=min(32, config.block_m))
+        wide = 64 < max(spec.head_dim, spec.value_head_dim) <= 128 and spec.dtype.itemsize == 2
+        if wide and self.mask_reads:
+            # Documents: short rows, for which less to begin with counts. Measured on an H200:
+            # forward 3 % faster, dQ 10 %.
+            if name == "forward":
+                return replace(config, overlap=False, options=Options(4, 2))
+            if name == "queries":
+                return Config(64, 64, Options(4, 2))
         return config
 
     def _allowed(self, name: KernelName, config: Config) -> Config:
