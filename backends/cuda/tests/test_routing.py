@@ -16,6 +16,7 @@ from recording import CORES, OnHopper, recording
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.tried_tritons import untried_triton
 
 HOPPERS = "anyflex_cuda.hopper_forward"
 PORTABLE = "anyflex_triton.forward"
@@ -106,6 +107,20 @@ def test_blocks_that_are_not_whole_tiles_are_portable() -> None:
     launched, said = launches(*drawn(*[SHAPE] * 3), None, mask)
     assert [of(launch) for launch in launched] == [PORTABLE]
     assert "blocks of 64 rows aren't made of whole tiles" in said
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1234", "unknown"])
+def test_a_triton_that_was_not_tried_is_not_trusted(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    launched, said = launches(*drawn(*[SHAPE] * 3))
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert f"Triton {version}, and they were tried with 3.6 to 3.9" in said
+
+
+def test_tritons_that_were_tried() -> None:
+    assert [untried_triton(v) for v in ("3.6.0", "3.7.1", "3.9.0+gitabc")] == [None] * 3
 
 
 def test_what_was_never_run_is_taken_where_the_user_asks_for_it() -> None:

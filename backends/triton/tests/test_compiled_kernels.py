@@ -32,13 +32,14 @@ def test_kernels_compile_and_fit(target: Target, dim: int) -> None:
 def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
     """Finer blocks are decided for each kernel's tiles."""
     found = compiled(
-        "hopper,blackwell,amd", "causal,learned", "rows,combine,finer,totals", ("bfloat16",), (64,)
-    )
+        "hopper,blackwell,amd", "causal,learned", "rows,combine,kinds,runs,totals", ("bfloat16",),
+        (64,),
+    )  # fmt: skip
     kernels = {(words[0], words[3]) for words in map(str.split, found)}
     assert kernels == {
         (target, kernel)
         for target in ("hopper", "blackwell", "amd")
-        for kernel in ("rows", "combine", "finer", "totals")
+        for kernel in ("rows", "combine", "kinds", "runs", "totals")
     }
 
 

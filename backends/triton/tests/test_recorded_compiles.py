@@ -46,15 +46,13 @@ def test_targets_that_nothing_is_recorded_of_are_those_without_a_compiler(tool: 
     assert set(get_args(Target)) - set(tool.RECORDED) == {"xpu", "interpreter"}
 
 
-def test_more_spills_or_registers_than_recorded_are_a_fault(tool: Any) -> None:
+def test_more_spills_than_recorded_are_a_fault(tool: Any) -> None:
     version = next(iter(RESULTS))
     before = importlib.import_module("compiles_record").recorded(version)
     same = tool.Compiled(**RESULTS[version]["kernels"][1])
-    bigger, spilled = same.registers + 1, same.spilled + 4
     assert list(same.worse(before)) == []
-    assert list(replace(same, spilled=same.spilled - 4, registers=bigger).worse(before)) == []
-    for worse in (replace(same, registers=bigger), replace(same, spilled=spilled, registers=9)):
-        (fault,) = worse.worse(before)
-        assert f"recorded were {same.spilled} with {same.registers}" in fault
+    assert list(replace(same, registers=same.registers + 1).worse(before)) == []
+    (fault,) = replace(same, spilled=same.spilled + 4).worse(before)
+    assert f"recorded were {same.spilled}" in fault
     (fault,) = replace(same, tiles="8x8").worse(before)
     assert "was not recorded" in fault

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
+from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backend import TritonBackend, checksum_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,15 @@ class CudaBackend(TritonBackend):
         if torch.version.hip is not None:
             return Rejected("this torch is for AMD GPUs, whose kernels are cuda.triton's")
         return super().probe()
+
+    def notes(self) -> list[str]:
+        """What doctor says beside the state: a Triton that Hopper's kernels aren't taken with."""
+        try:
+            reason = untried_triton(importlib.metadata.version("triton"))
+        except importlib.metadata.PackageNotFoundError:
+            # `probe` says so.
+            return []
+        return [] if reason is None else [f"Hopper's kernels aren't taken: {reason}"]
 
     def fingerprint(self) -> str:
         """The portable kernels' and this package's sources."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import triton
+
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
     backward_workspace,
@@ -16,6 +18,7 @@ from anyflex_cuda.backward_call import (
 from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel, cut
@@ -44,9 +47,10 @@ class CudaKernel(TritonKernel):
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
         unproven = bool(overrides.get("unproven"))
+        untried = untried_triton(triton.__version__)
         self._tiles = tiles_for(spec, unproven)
-        self._refused = refused_spec(spec, self._tiles, unproven) if hopper else None
-        self._refused_backward = refused_backward(spec, unproven) if hopper else None
+        self._refused = untried or refused_spec(spec, self._tiles, unproven) if hopper else None
+        self._refused_backward = untried or refused_backward(spec, unproven) if hopper else None
         taken = self._refused is None or self._refused_backward is None
         self._hopper = GluonPrograms(spec, source, overrides) if hopper and taken else None
         self._is_hopper = hopper
