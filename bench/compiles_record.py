@@ -51,7 +51,7 @@ def written(kept: Mapping[str, Any]) -> str:
         "registers of a thread, then bytes of them that are kept in memory (spills). In brackets,",
         "where any are: how many instructions move them in each innermost loop with products. Of",
         "forward's loops the first is that of full blocks, the second that of others; the last",
-        "two run only where a value isn't finite.",
+        "runs only where a value isn't finite.",
         "",
     ]
     versions = list(kept)

@@ -95,7 +95,7 @@ class Compiled:
         spilled: bytes of memory a thread that stand in for registers.
         spills: instructions that move them; None where the code wasn't looked at, as AMD's.
         loops: innermost ones with products, in the code's order; empty where spills is None.
-            Forward's last two run only where a value isn't finite.
+            Forward's last runs only where a value isn't finite.
         products, waits: Hopper's.
         loads, own: by tensor descriptors; those whose descriptor is made in the same function.
     """

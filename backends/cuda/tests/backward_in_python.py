@@ -22,7 +22,7 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import Accepted, Decision, Kernel, Spec, isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import hopper_backward, kernel
+from anyflex_cuda import forward_call, hopper_backward, kernel
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton.launch import Program
@@ -184,6 +184,7 @@ def main() -> int:
     with (
         isolated(),
         posing("cuda"),
+        mock.patch.object(forward_call, "cores", lambda device: 132),
         # Forward is the portable kernel's.
         mock.patch.object(kernel, "refused_spec", lambda spec, tiles, unproven: "run in Python"),
     ):

@@ -72,7 +72,7 @@ def recorded() -> Iterator[list[tuple[Program, Mapping[str, object]]]]:
         posing("cuda"),
         mock.patch.object(Program, "launch", note),
         mock.patch.object(Program, "is_compiled", lambda program, device: True),
-        mock.patch.object(forward_call, "_cores", lambda device: 132),
+        mock.patch.object(forward_call, "cores", lambda device: 132),
     ):
         register("cuda.recorded", OnHopper)
         yield launched

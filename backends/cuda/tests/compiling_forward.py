@@ -50,7 +50,7 @@ def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Spec:
     )  # fmt: skip
 
 
-def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
+def facts_of(spec: Spec, even: bool, rest: bool, unproven: bool) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
@@ -58,8 +58,8 @@ def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
         load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
     )
     program = program_for(
-        made, tiles_for(spec, True), None, functions.get("score_mod"), functions.get("mask_mod"),
-        even, True, False, rest,
+        made, tiles_for(spec, unproven), None, functions.get("score_mod"),
+        functions.get("mask_mod"), even, True, False, rest,
     )  # fmt: skip
     compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
     with tempfile.TemporaryDirectory() as folder:
@@ -104,14 +104,16 @@ def loops_of(sass: str) -> list[str]:
 
 def main() -> int:
     cases = [
-        ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
-        ("alibi", 128, True, False), ("softcap", 128, True, False), ("full", 64, True, False),
-        ("causal", 64, True, False), ("window", 64, False, True), ("causal", 256, True, False),
+        ("full", 128, False, False, False), ("causal", 128, True, True, False),
+        ("documents", 128, True, False, False), ("alibi", 128, True, False, False),
+        ("softcap", 128, True, False, False), ("full", 64, True, False, False),
+        ("full", 64, True, False, True), ("causal", 64, True, False, False),
+        ("window", 64, False, True, False), ("causal", 256, True, False, True),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, dim, even, rest in cases:
-            found = facts_of(spec_of(name, dim), even, rest)
+        for name, dim, even, rest, unproven in cases:
+            found = facts_of(spec_of(name, dim), even, rest, unproven)
             print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
     return 0
 

@@ -48,7 +48,7 @@ def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
     with (
         posing("cuda"),
         mock.patch.object(Program, "launch", note),
-        mock.patch.object(forward_call, "_cores", lambda device: CORES),
+        mock.patch.object(forward_call, "cores", lambda device: CORES),
         mock.patch.object(Program, "is_compiled", lambda program, device: True),
     ):
         yield launched

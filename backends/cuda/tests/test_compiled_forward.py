@@ -30,7 +30,7 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 9
+    assert len(found) == 10
     for facts in found:
         assert facts["serialized"] == [] and facts["local"] == 0, facts
         # Of two or three consumers, each with another one where steps may have dead pairs.

@@ -16,6 +16,7 @@ from recording import CORES, OnHopper, recording
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.tried_tritons import untried_triton
 
 HOPPERS = "anyflex_cuda.hopper_forward"
@@ -135,6 +136,32 @@ def test_what_was_never_run_is_taken_where_the_user_asks_for_it() -> None:
     assert "hopper 128x128" in said
     _, said = launches(*drawn(*[SHAPE] * 3), **asked)
     assert "hopper 192x128" in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cuda": {"block_m": 64}}, {"BLOCK_N": 32}, {"cuda": {"num_warps": 8}},
+        {"cuda": {"finer_mask": True}},
+    ],
+)  # fmt: skip
+def test_an_option_of_the_portable_kernels_is_not_ignored(options: dict[str, Any]) -> None:
+    launched, said = launches(*drawn(*[SHAPE] * 3), kernel_options=options)
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "not Hopper's kernel: the portable kernels have " in said
+    _, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"dq_block_m": 64}})
+    assert "hopper 128x128" in said
+
+
+def test_autotuning_is_the_portable_kernels() -> None:
+    for names in (FORWARD_OPTIONS, BACKWARD_OPTIONS):
+        assert refused_options({"autotune": True}, names)
+        assert refused_options({"autotune": False, "finer_mask": False}, names) is None
+
+
+def test_without_an_element_explain_says_so() -> None:
+    _, said = launches(*drawn((1, 2, 256, 64), (1, 2, 0, 64), (1, 2, 0, 64)))
+    assert "key is empty" in said
 
 
 def test_the_option_takes_hoppers_kernels_away() -> None:

@@ -86,3 +86,48 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
     launches, notes = pretended("a", "b")
     launch.launch_all(launches, torch.device("cpu"))
     assert len(notes) == 2
+
+
+@pytest.fixture
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was begun; nothing was yet."""
+    begun: list[str] = []
+    monkeypatch.setattr(launch, "_preparing", [])
+    for name in ("_make_driver", "_sum_files"):
+        monkeypatch.setattr(launch, name, lambda name=name: begun.append(name))
+    return begun
+
+
+def test_what_is_done_once_is_begun_once(unprepared: list[str]) -> None:
+    launch.prepare()
+    launch.prepare()
+    for thread in launch._preparing:
+        thread.join(timeout=20)
+    assert sorted(unprepared) == ["_make_driver", "_sum_files"]
+
+
+def test_what_fails_early_fails_no_call(
+    unprepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise AssertionError("libcuda.so cannot found!")
+
+    monkeypatch.setattr(launch, "_make_driver", missing)
+    launch.prepare()
+    for thread in launch._preparing:
+        thread.join(timeout=20)
+    assert unprepared == ["_sum_files"]
+
+
+def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
+    unprepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refused)
+        launch.prepare()
+    assert launch._preparing == []
+    launch.prepare()
+    assert len(launch._preparing) == 2

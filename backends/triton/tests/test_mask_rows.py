@@ -202,3 +202,21 @@ def test_left_out_the_option_holds_for_large_calls_whose_mask_reads_tensors(
     assert isinstance(other, Tensor)
     torch.testing.assert_close(out, other, rtol=1e-5, atol=1e-5)
     assert set(found) == ({"forward"} if decides else set())
+
+
+def test_a_mask_of_many_runs_stays_as_it_is_unless_asked(
+    found: Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mask_rows, "_LEAST_PAIRS", 1)
+    ids = (torch.arange(1024) // 16 % 2).to(torch.int32)
+    query = randn(1, 1, 1024, 16)
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: ids[k] == 1, None, None, 1024, 1024, BLOCK_SIZE=(64, 16)
+    )
+    given = {"block_m": 32, "block_n": 16}
+    for options, decided in (({}, set()), ({"finer_mask": True}, {"forward"})):
+        anyflex.flex_attention(
+            query, query, query, None, mask, backend="cuda.mine",
+            kernel_options={"cuda.mine": {**given, **options}},
+        )  # fmt: skip
+        assert set(found) == decided

@@ -7,7 +7,6 @@ query rows makes it instead: one program a tile, in one order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
-from anyflex_cuda import backward_rows, hopper_backward
+from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
@@ -274,7 +273,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
         )  # fmt: skip
     return Launch(
         program,
-        min(tiles * units, _cores(call.query.device)),
+        min(tiles * units, forward_call.cores(call.query.device)),
         {
             **made.common_values(call, rows),
             "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
@@ -385,10 +384,3 @@ def _row_descriptor(row_values: Tensor, count: int) -> Any:
     length = row_values.shape[3]
     rows = row_values.numel() // length
     return TensorDescriptor(row_values, [rows, length], [length, 1], [1, count], _row_layout())
-
-
-@functools.cache
-def _cores(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 132
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -18,6 +18,7 @@ from anyflex_triton.programs import float_pointers, int32s, or_else
 __all__ = [
     "NEVER_RUN",
     "Tiles",
+    "cores",
     "launch_forward",
     "program_for",
     "refusal",
@@ -81,6 +82,8 @@ def refusal(call: Call) -> str | None:
     Decided by the call's layout, before anything is launched.
     """
     for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if tensor.numel() == 0:
+            return f"{name} is empty"
         if not is_boxed(tensor):
             return (
                 f"TMA loads no boxes of {name}: its last dimension isn't contiguous, or its "
@@ -208,7 +211,7 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) 
     values = made.common_values(call, rows)
     Launch(
         program,
-        min(count * batch * heads, _cores(call.query.device)),
+        min(count * batch * heads, cores(call.query.device)),
         {
             **values,
             **{
@@ -231,6 +234,6 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) 
 
 
 @lru_cache
-def _cores(device: torch.device) -> int:
+def cores(device: torch.device) -> int:
     """Multiprocessors, each of which holds one program."""
     return torch.cuda.get_device_properties(device).multi_processor_count

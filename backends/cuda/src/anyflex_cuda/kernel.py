@@ -18,6 +18,7 @@ from anyflex_cuda.backward_call import (
 from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
@@ -49,8 +50,20 @@ class CudaKernel(TritonKernel):
         unproven = bool(overrides.get("unproven"))
         untried = untried_triton(triton.__version__)
         self._tiles = tiles_for(spec, unproven)
-        self._refused = untried or refused_spec(spec, self._tiles, unproven) if hopper else None
-        self._refused_backward = untried or refused_backward(spec, unproven) if hopper else None
+        self._refused = (
+            untried
+            or refused_options(overrides, FORWARD_OPTIONS)
+            or refused_spec(spec, self._tiles, unproven)
+            if hopper
+            else None
+        )
+        self._refused_backward = (
+            untried
+            or refused_options(overrides, BACKWARD_OPTIONS)
+            or refused_backward(spec, unproven)
+            if hopper
+            else None
+        )
         taken = self._refused is None or self._refused_backward is None
         self._hopper = GluonPrograms(spec, source, overrides) if hopper and taken else None
         self._is_hopper = hopper
@@ -107,7 +120,7 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
-        if self._hopper is not None and self._is_hoppers(call) and out.out.numel() != 0:
+        if self._hopper is not None and self._is_hoppers(call):
             launch_forward(self._hopper, self._tiles, call, out)
         else:
             super().forward(call, out)

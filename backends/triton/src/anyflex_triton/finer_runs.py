@@ -28,6 +28,8 @@ def kinds_kernel(
         length, column_length: of queries and keys, or the other way round.
         columns: how many tiles a row has; chunks: and how many chunks.
     """
+    # Both counts of a tile fit 16 bits.
+    tl.static_assert(ROWS * COLUMNS < 1 << 15)
     PARTS: tl.constexpr = COLUMN_BLOCK // COLUMNS
     tile = tl.program_id(0) // chunks
     chunk = (tl.program_id(0) % chunks) * CHUNK

@@ -6,7 +6,7 @@ answer. Here the class is said once, by types, so that a new length or stride ne
 
 from __future__ import annotations
 
-import subprocess
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -66,23 +66,33 @@ _prepares = threading.Lock()
 
 def prepare() -> None:
     """Begin what Triton does once a process, beside what else the first call does before it
-    compiles: a checksum of its own files, a module in C that talks to the driver."""
+    compiles: a checksum of its own files, a module in C that talks to the driver.
+
+    Whatever fails here is tried again for the first kernel, which raises it for the user.
+    """
     with _prepares:
         if not _preparing:
             for task in (_make_driver, _sum_files):
-                thread = threading.Thread(target=task, name="anyflex-triton", daemon=True)
+                thread = threading.Thread(
+                    target=_attempt, args=(task,), name="anyflex-triton", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # No thread is to be had: nothing is begun early.
+                    return
                 _preparing.append(thread)
-                thread.start()
+
+
+def _attempt(task: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        task()
 
 
 def _make_driver() -> None:
     from triton.runtime import driver
 
-    try:
-        driver.active  # noqa: B018
-    except (OSError, RuntimeError, subprocess.CalledProcessError):
-        # Nothing is lost: it is made again for the first kernel, who raises this for the user.
-        return
+    driver.active  # noqa: B018
 
 
 def _sum_files() -> None:

@@ -24,6 +24,8 @@ _MOST_BYTES = 64 << 20
 """Of finer runs: room for a run of each tile, which no mask needs."""
 _LEAST_PAIRS = 1 << 28
 """Of queries and keys in all heads: fewer take less time than two more kernels."""
+_MOST_RUNS = 16
+"""Of a row, on average: each program that decides a part of a row looks at all of them."""
 _KINDS_CHUNK = 8
 """Tiles of a row that one program decides, one after the other."""
 _RUNS_CHUNK = 256
@@ -47,6 +49,7 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
     batch, heads, length = call.query.shape[:3]
     if "finer_mask" not in made.overrides and (
         batch * heads * length * call.key.shape[2] < _LEAST_PAIRS
+        or call.mask.runs.shape[0] > _MOST_RUNS * call.mask.offsets.shape[2]
     ):
         return ()
     config = made.config(kernel)
@@ -114,7 +117,8 @@ def _finer(
             "CHUNK": _KINDS_CHUNK,
         },
         (),
-        Options(4, 1),
+        # With fewer warps a larger tile spills.
+        Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
     )
     for_runs = made.program(
         ("runs",),
