@@ -94,8 +94,10 @@ class InPython(CudaBackend):
         return "interpreter"
 
     def kernel(self, spec: Spec, source: str, target: Any, tuner: Any) -> Kernel:
-        hopper = bool(dict(spec.options).get("hopper", True))
-        return kernel.CudaKernel(spec, source, target, dict(spec.options), tuner, hopper)
+        options = dict(spec.options)
+        if not options.get("hopper", True):
+            return super().kernel(spec, source, target, tuner)
+        return kernel.CudaKernel(spec, source, target, options, tuner)
 
 
 def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:

@@ -53,9 +53,18 @@ class CudaBackend(TritonBackend):
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
     def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
-        """Hopper's kernels, and the portable ones."""
-        from anyflex_cuda.kernel import CudaKernel
+        """Hopper's kernels and the portable ones on a Hopper, the portable ones elsewhere. Gluon
+        is imported for a Hopper alone, and from a Triton that was tried."""
+        import triton
 
         options = dict(spec.options)
-        hopper = target == "hopper" and bool(options.get("hopper", True))
-        return CudaKernel(spec, source, target, options, tuner, hopper)
+        if target != "hopper" or not options.get("hopper", True):
+            return super().kernel(spec, source, target, tuner)
+        reason = untried_triton(triton.__version__)
+        if reason is not None:
+            from anyflex_cuda.untried_kernel import UntriedKernel
+
+            return UntriedKernel(spec, source, target, options, tuner, reason)
+        from anyflex_cuda.kernel import CudaKernel
+
+        return CudaKernel(spec, source, target, options, tuner)

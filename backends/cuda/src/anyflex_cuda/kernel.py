@@ -1,11 +1,9 @@
-"""A compiled spec: Hopper's kernels where they take a call, else the portable ones."""
+"""A spec compiled for Hopper: its own kernels where they take a call, else the portable ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
-
-import triton
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
@@ -19,7 +17,6 @@ from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, til
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
-from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel, cut
@@ -34,7 +31,6 @@ class CudaKernel(TritonKernel):
 
     Args:
         spec, source, target, overrides, tuner: as `TritonKernel`'s.
-        hopper: whether Hopper's kernels may be taken.
     """
 
     def __init__(
@@ -44,35 +40,23 @@ class CudaKernel(TritonKernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None,
-        hopper: bool,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
         unproven = bool(overrides.get("unproven"))
-        untried = untried_triton(triton.__version__)
         self._tiles = tiles_for(spec, unproven)
-        self._refused = (
-            untried
-            or refused_options(overrides, FORWARD_OPTIONS)
-            or refused_spec(spec, self._tiles, unproven)
-            if hopper
-            else None
+        self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
+            spec, self._tiles, unproven
         )
-        self._refused_backward = (
-            untried
-            or refused_options(overrides, BACKWARD_OPTIONS)
-            or refused_backward(spec, unproven)
-            if hopper
-            else None
+        self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
+            spec, unproven
         )
-        taken = self._refused is None or self._refused_backward is None
-        self._hopper = GluonPrograms(spec, source, overrides) if hopper and taken else None
-        self._is_hopper = hopper
+        self._hopper = GluonPrograms(spec, source, overrides)
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, or what the portable kernels say and why they are taken; where
         gradients are wanted, then the same of backward: ``backward hopper``."""
         forward = self._describe_forward(call)
-        if not self._is_hopper or not self.spec.needs_backward:
+        if not self.spec.needs_backward:
             return forward
         reason = self._refused_backward or refusal(call)
         if reason is not None:
@@ -82,7 +66,7 @@ class CudaKernel(TritonKernel):
 
     def _describe_forward(self, call: Call) -> str:
         portable = super().describe(call)
-        if not self._is_hopper or self._decodes(call):
+        if self._decodes(call):
             return portable
         reason = self._refused or refusal(call)
         if reason is not None:
@@ -91,18 +75,11 @@ class CudaKernel(TritonKernel):
 
     def _is_hoppers(self, call: Call) -> bool:
         """Whether forward takes Hopper's kernel."""
-        return (
-            self._hopper is not None
-            and self._refused is None
-            and not self._decodes(call)
-            and refusal(call) is None
-        )
+        return self._refused is None and not self._decodes(call) and refusal(call) is None
 
     def _is_hoppers_backward(self, call: Call) -> bool:
         """Whether backward takes Hopper's kernel."""
-        return (
-            self._hopper is not None and self._refused_backward is None and refusal(call) is None
-        )
+        return self._refused_backward is None and refusal(call) is None
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
@@ -120,14 +97,14 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
-        if self._hopper is not None and self._is_hoppers(call):
+        if self._is_hoppers(call):
             launch_forward(self._hopper, self._tiles, call, out)
         else:
             super().forward(call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        if self._hopper is None or not self._is_hoppers_backward(call):
+        if not self._is_hoppers_backward(call):
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):

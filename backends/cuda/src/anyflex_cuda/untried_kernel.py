@@ -1,0 +1,38 @@
+"""A spec compiled for Hopper with a Triton that its own kernels weren't tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from anyflex.plugin import Call, Spec
+from anyflex_triton.configs import Target
+from anyflex_triton.kernel import TritonKernel
+from anyflex_triton.tuning import Tuner
+
+__all__ = ["UntriedKernel"]
+
+
+class UntriedKernel(TritonKernel):
+    """The portable kernels, with what `explain` says of that.
+
+    Args:
+        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+        reason: of `untried_triton`.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        source: str,
+        target: Target,
+        overrides: Mapping[str, Any],
+        tuner: Tuner | None,
+        reason: str,
+    ) -> None:
+        super().__init__(spec, source, target, overrides, tuner)
+        self._reason = reason
+
+    def describe(self, call: Call) -> str:
+        """What the portable kernels say, and the reason."""
+        return f"{super().describe(call)} (not Hopper's kernel: {self._reason})"
