@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton", reason="triton is not installed")
-
+TRITON = pytest.importorskip("triton", reason="triton is not installed").__version__
 SHARED = 232_448
 """Bytes that a program can have on Hopper."""
 
@@ -32,8 +31,9 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(found) == 10
     for facts in found:
-        # Of about 600 instructions a loop; with Triton 3.6 none, with 3.9 three.
-        assert facts["serialized"] == [] and facts["local"] <= 8, facts
+        # Of about 600 instructions a loop three with Triton 3.9.
+        most = 0 if TRITON.startswith("3.6.") else 8
+        assert facts["serialized"] == [] and facts["local"] <= most, facts
         # Of two or three consumers, each with another one where steps may have dead pairs.
         assert facts["loops"] in (2, 3, 4, 6), facts
         # Of a tile's begin and end.

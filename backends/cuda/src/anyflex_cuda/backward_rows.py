@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyflex_triton.backward import delta_of_rows
 from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
 from anyflex_triton.tiles import (
@@ -47,8 +48,6 @@ def prepare_kernel(
     """
     tiles = padded_length // BLOCK_M
     bh = tl.program_id(0) // tiles
-    b = bh // heads
-    h = bh % heads
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     value_at = bh.to(tl.int64) * padded_length + rows
@@ -60,27 +59,10 @@ def prepare_kernel(
     natural = tl.load(lse + bh.to(tl.int64) * q_length + rows, mask=inside, other=float("-inf"))
     dead = natural == float("-inf")
     tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E))
-    if IS_GIVEN:
-        sums = tl.load(given + bh.to(tl.int64) * q_length + rows, mask=inside, other=0.0)
-    else:
-        o_base = tensor_at(out, o_strides, b, h, UNITS[0])
-        do_base = tensor_at(dout, do_strides, b, h, UNITS[1])
-        o = load_rows(
-            o_base, o_strides, rows, q_length, VALUE_DIM, DV, UNITS[0], SCATTERED[0], WIDE, True
-        )
-        do = load_rows(
-            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
-        )
-        o = o.to(tl.float32)
-        if HAS_REST:
-            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
-            o += load_rows(
-                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
-            ).to(tl.float32)
-        sums = tl.sum(o * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
-        sums -= tl.load(from_lse, mask=inside, other=0.0)
+    sums = delta_of_rows(
+        out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
+        rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
+    )
     tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums))
 
 

@@ -3,13 +3,12 @@ Gluon."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from anyflex.plugin import Spec
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram
-from anyflex_triton.launch import Options, Program, Types
 from anyflex_triton.programs import Programs
 
 __all__ = ["GluonPrograms"]
@@ -24,22 +23,7 @@ class GluonPrograms(Programs):
         overrides: the user's options by name.
     """
 
+    made_as = GluonProgram
+
     def __init__(self, spec: Spec, source: str, overrides: Mapping[str, Any]) -> None:
         super().__init__(spec, gluon_source(source), "hopper", overrides)
-
-    def program(
-        self,
-        key: object,
-        function: Any,
-        types: Mapping[str, Types],
-        constants: Mapping[str, object],
-        aligned: Sequence[str],
-        options: Options,
-    ) -> Program:
-        """As the portable one's, of a function made by ``gluon.jit``."""
-        with self._lock:
-            found = self.existing.get(key)
-            if found is None:
-                found = GluonProgram(function, types, constants, aligned, options)
-                self.existing[key] = found
-        return found

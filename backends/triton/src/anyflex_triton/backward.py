@@ -16,10 +16,45 @@ from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
-__all__ = ["gradient_of_scores", "row_kernel", "total_kernel"]
+__all__ = ["delta_of_rows", "gradient_of_scores", "row_kernel", "total_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+
+@triton.jit
+def delta_of_rows(
+    out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads, rows,
+    q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
+    HAS_REST: tl.constexpr,
+):
+    """sum(out * dout) - dlse of one head's rows; the arguments are `row_kernel`'s."""
+    b = bh // heads
+    h = bh % heads
+    inside = rows < q_length
+    if IS_GIVEN:
+        sums = tl.load(given + bh.to(tl.int64) * q_length + rows, mask=inside, other=0.0)
+    else:
+        o_base = tensor_at(out, o_strides, b, h, UNITS[0])
+        do_base = tensor_at(dout, do_strides, b, h, UNITS[1])
+        o = load_rows(
+            o_base, o_strides, rows, q_length, VALUE_DIM, DV, UNITS[0], SCATTERED[0], WIDE, True
+        )
+        do = load_rows(
+            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
+        )
+        o = o.to(tl.float32)
+        if HAS_REST:
+            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
+            o += load_rows(
+                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
+            ).to(tl.float32)
+        sums = tl.sum(o * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
+        sums -= tl.load(from_lse, mask=inside, other=0.0)
+    return sums
 
 
 @triton.jit
@@ -40,8 +75,6 @@ def row_kernel(
     """
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
-    b = bh // heads
-    h = bh % heads
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < q_length
     at = bh.to(tl.int64) * q_length + rows
@@ -51,27 +84,10 @@ def row_kernel(
     tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E), mask=inside)
     if not WANT_DELTA:
         return
-    if IS_GIVEN:
-        sums = tl.load(given + at, mask=inside, other=0.0)
-    else:
-        o_base = tensor_at(out, o_strides, b, h, UNITS[0])
-        do_base = tensor_at(dout, do_strides, b, h, UNITS[1])
-        o = load_rows(
-            o_base, o_strides, rows, q_length, VALUE_DIM, DV, UNITS[0], SCATTERED[0], WIDE, True
-        )
-        do = load_rows(
-            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
-        )
-        o = o.to(tl.float32)
-        if HAS_REST:
-            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
-            o += load_rows(
-                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
-            ).to(tl.float32)
-        sums = tl.sum(o * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
-        sums -= tl.load(from_lse, mask=inside, other=0.0)
+    sums = delta_of_rows(
+        out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
+        rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
+    )
     tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums), mask=inside)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -109,6 +109,9 @@ class Programs:
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: they are the table's.
     """
+
+    made_as: ClassVar[type[Program]] = Program
+    """What compiles and launches kernels."""
 
     def __init__(
         self,
@@ -324,7 +327,7 @@ class Programs:
         with self._lock:
             found = self.existing.get(key)
             if found is None:
-                found = Program(function, types, constants, aligned, options)
+                found = self.made_as(function, types, constants, aligned, options)
                 self.existing[key] = found
         return found
 
