@@ -20,7 +20,7 @@ from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import enter_device, layout_of, row_strides
+from anyflex_triton.arguments import layout_of, row_strides
 from anyflex_triton.launch import Launch, Options
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -380,7 +380,6 @@ def _row_layout() -> Any:
 
 def _row_descriptor(row_values: Tensor, count: int) -> Any:
     """Of both halves' rows, one a head."""
-    enter_device(row_values.device)
     length = row_values.shape[3]
     rows = row_values.numel() // length
     return TensorDescriptor(row_values, [rows, length], [length, 1], [1, count], _row_layout())

@@ -508,7 +508,8 @@ def forward_kernel(
 
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns.
+            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Of rest nothing
+            is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         lse, max_scores: [B, Hq, L], float32.

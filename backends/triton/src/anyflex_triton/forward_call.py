@@ -136,7 +136,7 @@ def _prefill_launch(
             "r_strides": layouts[4].strides,
             "batch_heads": batch * heads, "heads": heads,
             "q_length": length, "kv_length": call.key.shape[2],
-            "tiles": tiles, "head_group": made.head_group(call),
+            "tiles": tiles, "head_group": made.head_group(batch * heads, call.key.shape[2]),
         },
     )  # fmt: skip
 

@@ -384,16 +384,18 @@ class Programs:
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         types = self.common_types
-        ints = [number for t in call.captured for number in (*t.shape, *t.stride())]
-        ints += call.ints
+        ints = call.ints
+        if call.captured:
+            sizes = [number for t in call.captured for number in (*t.shape, *t.stride())]
+            ints = (*sizes, *ints)
         return {
             "offsets": call.query if rows is None else rows.offsets,
             "ends": call.query if rows is None else rows.ends,
             "runs": call.query if rows is None else rows.runs,
             "mask_strides": (0, 0) if rows is None else rows.strides,
             "tables": without_bools(call.captured),
-            "ints": tuple(ints[: len(types["ints"])]),
-            "floats": tuple(call.floats[: len(types["floats"])]),
+            "ints": ints[: len(types["ints"])],
+            "floats": call.floats[: len(types["floats"])],
             "shifts": call.index_offsets,
             "scale": call.scale,
         }
@@ -410,13 +412,13 @@ class Programs:
         length = call.key.shape[2] if over == "keys" else call.query.shape[2]
         return length % step == 0 and (rows is None or rows.block_size[1] % step == 0)
 
-    def head_group(self, call: Call) -> int:
-        """Query heads that run at a time."""
+    def head_group(self, batch_heads: int, keys: int) -> int:
+        """Query heads, of so many in all, that run at a time."""
         spec = self.spec
-        of_head = call.key.shape[2] * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
+        of_head = keys * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
         wanted = max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
         # Kernels multiply it by a head's tiles, in 32 bits.
-        return min(wanted, call.query.shape[0] * call.query.shape[1])
+        return min(wanted, batch_heads)
 
 
 def _common_types(spec: Spec) -> dict[str, Types]:
@@ -454,7 +456,7 @@ def padded(dim: int) -> int:
 
 
 def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:
-    return tuple((layout.unit, layout.scattered) for layout in layouts)
+    return tuple([(layout.unit, layout.scattered) for layout in layouts])
 
 
 def aligned(
