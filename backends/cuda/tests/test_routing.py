@@ -57,6 +57,13 @@ def test_programs_are_no_more_than_multiprocessors_and_then_count_from_zero() ->
     assert grid == CORES and values["counter"].tolist() == [0]
 
 
+def test_where_each_program_has_one_tile_nothing_is_set_to_zero_for_a_counter() -> None:
+    ((_, grid, values),), _ = launches(*drawn(*[(1, CORES, 128, 64)] * 3))
+    assert grid == CORES and values["counter"] is values["out"]
+    ((_, grid, values),), _ = launches(*drawn(*[(1, CORES + 1, 128, 64)] * 3))
+    assert grid == CORES and values["counter"].tolist() == [0]
+
+
 def test_a_mask_and_a_score_mod_come_along() -> None:
     mask = anyflex.create_block_mask(causal, None, None, 1024, 1024)
     ((program, _, values),), _ = launches(

@@ -125,9 +125,10 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
     return None
 
 
-def workspace() -> tuple[TensorSpec, ...]:
-    """The counter of tiles."""
-    return _COUNTER
+def workspace(fit: Fit, device: torch.device) -> tuple[TensorSpec, ...]:
+    """The counter of tiles, where programs take more than one: to allocate it and to set it to
+    zero are two more calls of the driver."""
+    return _COUNTER if fit.tiles > cores(device) else ()
 
 
 def _width(dim: int) -> int:
@@ -302,7 +303,7 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         "o_strides": out.out.stride()[:3],
         "lse": or_else(out.lse, out.out),
         "max_scores": or_else(out.max_scores, out.out),
-        "counter": out.workspace[0],
+        "counter": out.workspace[0] if out.workspace else out.out,
     }
     if rest is not None:
         values["r_desc"] = descriptor(rest, fit.out_box)

@@ -105,10 +105,13 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
-        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
-        if direction == "forward" and self._fit(call) is not None:
-            return workspace()
+        """Of Hopper's forward a counter, or nothing; of its backward `backward_workspace`, then
+        what the portable pass over query rows takes where that makes dQ; else as the portable
+        kernels'."""
+        if direction == "forward":
+            fit = self._fit(call)
+            if fit is not None:
+                return workspace(fit, call.query.device)
         if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
