@@ -11,7 +11,6 @@ import torch
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import (
-    Boxes,
     boxes_of,
     descriptor,
     descriptor_type,
@@ -19,6 +18,7 @@ from anyflex_cuda.gluon_program import (
     is_boxed,
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else

@@ -10,10 +10,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program, pointer_type
 
 __all__ = [
-    "Boxes",
     "GluonProgram",
     "boxes_of",
     "descriptor",
@@ -50,31 +50,6 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
     shape = ", ".join(map(str, box))
     layout = gl.NVMMASharedLayout.get_default_for(list(box), _TYPES[dtype])
     return f"tensordesc<{pointer_type(dtype)[1:]}[{shape}],{layout!r}>"
-
-
-class Boxes:
-    """What Triton's launcher reads of a descriptor. Its own class checks at each call what `Call`s
-    have been checked for once.
-
-    Args:
-        base: the tensor.
-        shape, strides: its, in elements.
-        block_shape: a box.
-    """
-
-    __slots__ = ("base", "block_shape", "shape", "strides")
-
-    padding = "zero"
-    round_f32_to_tf32 = False
-    mode = "tiled"
-
-    def __init__(
-        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
-    ) -> None:
-        self.base = base
-        self.shape = shape
-        self.strides = strides
-        self.block_shape = block_shape
 
 
 def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Boxes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
+    "Boxes",
     "Layout",
     "descriptor_of",
     "descriptor_of_floats",
@@ -96,12 +97,32 @@ def _is_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -
     return 0 < batch * heads * rows < 1 << 31 and row * size < 1 << 40
 
 
-def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
-    """A descriptor of the tensor's rows, loaded `rows` at a time; columns past its own are 0."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Boxes(TensorDescriptor):  # type: ignore[misc]
+    """A descriptor whose boxes kernels load and store. Triton's own class checks at each launch
+    what was found out before it.
 
-    count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
-    return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])
+    Args:
+        base: the tensor.
+        shape, strides: in elements.
+        block_shape: a box.
+    """
+
+    mode = "tiled"
+
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
+    ) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+
+
+def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Boxes:
+    """A descriptor of the rows of a tensor that `is_described`, loaded `rows` at a time; columns
+    past its own are 0."""
+    batch, heads, length, columns = tensor.shape
+    return Boxes(tensor, [batch * heads * length, columns], [tensor.stride(2), 1], [rows, dims])
 
 
 def is_blocked(tensor: Tensor) -> bool:
@@ -125,11 +146,10 @@ def is_described_whole(tensor: Tensor) -> bool:
     return tensor.data_ptr() % _BYTES == 0 and 0 < tensor.numel() < 1 << 31
 
 
-def descriptor_of_floats(tensor: Tensor, count: int) -> Any:
-    """A descriptor of all elements of a contiguous tensor, loaded `count` at a time."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, [tensor.numel()], [1], [count])
+def descriptor_of_floats(tensor: Tensor, count: int) -> Boxes:
+    """A descriptor of all elements of a tensor that `is_described_whole`, loaded `count` at a
+    time."""
+    return Boxes(tensor, [tensor.numel()], [1], [count])
 
 
 _entered = threading.local()

@@ -40,7 +40,7 @@ _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64
 
 
 def _value_places(row_values: Tensor) -> dict[str, object]:
-    return {"values_of_head": row_values.shape[3], "values_in_all": row_values[0].numel()}
+    return {"values_of_head": row_values.shape[3], "values_in_all": row_values.stride(0)}
 
 
 def rows_launch(

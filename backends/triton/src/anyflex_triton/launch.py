@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -161,6 +162,8 @@ class Program:
                 f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
             )
         self._order = tuple(function.arg_names)
+        # A kernel has more arguments than one.
+        self._ordered = itemgetter(*self._order)
         # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
@@ -201,8 +204,7 @@ class Program:
         Args:
             values: of all arguments that aren't constants.
         """
-        merged = {**self.constants, **values}
-        arguments = tuple(map(merged.__getitem__, self._order))
+        arguments = self._ordered({**self.constants, **values})
         if INTERPRETED:
             with _interpreter:
                 self.function[(grid,)](*arguments, **self.options.keywords())
