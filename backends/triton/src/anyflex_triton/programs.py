@@ -267,8 +267,9 @@ class Programs:
             even: whether the kernel's tiles end where the lengths do.
             sums, copies: as in `source_for`.
         """
-        within = even and self._is_within(call)
-        coarse = self._is_coarse(call)
+        # Most calls capture nothing and cap nothing.
+        within = even and bool(call.captured) and self._is_within(call)
+        coarse = bool(self._caps) and self._is_coarse(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
         key = (within, coarse, plain, sums, copies)
@@ -289,8 +290,6 @@ class Programs:
 
     def _is_coarse(self, call: Call) -> bool:
         """As `source_for` asks."""
-        if not self._caps:
-            return False
         factors = (
             factor
             if isinstance(factor, float)
@@ -301,8 +300,6 @@ class Programs:
 
     def _is_within(self, call: Call) -> bool:
         """As `source_for` asks."""
-        if not call.captured:
-            return False
         batch, heads, rows = call.query.shape[:3]
         counts = (batch, heads, rows, call.key.shape[2])
         offsets = call.index_offsets
@@ -384,16 +381,16 @@ class Programs:
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         types = self.common_types
-        ints = call.ints
-        if call.captured:
-            sizes = [number for t in call.captured for number in (*t.shape, *t.stride())]
-            ints = (*sizes, *ints)
+        tables, ints = call.captured, call.ints
+        if tables:
+            sizes = [number for t in tables for number in (*t.shape, *t.stride())]
+            tables, ints = without_bools(tables), (*sizes, *ints)
         return {
             "offsets": call.query if rows is None else rows.offsets,
             "ends": call.query if rows is None else rows.ends,
             "runs": call.query if rows is None else rows.runs,
             "mask_strides": (0, 0) if rows is None else rows.strides,
-            "tables": without_bools(call.captured),
+            "tables": tables,
             "ints": ints[: len(types["ints"])],
             "floats": call.floats[: len(types["floats"])],
             "shifts": call.index_offsets,
