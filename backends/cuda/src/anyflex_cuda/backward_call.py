@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import enter_device, layout_of, row_strides
+from anyflex_triton.arguments import Boxes, layout_of, row_strides
 from anyflex_triton.launch import Launch, Options
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -203,7 +202,7 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
             "dq_sums": or_else(work.dq_sums, work.row_values), "counter": work.counter,
             "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
             "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
-            "heads": heads, "padded_length": rows, "values_in_all": work.row_values[0].numel(),
+            "heads": heads, "padded_length": rows, "values_in_all": work.row_values.stride(0),
             "q_length": length,
         },
     )  # fmt: skip
@@ -356,7 +355,7 @@ def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "dv_strides": layouts[6].strides,
             "batch": batch, "heads": heads, "kv_heads": kv_heads,
             "padded_length": padded_length, "padded_keys": padded_keys,
-            "values_in_all": work.row_values[0].numel(), "q_length": length, "kv_length": keys,
+            "values_in_all": work.row_values.stride(0), "q_length": length, "kv_length": keys,
             "query_programs": query_programs,
         },
     )  # fmt: skip
@@ -377,7 +376,6 @@ def _row_layout() -> Any:
 
 def _row_descriptor(row_values: Tensor, count: int) -> Any:
     """Of both halves' rows, one a head."""
-    enter_device(row_values.device)
     length = row_values.shape[3]
     rows = row_values.numel() // length
-    return TensorDescriptor(row_values, [rows, length], [length, 1], [1, count], _row_layout())
+    return Boxes(row_values, [rows, length], [length, 1], [1, count])

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.gluon_program import (
+    boxes_of,
+    descriptor,
+    descriptor_type,
+    has_boxes,
+    is_boxed,
+)
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
     "NEVER_RUN",
+    "Fit",
     "Tiles",
     "cores",
+    "fit_of",
     "launch_forward",
     "program_for",
     "refusal",
@@ -31,11 +41,15 @@ NEVER_RUN = "compiled, and never run by the project; the option unproven takes t
 _ROWS = 64
 """Of a consumer."""
 
-_STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
+_COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
+
+Lengths = tuple[int, ...]
+"""Of a tensor's dimensions, or from one element of each to the next."""
+BoxArguments = tuple[list[int], list[int], list[int]]
+"""Of `Boxes`, beside the base."""
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """How the kernel is compiled.
 
     Args:
@@ -123,9 +137,10 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
     return None
 
 
-def workspace() -> tuple[TensorSpec, ...]:
-    """The counter of tiles."""
-    return (TensorSpec((1,), torch.int32, zeroed=True),)
+def workspace(fit: Fit, device: torch.device) -> tuple[TensorSpec, ...]:
+    """The counter of tiles, where programs take more than one: to allocate it and to set it to
+    zero are two more calls of the driver."""
+    return _COUNTER if fit.tiles > cores(device) else ()
 
 
 def _width(dim: int) -> int:
@@ -150,20 +165,26 @@ def program_for(
     if program is not None:
         return program
     d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
-    boxes = _boxes(tiles, d, dv)
+    boxes = _boxes(tiles, spec)
+    # What isn't there has no descriptor: to encode one takes the host a microsecond.
+    absent = () if rest else ("r_desc", "rest", "r_strides")
+    types = {
+        **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+        **made.pointers("query", "key", "value", "out", "rest"),
+        **dict.fromkeys(
+            ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
+        ),
+        **float_pointers("lse", "max_scores"),
+        "counter": "*i32",
+        **made.common_types,
+        **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+    }
     return made.program(
         key,
         hopper_forward.forward_kernel,
+        {name: given for name, given in types.items() if name not in absent},
         {
-            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-            **made.pointers("query", "key", "value", "out", "rest"),
-            **dict.fromkeys(_STRIDES, ("i64",) * 3),
-            **float_pointers("lse", "max_scores"),
-            "counter": "*i32",
-            **made.common_types,
-            **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
-        },
-        {
+            **dict.fromkeys(absent),
             "SCORE_MOD": score_mod,
             "MASK_MOD": mask_mod,
             "HAS_MASK": spec.mask_kind == "runs",
@@ -194,7 +215,8 @@ def program_for(
     )
 
 
-def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
+def _boxes(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+    d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),
@@ -204,46 +226,103 @@ def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) -> None:
-    """Launch the kernel for a call without `refusal`, on the current stream."""
+class Fit(NamedTuple):
+    """What follows from shapes and strides alone, of whichever call and mask.
+
+    Args:
+        tiles: of all heads.
+        even: as `program_for`'s.
+        query, key, value: of their descriptors.
+        out_box: of out's and rest's.
+        values: arguments of the kernel.
+    """
+
+    tiles: int
+    even: bool
+    query: BoxArguments
+    key: BoxArguments
+    value: BoxArguments
+    out_box: tuple[int, ...]
+    values: Mapping[str, object]
+
+
+def fit_of(
+    made: GluonPrograms, tiles: Tiles, query: Lengths, q_strides: Lengths, key: Lengths,
+    k_strides: Lengths, value: Lengths, v_strides: Lengths,
+) -> Fit | None:  # fmt: skip
+    """Return what a call's tensors are to the kernel, or None where `refusal` has a reason that
+    isn't their pointers'.
+
+    Args:
+        query, key, value: shapes.
+    """
     spec = made.spec
-    rest = out.saved[0] if out.saved else None
-    rows = None if call.mask is None else mask_rows(call.mask)
-    keys = call.key.shape[2]
-    even = keys % tiles.block_n == 0 and (rows is None or rows.block_size[1] % tiles.block_n == 0)
-    mods = made.mods(call, even)
-    program = program_for(
-        made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
-        out.max_scores is not None, rest is not None,
-    )  # fmt: skip
-    boxes = _boxes(tiles, _width(spec.head_dim), _width(spec.value_head_dim))
-    batch, heads, length = call.query.shape[:3]
-    tensors = (call.query, call.key, call.value, out.out, or_else(rest, out.out))
+    size = spec.dtype.itemsize
+    layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
+    if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
+        return None
+    boxes = _boxes(tiles, spec)
+    described = [
+        boxes_of(shape, strides, size, boxes[name])
+        for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True)
+    ]
+    batch, heads, length, _ = query
+    keys = key[2]
     count = -(-length // tiles.block_m)
-    (counter,) = out.workspace
-    values = made.common_values(call, rows)
-    Launch(
-        program,
-        min(count * batch * heads, cores(call.query.device)),
+    return Fit(
+        count * batch * heads,
+        keys % tiles.block_n == 0 and spec.block_size[1] % tiles.block_n == 0,
+        described[0],
+        described[1],
+        described[2],
+        boxes["o_desc"],
         {
-            **values,
-            **{
-                name: descriptor(tensor, box)
-                for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
-            },
-            **dict(zip(("query", "key", "value", "out", "rest"), tensors, strict=True)),
-            **{name: t.stride()[:3] for name, t in zip(_STRIDES, tensors, strict=True)},
-            "lse": or_else(out.lse, out.out),
-            "max_scores": or_else(out.max_scores, out.out),
-            "counter": counter,
+            "q_strides": q_strides[:3],
+            "k_strides": k_strides[:3],
+            "v_strides": v_strides[:3],
             "batch_heads": batch * heads,
             "heads": heads,
             "q_length": length,
             "kv_length": keys,
             "tiles": count,
-            "head_group": made.head_group(call),
+            "head_group": made.head_group(batch * heads, keys),
         },
-    ).run(call.query.device)
+    )
+
+
+def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call without `refusal`, on the current stream.
+
+    Args:
+        fit: of the call's tensors.
+    """
+    rest = out.saved[0] if out.saved else None
+    mods = made.mods(call, fit.even)
+    program = program_for(
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
+        out.max_scores is not None, rest is not None,
+    )  # fmt: skip
+    values = {
+        **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
+        **fit.values,
+        "q_desc": Boxes(call.query, *fit.query),
+        "k_desc": Boxes(call.key, *fit.key),
+        "v_desc": Boxes(call.value, *fit.value),
+        "o_desc": descriptor(out.out, fit.out_box),
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "out": out.out,
+        "o_strides": out.out.stride()[:3],
+        "lse": or_else(out.lse, out.out),
+        "max_scores": or_else(out.max_scores, out.out),
+        "counter": out.workspace[0] if out.workspace else out.out,
+    }
+    if rest is not None:
+        values["r_desc"] = descriptor(rest, fit.out_box)
+        values["rest"] = rest
+        values["r_strides"] = rest.stride()[:3]
+    Launch(program, min(fit.tiles, cores(call.query.device)), values).run(call.query.device)
 
 
 @lru_cache

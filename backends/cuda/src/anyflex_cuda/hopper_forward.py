@@ -267,8 +267,10 @@ def produce(
     at = gl.program_id(0)
     while at < count:
         if DYNAMIC:
-            # Asked for early: the answer takes as long as a step.
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+            following = count
+            if gl.num_programs(0) < count:
+                # Asked for early: the answer takes as long as a step.
+                following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             following = at + gl.num_programs(0)
         tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
@@ -632,12 +634,13 @@ def forward_kernel(
 
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns.
+            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Of rest nothing
+            is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         lse, max_scores: [B, Hq, L], float32.
-        counter: int32, where DYNAMIC zero at first: tiles that were taken beyond each program's
-            first.
+        counter: int32, zero at first: tiles that were taken beyond each program's first. Read
+            where DYNAMIC and programs are fewer than tiles.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows, or, where that has

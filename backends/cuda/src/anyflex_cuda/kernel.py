@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
@@ -13,8 +14,16 @@ from anyflex_cuda.backward_call import (
     refused_backward,
     work_of,
 )
-from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
-from anyflex_cuda.gluon_program import is_boxed
+from anyflex_cuda.forward_call import (
+    Fit,
+    fit_of,
+    launch_forward,
+    refusal,
+    refused_spec,
+    tiles_for,
+    workspace,
+)
+from anyflex_cuda.gluon_program import is_aligned, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_triton.backward_captured import integer_specs
@@ -24,6 +33,9 @@ from anyflex_triton.launch import launch_all
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
+
+_FITS = 1024
+"""Shapes and strides of a spec whose `Fit` is kept."""
 
 
 class CudaKernel(TritonKernel):
@@ -51,6 +63,7 @@ class CudaKernel(TritonKernel):
             spec, unproven
         )
         self._hopper = GluonPrograms(spec, source, overrides)
+        self._fits = lru_cache(_FITS)(partial(fit_of, self._hopper, self._tiles))
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, or what the portable kernels say and why they are taken; where
@@ -73,9 +86,17 @@ class CudaKernel(TritonKernel):
             return f"{portable} (not Hopper's kernel: {reason})"
         return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
 
-    def _is_hoppers(self, call: Call) -> bool:
-        """Whether forward takes Hopper's kernel."""
-        return self._refused is None and not self._decodes(call) and refusal(call) is None
+    def _fit(self, call: Call) -> Fit | None:
+        """What Hopper's forward needs to know of a call's tensors, or None where it doesn't take
+        the call."""
+        if self._refused is not None or self._decodes(call):
+            return None
+        query, key, value = call.query, call.key, call.value
+        if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            return None
+        return self._fits(
+            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
+        )
 
     def _is_hoppers_backward(self, call: Call) -> bool:
         """Whether backward takes Hopper's kernel."""
@@ -84,10 +105,13 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
-        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
-        if direction == "forward" and self._is_hoppers(call):
-            return workspace()
+        """Of Hopper's forward a counter, or nothing; of its backward `backward_workspace`, then
+        what the portable pass over query rows takes where that makes dQ; else as the portable
+        kernels'."""
+        if direction == "forward":
+            fit = self._fit(call)
+            if fit is not None:
+                return workspace(fit, call.query.device)
         if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
@@ -97,8 +121,9 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
-        if self._is_hoppers(call):
-            launch_forward(self._hopper, self._tiles, call, out)
+        fit = self._fit(call)
+        if fit is not None:
+            launch_forward(self._hopper, self._tiles, fit, call, out)
         else:
             super().forward(call, out)
 
