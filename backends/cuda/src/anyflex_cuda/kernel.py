@@ -13,6 +13,14 @@ from anyflex_cuda.backward_call import (
     refused_backward,
     work_of,
 )
+from anyflex_cuda.decode_call import (
+    decode_tiles,
+    decode_workspace,
+    launch_decode,
+    program_count,
+    refused_decode,
+    refused_decode_spec,
+)
 from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
@@ -47,14 +55,19 @@ class CudaKernel(TritonKernel):
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
             spec, self._tiles, unproven
         )
+        self._decode_tiles = decode_tiles(spec)
+        self._refused_decode = refused_options(overrides, FORWARD_OPTIONS) or refused_decode_spec(
+            spec, unproven
+        )
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec, unproven
         )
         self._hopper = GluonPrograms(spec, source, overrides)
 
     def describe(self, call: Call) -> str:
-        """``hopper 128x128``, or what the portable kernels say and why they are taken; where
-        gradients are wanted, then the same of backward: ``backward hopper``."""
+        """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
+        why they are taken; where gradients are wanted, then the same of backward: ``backward
+        hopper``."""
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
@@ -65,17 +78,19 @@ class CudaKernel(TritonKernel):
         return f"{forward}, backward hopper{rest}"
 
     def _describe_forward(self, call: Call) -> str:
-        portable = super().describe(call)
-        if self._decodes(call):
-            return portable
-        reason = self._refused or refusal(call)
+        reason = self._refused_forward(call)
         if reason is not None:
-            return f"{portable} (not Hopper's kernel: {reason})"
+            return f"{super().describe(call)} (not Hopper's kernel: {reason})"
+        if self._decodes(call):
+            return f"hopper decode programs={program_count(call, self._decode_tiles)}"
         return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
 
-    def _is_hoppers(self, call: Call) -> bool:
-        """Whether forward takes Hopper's kernel."""
-        return self._refused is None and not self._decodes(call) and refusal(call) is None
+    def _refused_forward(self, call: Call) -> str | None:
+        """Why forward takes the portable kernels, or None."""
+        if self._decodes(call):
+            reason = self._refused_decode or refusal(call)
+            return reason or refused_decode(call, self._decode_tiles)
+        return self._refused or refusal(call)
 
     def _is_hoppers_backward(self, call: Call) -> bool:
         """Whether backward takes Hopper's kernel."""
@@ -84,9 +99,12 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
-        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
-        if direction == "forward" and self._is_hoppers(call):
+        """Of Hopper's forward a counter, of its decoding `decode_workspace`; of its backward
+        `backward_workspace`, then what the portable pass over query rows takes where that makes
+        dQ; else as the portable kernels'."""
+        if direction == "forward" and self._refused_forward(call) is None:
+            if self._decodes(call):
+                return decode_workspace(self.spec, call, self._decode_tiles)
             return workspace()
         if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
@@ -97,10 +115,12 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
-        if self._is_hoppers(call):
-            launch_forward(self._hopper, self._tiles, call, out)
-        else:
+        if self._refused_forward(call) is not None:
             super().forward(call, out)
+        elif self._decodes(call):
+            launch_decode(self._made, self._hopper, self._decode_tiles, call, out)
+        else:
+            launch_forward(self._hopper, self._tiles, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
