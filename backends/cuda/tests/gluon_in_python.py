@@ -367,7 +367,8 @@ class Device:
             exp2=plain(np.exp2), abs=plain(np.abs), floor=plain(np.floor), load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
-            warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
+            thread_barrier=nothing, warp_specialize=self.warp_specialize,
+            NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
                  "SwizzledSharedLayout"),
@@ -422,7 +423,7 @@ def run_kernel(
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
-        "mma_v2": lambda a, b, acc: tile(np.asarray(a) @ np.asarray(b) + acc),
+        "mma_v2": lambda a, b, acc: tile(np.asarray(a, float) @ np.asarray(b, float) + acc),
     }  # fmt: skip
     names["tl"] = names["gl"]
     for other in more:

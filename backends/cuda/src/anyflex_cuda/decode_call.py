@@ -11,7 +11,7 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_steps, decode_sums, forward_call, hopper_decode
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import layout_of, row_strides
+from anyflex_triton.arguments import layout_of
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -35,7 +35,7 @@ __all__ = [
     "refused_decode_spec",
 ]
 
-_LEAST_SHARE = 256
+_LEAST_SHARE = 128
 """Keys: a shorter share isn't worth its place among a unit's sums."""
 _MOST_PARTS = 64
 """Of a unit, that are added up at a time."""
@@ -145,7 +145,7 @@ def decode_workspace(spec: Spec, call: Call, tiles: DecodeTiles) -> tuple[Tensor
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods_of: object, score_mod: object,
-    mask_mod: object, even: bool,
+    mask_mod: object, even: bool, max_scores: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
@@ -153,9 +153,10 @@ def decode_program(
         plan: whose the steps are, of `decode_steps`.
         mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
         even: lengths of keys, and of the mask's blocks, are multiples of a step's.
+        max_scores: they are wanted.
     """
     spec = made.spec
-    key = ("hopper decode", tiles, plan, mods_of, even)
+    key = ("hopper decode", tiles, plan, mods_of, even, max_scores)
     program = made.existing.get(key)
     if program is not None:
         return program
@@ -183,7 +184,9 @@ def decode_program(
             "VALUE_DIM": spec.value_head_dim,
             "D": _columns(spec.head_dim),
             "DV": _columns(spec.value_head_dim),
+            "WANT_MAX": max_scores,
             "EVEN": even,
+            "EARLY": tiles.early,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
@@ -274,8 +277,12 @@ def _parts_launch(
     partial_out, partial_sums = out.workspace[:2]
     values = made.common_values(call, None)
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
+    program = decode_program(
+        made, tiles, plan, mods.key, mods.score_mod, mods.mask_mod, even,
+        out.max_scores is not None,
+    )  # fmt: skip
     return Launch(
-        decode_program(made, tiles, plan, mods.key, mods.score_mod, mods.mask_mod, even),
+        program,
         program_count(call, tiles),
         {
             **{name: values[name] for name in of_mods},
@@ -283,8 +290,8 @@ def _parts_launch(
             "v_desc": descriptor(call.value, boxes["v_desc"]),
             "query": call.query, "key": call.key, "value": call.value,
             "partial_out": partial_out, "partial_sums": partial_sums,
-            "q_strides": q_strides[:3], "k_strides": row_strides(call.key),
-            "v_strides": row_strides(call.value), "edges": edges, "steps": steps,
+            "q_strides": q_strides[:3], "k_strides": call.key.stride()[:3],
+            "v_strides": call.value.stride()[:3], "edges": edges, "steps": steps,
             "batch": call.query.shape[0], "kv_heads": call.key.shape[1],
             "q_length": call.query.shape[2], "kv_length": call.key.shape[2],
             "unit_steps": most, "most": most,

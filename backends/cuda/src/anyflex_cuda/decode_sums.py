@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from anyflex_cuda.decode_steps import program_of, steps_of_unit, total_steps
 from anyflex_triton.decode import store_row
@@ -13,6 +12,14 @@ __all__ = ["combine_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+
+@triton.jit
+def await_last():
+    """Wait until the kernel before has ended, and what it wrote is there."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )
 
 
 @triton.jit
@@ -37,7 +44,7 @@ def combine_kernel(
     kv_heads = heads // GROUP
     kv_head = h // GROUP
     if EARLY:
-        gdc_wait()
+        await_last()
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     begin, count = steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN)
     first_program = program_of(begin, programs, total_count)
@@ -57,13 +64,14 @@ def combine_kernel(
         # All loads at once: nothing else takes as long.
         tops = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
         sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
-        nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
+        if WANT_MAX:
+            nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
+            nan = tl.maximum(nan, tl.max(nans, 0))
         part = tl.load(
             partial_out + place[:, None] * VALUE_DIM + dims[None, :],
             mask=there[:, None] & (dims < VALUE_DIM)[None, :],
             other=0.0,
         )
-        nan = tl.maximum(nan, tl.max(nans, 0))
         new_top = tl.maximum(top, tl.max(tops, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.exp2(top - shift)

@@ -29,6 +29,8 @@ __all__ = ["ROWS", "decode_kernel"]
 
 # Triton 3.8 has a new name for it.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Triton 3.7 has one for it.
+_all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -102,9 +104,9 @@ def said(words, at):
 
 @gluon.jit
 def produce(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, words, edges, steps, batch,
-    kv_heads, kv_length, unit_steps, most, PLAN: gl.constexpr, KV_SHARED: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch, kv_heads,
+    kv_length, unit_steps, most, PLAN: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     at, end = share_of(gl.program_id(0), gl.num_programs(0), total)
@@ -115,15 +117,13 @@ def produce(
         part = gl.minimum(end - at, count - i)
         for j in range(i, i + part):
             slot = step % STAGES
-            phase = ((step // STAGES) & 1) ^ 1
             first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
-            mbarrier.wait(k_empty.index(slot), phase)
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             if PLAN != NONE:
                 say(words, slot * WORDS, first)
                 say(words, slot * WORDS + 1, kind)
             mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
             _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-            mbarrier.wait(v_empty.index(slot), phase)
             mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
             _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
             step += 1
@@ -160,6 +160,8 @@ def load_queries(
     q = gl.load(query + gl.expand_dims(of_rows, 1) + columns, mask=there, other=0.0)
     q_buf.store(q)
     fence_async_shared()
+    # Once here, or else in each step.
+    _all_threads()
 
 
 @gluon.jit
@@ -230,12 +232,12 @@ def write_strange_part(
 
 @gluon.jit
 def consume(
-    q_buf, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, words, query, key, value, partial_out,
+    q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
     partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints, floats, shifts,
     scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    WANT_MAX: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
@@ -274,7 +276,6 @@ def consume(
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
             raw = warpgroup_mma(q_buf, k, zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
@@ -291,7 +292,8 @@ def consume(
                     scores, True, beyond, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx, tables, ints,
                     floats, MASK_MOD,
                 )
-            nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
+            if WANT_MAX:
+                nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
             new_top = gl.maximum(top, gl.max(scores, 1) * unit)
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)
             weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
@@ -306,7 +308,7 @@ def consume(
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            mbarrier.arrive(empty.index(slot), count=1)
             step += 1
         # Unit by unit and program by program, each part has its own place.
         rows_a_unit = GROUP * q_length
@@ -315,7 +317,8 @@ def consume(
         sums = partial_sums + (place + packed) * 3
         gl.store(sums, top, mask=inside)
         gl.store(sums + 1, total, mask=inside)
-        gl.store(sums + 2, nans.to(gl.float32), mask=inside)
+        if WANT_MAX:
+            gl.store(sums + 2, nans.to(gl.float32), mask=inside)
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT)), 1)
         # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
         odd = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
@@ -333,13 +336,24 @@ def consume(
 
 
 @gluon.jit
+def let_next_begin():
+    """For a kernel that was launched to begin before this one ends."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
+        [gl.arange(0, 128, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1,
+    )
+
+
+@gluon.jit
 def decode_kernel(
     k_desc, v_desc, query, key, value, partial_out, partial_sums, q_strides, k_strides, v_strides,
     edges, steps, tables, ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length,
     unit_steps, most, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr,
+    EARLY: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The sums of each unit's part of each program's share.
 
@@ -350,12 +364,13 @@ def decode_kernel(
         key, value: for `write_strange_part`, with strides (b, h, row).
         partial_out: [programs + units, GROUP * L, VALUE_DIM], float32, relative to its own top: of
             program p and unit u at p + u.
-        partial_sums: [programs + units, GROUP * L, 3], float32: top in powers of two, sum, 1 if a
-            score is NaN.
+        partial_sums: [programs + units, GROUP * L, 3], float32: top in powers of two, sum; where
+            WANT_MAX, 1 if a score is NaN.
         edges, steps: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
         EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
+        EARLY: the next kernel may begin as soon as there is room for its programs.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -365,25 +380,25 @@ def decode_kernel(
     v_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=1)
-        mbarrier.init(v_empty.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
+    if EARLY:
+        let_next_begin()
     gl.warp_specialize([
         (consume, (
-            q_buf, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, words, query, key, value,
-            partial_out, partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints,
-            floats, shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
-            SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, EVEN, STAGES,
+            q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
+            partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints, floats,
+            shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD,
+            MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_MAX, EVEN, STAGES,
             BLOCK_N,
         )),
         (produce, (
-            k_desc, v_desc, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, words, edges, steps,
-            batch, kv_heads, kv_length, unit_steps, most, PLAN, KV_SHARED, D, DV, STAGES, BLOCK_N,
+            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch,
+            kv_heads, kv_length, unit_steps, most, PLAN, KV_SHARED, D, DV, STAGES, BLOCK_N,
         )),
     ], [1], [PRODUCER_REGISTERS])
