@@ -243,18 +243,21 @@ def _steps_launch(
     edges: torch.Tensor,
     steps: torch.Tensor,
 ) -> Launch:
-    program = made.program(
-        ("hopper decode steps", tiles.block_n),
-        decode_steps.steps_kernel,
-        {
-            **dict.fromkeys(("offsets", "ends", "runs", "edges", "steps"), "*i32"),
-            "mask_strides": ("i32", "i32"),
-            **int32s("entries", "most", "kv_length"),
-        },
-        {"KV_BLOCK": rows.block_size[1], "BLOCK_N": tiles.block_n},
-        (),
-        Options(4, 1),
-    )
+    key = ("hopper decode steps", tiles.block_n)
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            decode_steps.steps_kernel,
+            {
+                **dict.fromkeys(("offsets", "ends", "runs", "edges", "steps"), "*i32"),
+                "mask_strides": ("i32", "i32"),
+                **int32s("entries", "most", "kv_length"),
+            },
+            {"KV_BLOCK": rows.block_size[1], "BLOCK_N": tiles.block_n},
+            (),
+            Options(4, 1),
+        )
     entries, most = steps.shape[:2]
     return Launch(
         program,
@@ -315,31 +318,33 @@ def _sums_launch(
         "hopper decode sums", tiles.early, plan, parts, o_layout.unit, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
-    program = made.program(
-        key,
-        decode_sums.combine_kernel,
-        {
-            **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
-            **made.pointers("out", "rest"),
-            **strides("o_strides"),
-            "edges": "*i32",
-            **int32s("batch", "heads", "q_length", "unit_steps", "programs"),
-        },
-        {
-            "GROUP": spec.gqa_ratio,
-            "PLAN": plan,
-            "VALUE_DIM": spec.value_head_dim,
-            "DV": padded(spec.value_head_dim),
-            "PARTS": parts,
-            "UNIT": o_layout.unit,
-            "WANT_LSE": out.lse is not None,
-            "WANT_MAX": out.max_scores is not None,
-            "WANT_REST": rest is not None,
-            "EARLY": tiles.early,
-        },
-        ("partial_out",),
-        Options(4, 1, (("launch_pdl", True),) if tiles.early else ()),
-    )
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            decode_sums.combine_kernel,
+            {
+                **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
+                **made.pointers("out", "rest"),
+                **strides("o_strides"),
+                "edges": "*i32",
+                **int32s("batch", "heads", "q_length", "unit_steps", "programs"),
+            },
+            {
+                "GROUP": spec.gqa_ratio,
+                "PLAN": plan,
+                "VALUE_DIM": spec.value_head_dim,
+                "DV": padded(spec.value_head_dim),
+                "PARTS": parts,
+                "UNIT": o_layout.unit,
+                "WANT_LSE": out.lse is not None,
+                "WANT_MAX": out.max_scores is not None,
+                "WANT_REST": rest is not None,
+                "EARLY": tiles.early,
+            },
+            ("partial_out",),
+            Options(4, 1, (("launch_pdl", True),) if tiles.early else ()),
+        )
     return Launch(
         program,
         batch * heads * length,

@@ -143,22 +143,31 @@ def rows_of_unit(kv_head, q_length, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(
-    q_buf, query, q_strides, b, kv_head, q_length, GROUP: gl.constexpr, DIM: gl.constexpr,
-    D: gl.constexpr,
+def query_columns(
+    query, q_strides, b, kv_head, q_length, first_column, GROUP: gl.constexpr, DIM: gl.constexpr,
+    COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """The query rows of a unit, and zeros."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    """[ROWS, COLUMNS] of the query rows of a unit; 0 in other rows, and from DIM on."""
     inside, head, row = rows_of_unit(kv_head, q_length, GROUP, gl.SliceLayout(1, LAYOUT))
     # In units of what is loaded at a time.
     of_rows = (
         gl.cast(b, gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
         + row.to(gl.int64) * q_strides[2]
     ) * 8
-    columns = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    columns = gl.expand_dims(first_column + columns, 0)
     there = gl.expand_dims(inside, 1) & (columns < DIM)
-    q = gl.load(query + gl.expand_dims(of_rows, 1) + columns, mask=there, other=0.0)
-    q_buf.store(q)
+    return gl.load(query + gl.expand_dims(of_rows, 1) + columns, mask=there, other=0.0)
+
+
+@gluon.jit
+def load_queries(
+    q_buf, query, q_strides, b, kv_head, q_length, GROUP: gl.constexpr, DIM: gl.constexpr,
+    D: gl.constexpr,
+):
+    """The query rows of a unit, for products of warpgroups."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    q_buf.store(query_columns(query, q_strides, b, kv_head, q_length, 0, GROUP, DIM, D, LAYOUT))
     fence_async_shared()
     # Once here, or else in each step.
     _all_threads()
@@ -166,10 +175,10 @@ def load_queries(
 
 @gluon.jit
 def write_strange_part(
-    top, q_buf, key, value, k_strides, v_strides, partial_out, place, steps, most, b, kv_head, i,
-    part, q_length, kv_length, tables, ints, floats, shifts, scale, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, BLOCK_N: gl.constexpr,
+    top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps, most, b,
+    kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts, scale,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """The sums of a part of a unit whose values aren't all finite, anew: see strange_values.py.
 
@@ -202,8 +211,10 @@ def write_strange_part(
             end = begin + kind // 2
             for first in range(begin, end, KEYS):
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
-                for d in gl.static_range(0, D, PART):
-                    q = q_buf.slice(d, PART, dim=1).load(LEFT)
+                for d in range(0, DIM, PART):
+                    q = query_columns(
+                        query, q_strides, b, kv_head, q_length, d, GROUP, DIM, PART, LEFT,
+                    )
                     k = load_part(k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True)
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
@@ -324,9 +335,9 @@ def consume(
         odd = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
         if gl.max((odd != odd).to(gl.int32), 0) > 0:
             write_strange_part(
-                top, q_buf, key, value, k_strides, v_strides, partial_out, place, steps, most, b,
-                kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts, scale,
-                SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, BLOCK_N,
+                top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps,
+                most, b, kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts,
+                scale, SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, BLOCK_N,
             )
         else:
             columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
