@@ -6,6 +6,7 @@ Prints a line a call. All outputs must be the reference's, and what isn't finite
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Mapping
@@ -169,8 +170,48 @@ def check(case: Case) -> None:
         np.testing.assert_allclose(found.numpy(), right.numpy(), atol=3e-3, rtol=3e-3)
 
 
+def check_steps(seed: int) -> None:
+    """What lists a mask's steps, where rows have more runs, and runs more steps, than it takes at
+    a time."""
+    numbers = np.random.default_rng(seed)
+    entries, rows, blocks = 40, int(numbers.integers(1, 3)), 90
+    block_n, kv_block = 64, int(numbers.choice([16, 48, 64, 128, 256]))
+    length = int(numbers.integers(blocks * kv_block - 2 * kv_block, blocks * kv_block))
+    runs, offsets, wanted = [], [], []
+    for _ in range(entries):
+        for row in range(rows):
+            offsets.append(len(runs))
+            steps = []
+            cuts = sorted(set(numbers.integers(0, blocks + 1, numbers.integers(0, 100)).tolist()))
+            for begin, end in itertools.pairwise(cuts):
+                kind = int(numbers.integers(0, 3))
+                if kind:
+                    runs.append((begin, end, kind))
+                    last = min(end * kv_block, length)
+                    for key in range(begin * kv_block, last, block_n):
+                        steps.append((key, min(last - key, block_n) * 2 + (kind == 1)))
+            if row == 0:
+                wanted.append(steps)
+        offsets.append(len(runs))
+    most = max(map(len, wanted))
+    edges = torch.full((entries + 1,), -7, dtype=torch.int32)
+    listed = torch.full((entries, most, 2), -7, dtype=torch.int32)
+    begins = torch.tensor(offsets, dtype=torch.int32)
+    decode_steps.steps_kernel[(entries + 1,)](
+        begins, begins[1:], torch.tensor(runs, dtype=torch.int32), (rows + 1, 0), edges, listed,
+        entries, most, length, kv_block, block_n,
+    )  # fmt: skip
+    assert edges.tolist() == np.cumsum([0, *map(len, wanted)]).tolist()
+    for found, steps in zip(listed.tolist(), wanted, strict=True):
+        assert found[: len(steps)] == [list(step) for step in steps]
+        assert all(step == [-7, -7] for step in found[len(steps) :])
+
+
 def main() -> int:
     hasten()
+    for seed in range(4):
+        check_steps(seed)
+    print("steps: right", flush=True)
     with isolated(), posing("cuda"), mock.patch.object(decode_call, "_LEAST_SHARE", 64):
         register("cuda.python", InPython)
         for case in CASES:
