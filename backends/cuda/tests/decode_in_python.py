@@ -24,7 +24,14 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import decode_call, decode_steps, forward_call, hopper_decode, strange_values
+from anyflex_cuda import (
+    decode_call,
+    decode_steps,
+    forward_call,
+    hopper_decode,
+    hopper_forward,
+    strange_values,
+)
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
@@ -32,7 +39,7 @@ from anyflex_triton.launch import Program
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten
 
-CALLED = (tiles, forward, decode_steps, strange_values)
+CALLED = (tiles, forward, decode_steps, strange_values, hopper_forward)
 PARTS = ("decode_kernel", "combine_kernel")
 
 

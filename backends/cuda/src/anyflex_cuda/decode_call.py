@@ -343,7 +343,8 @@ def _sums_launch(
                 "EARLY": tiles.early,
             },
             ("partial_out",),
-            Options(4, 1, (("launch_pdl", True),) if tiles.early else ()),
+            # A warp adds up a few parts without waiting for others.
+            Options(1 if parts <= 16 else 4, 1, (("launch_pdl", True),) if tiles.early else ()),
         )
     return Launch(
         program,

@@ -3,8 +3,9 @@
 A program has a share of all steps, whatever units they belong to (decode_steps.py), and is one
 producer warp and one warpgroup that computes. The producer has TMA load the share's keys and
 values into a ring, as far ahead as that has room, also across the ends of units. A unit's query
-rows are the 64 rows of a product of warpgroups. At the end of a unit's part of the share its sums
-are written; `decode_sums.combine_kernel` adds up those of all programs.
+rows are the 64 rows of a product of warpgroups, and the rest of those are zeros. At the end of a
+unit's part of the share its sums are written; `decode_sums.combine_kernel` adds up those of all
+programs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.decode_steps import ALL, EACH, NONE, share_of, total_steps
+from anyflex_cuda.hopper_forward import ROWS, said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.tiles import masked_scores, strange
 
-__all__ = ["ROWS", "decode_kernel"]
+__all__ = ["decode_kernel"]
 
 # Triton 3.8 has a new name for it.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -35,8 +37,6 @@ _all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 # Argument lists would be a line an argument.
 # fmt: off
 
-ROWS = gl.constexpr(64)
-"""Of a product of warpgroups; those past a unit's query rows are zeros."""
 WORDS = gl.constexpr(2)
 """What is said of a step: as `decode_steps.steps_kernel` writes it."""
 
@@ -84,20 +84,6 @@ def step_of(steps, b, most, i, kv_length, PLAN: gl.constexpr, BLOCK_N: gl.conste
         row = b if PLAN == EACH else 0 * b
         at = steps + (gl.cast(row, gl.int64) * most + i) * WORDS
         return gl.load(at), gl.load(at + 1)
-
-
-# What the producer says, by words of shared memory
-
-@gluon.jit
-def say(words, at, value):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    words.index(at).store(gl.full([1], value, gl.int32, layout=LAYOUT))
-
-
-@gluon.jit
-def said(words, at):
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(words.index(at).load(LAYOUT), 0)
 
 
 # The producer
