@@ -47,15 +47,13 @@ _KEYS = hopper_backward.KEYS
 _ROWS_PADDED = 128
 _FINISHED_ROWS = 64
 _FINISHED_KEYS = 32
-_GROUP_BYTES = 32 << 20
+_GROUP_BYTES = 48 << 20
 """Of the second cache: query rows, dout and sums of the heads that run at a time."""
 _WIDTHS = (64, 128)
 STAGES = 2
 """Steps whose query rows and dout are in flight."""
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
-AHEAD = False
-"""Scores of the next step are made while the sums of dQ of this one go out."""
 
 
 def refused_backward(spec: Spec, unproven: bool) -> str | None:
@@ -231,7 +229,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
     sums = (1, 64, 64)
-    key = ("hopper backward", STAGES, DYNAMIC, AHEAD, blocks, block_m, ragged, want_dq, mods.key)
+    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
     program = made.existing.get(key)
     if program is None:
         dtype = spec.dtype
@@ -266,7 +264,6 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "DV": value_width,
                 "STAGES": STAGES,
                 "DYNAMIC": DYNAMIC,
-                "AHEAD": AHEAD,
             },
             (),
             Options(4, 1),

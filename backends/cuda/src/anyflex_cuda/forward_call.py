@@ -43,6 +43,7 @@ class Tiles:
         block_n: keys of a step.
         stages: steps whose keys and values are in shared memory.
         turns: two consumers take turns with the tensor cores.
+        pinned: a softmax runs beside the product of the weights before it.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -51,6 +52,7 @@ class Tiles:
     block_n: int
     stages: int
     turns: bool
+    pinned: bool
     dynamic: bool
     registers: tuple[int, int]
 
@@ -71,9 +73,9 @@ def tiles_for(spec: Spec, unproven: bool) -> Tiles:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds and unproven:
-            return Tiles(3, 128, 3, False, True, (160, 24))
-        return Tiles(2, 128, 3, True, True, (240, 24))
-    return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
+            return Tiles(3, 128, 3, False, True, True, (160, 24))
+        return Tiles(2, 128, 3, True, False, True, (240, 24))
+    return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
 
 
 def refusal(call: Call) -> str | None:
@@ -169,6 +171,7 @@ def program_for(
             "EVEN": even,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
+            "PINNED": tiles.pinned,
             "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,

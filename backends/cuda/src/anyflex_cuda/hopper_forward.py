@@ -86,6 +86,20 @@ def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
             named_barrier("arrive", "8")
 
 
+@gluon.jit
+def pin(x):
+    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a softmax
+    behind the wait for products that it could run beside. What never happens, but might depend on
+    x, it leaves in its place: a sum is never this negative NaN."""
+    never: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.eq.u32 p, $1, 0xffc0dead; "
+        "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }"
+    )
+    return gl.inline_asm_elementwise(
+        never, "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )
+
+
 # The producer
 
 @gluon.jit
@@ -254,31 +268,38 @@ def produce(
 
 @gluon.jit
 def said_of_step(
-    step_words, slot, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
+    step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
 ):
     """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
     given back."""
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
     full = gl.to_tensor(True)
-    if MASKED or SCORE_MOD is not None:
+    if SCORE_MOD is not None:
         first = said(step_words, slot * WORDS)
     if MASKED:
-        full = said(step_words, slot * WORDS + 2) != 0
-        if not EVEN:
-            end = said(step_words, slot * WORDS + 1)
+        if masked:
+            if SCORE_MOD is None:
+                first = said(step_words, slot * WORDS)
+            full = said(step_words, slot * WORDS + 2) != 0
+            if not EVEN:
+                end = said(step_words, slot * WORDS + 1)
     return first, end, full
 
 
 @gluon.jit
 def weights_of(
-    raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints, floats,
-    scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
+    raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints,
+    floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     """(weights, alpha, top, total, nans) after a step whose scores are `raw`: one of an online
-    softmax, in powers of two."""
+    softmax, in powers of two.
+
+    Args:
+        masked: whether some pair of the step may be dead, where MASKED.
+    """
     scores = raw
     if MASKED or SCORE_MOD is not None:
         keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
@@ -290,10 +311,11 @@ def weights_of(
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
     if MASKED:
-        inside = None if EVEN else keys < end
-        scores = masked_scores(
-            scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
-        )
+        if masked:
+            inside = None if EVEN else keys < end
+            scores = masked_scores(
+                scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+            )
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
@@ -302,17 +324,18 @@ def weights_of(
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
     alpha = gl.exp2(top - shift)
     total = total * alpha + gl.sum(weights, 1)
+    if PINNED:
+        total = pin(total)
     return weights, alpha, new_top, total, nans
 
 
 @gluon.jit
 def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-    step_words, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    ME: gl.constexpr,
-    TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
@@ -321,7 +344,7 @@ def advance(
     before = (step - 1) % STAGES
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, SCORE_MOD)
     take_turn(ME, TURNS)
     k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -332,8 +355,9 @@ def advance(
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, total, nans = weights_of(
-        raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints,
-        floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT, BLOCK_N,
+        raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
+        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
+        BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -354,7 +378,7 @@ def consume(
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -396,7 +420,9 @@ def consume(
         if steps > 0:
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+            first, end, full = said_of_step(
+                step_words, slot, masked > 0, MASKED, EVEN, SCORE_MOD,
+            )
             take_turn(ME, TURNS)
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
@@ -405,30 +431,22 @@ def consume(
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, total, nans = weights_of(
-                raw, top, total, nans, first, end, full, mod_b, mod_h, q_idx, kv_length, shifts,
-                tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT,
-                BLOCK_N,
+                raw, top, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
+                kv_length, shifts, tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
+                WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
             halves = gl.convert_layout(
                 weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
             )
             step += 1
-            first_plain = gl.maximum(masked, 1)
-            if MASKED:
-                for _ in range(1, first_plain):
-                    halves, acc, top, total, nans = advance(
-                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                        v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
-                        tables, ints, floats, scale, ME, TURNS, True, EVEN, SCORE_MOD, MASK_MOD,
-                        WANT_MAX, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
-                    )
-                    step += 1
-            for _ in range(first_plain, steps):
+            # One loop: two would hand the weights from one to the other as halves, which ptxas
+            # then takes apart and puts together in each step.
+            for i in range(1, steps):
                 halves, acc, top, total, nans = advance(
                     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
-                    ints, floats, scale, ME, TURNS, False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX,
-                    S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
+                    shifts, tables, ints, floats, scale, ME, TURNS, MASKED, EVEN, SCORE_MOD,
+                    MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -500,7 +518,7 @@ def forward_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, PINNED: gl.constexpr, SHARES_ROOM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -519,6 +537,7 @@ def forward_kernel(
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
         TURNS: two consumers take turns with the tensor cores.
+        PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
@@ -567,7 +586,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -576,7 +595,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -595,7 +614,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -604,7 +623,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -613,7 +632,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
