@@ -321,8 +321,9 @@ class Device:
             found = np.where(mask, pointer.array[at], other)
             return tile(found) if found.ndim else found.item()
 
-        def store(pointer: Pointer, x: Any) -> None:
-            pointer.array[pointer.at] = x
+        def store(pointer: Pointer, x: Any, mask: Any = True) -> None:
+            at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
+            pointer.array[at[mask]] = x[mask]
 
         def atomic_add(pointer: Pointer, x: int, sem: str) -> int:
             before = int(pointer.array[pointer.at])
@@ -342,25 +343,32 @@ class Device:
 
             return called
 
+        # As a device's, it leaves NaN out.
         def maximum(x: Any, axis: int) -> Any:
-            found = np.max(x, axis=axis)
-            return tile(found) if found.ndim else int(found)
+            found = np.fmax.reduce(x, axis=axis)
+            return tile(found) if np.ndim(found) else int(found)
+
+        def total(x: Any, axis: int) -> Any:
+            found = np.sum(x, axis=axis)
+            return tile(found) if np.ndim(found) else found.item()
 
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
-            constexpr=lambda x: x, float32="f32", int32="i32", int64="i64",
+            constexpr=lambda x: x, float16="f16", float32="f32", int32="i32", int64="i64",
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
             arange=lambda a, b, layout: tile(np.arange(a, b)),
             full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
-            convert_layout=lambda x, layout: x, max=maximum,
-            minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
-            exp2=plain(np.exp2), abs=plain(np.abs), load=load, store=store,
+            convert_layout=lambda x, layout: x, cast=lambda x, dtype: x,
+            max=maximum, sum=total,
+            minimum=plain(np.fmin), maximum=plain(np.fmax), where=plain(np.where),
+            exp2=plain(np.exp2), abs=plain(np.abs), floor=plain(np.floor), load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
-            warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
+            thread_barrier=nothing, warp_specialize=self.warp_specialize,
+            NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
                  "SwizzledSharedLayout"),
@@ -376,6 +384,7 @@ def run_kernel(
     arguments: dict[str, Any],
     seed: int,
     changed: tuple[str, str] = ("", ""),
+    more: Sequence[ModuleType] = (),
 ) -> None:
     """Run `programs` programs of a kernel.
 
@@ -385,14 +394,13 @@ def run_kernel(
         arguments: by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of `Tile`.
         seed: another one is another order of what happens.
         changed: a piece of the source, and what stands there instead.
+        more: modules of functions that the kernel calls, each before those that call it.
 
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
-    text = Path(module.__file__ or "").read_text()
-    # What follows the imports.
-    body = text[text.index("\n__all__") :]
+    body = _body_of(module)
     assert changed[0] in body, f"not in the source: {changed[0]}"
     if changed[0]:
         body = body.replace(*changed)
@@ -403,6 +411,7 @@ def run_kernel(
     names: dict[str, Any] = {
         "gl": device.language(),
         "gluon": SimpleNamespace(jit=lambda function: function),
+        "triton": SimpleNamespace(jit=lambda function: function),
         "mbarrier": SimpleNamespace(
             wait=device.wait, arrive=device.arrive, expect=device.expect, init=init,
             MBarrierLayout=lambda: "barrier",
@@ -414,7 +423,11 @@ def run_kernel(
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
+        "mma_v2": lambda a, b, acc: tile(np.asarray(a, float) @ np.asarray(b, float) + acc),
     }  # fmt: skip
+    names["tl"] = names["gl"]
+    for other in more:
+        exec(compile(_body_of(other), other.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     exec(compile(body, module.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     names["meet"] = device.meet
 
@@ -432,6 +445,12 @@ def run_kernel(
             worker.join()
     if device.threads.failed is not None:
         raise Stuck(f"with seed {seed}") from device.threads.failed
+
+
+def _body_of(module: ModuleType) -> str:
+    """What follows its imports."""
+    text = Path(module.__file__ or "").read_text()
+    return text[text.index("\n__all__") :]
 
 
 def _annotations() -> int:

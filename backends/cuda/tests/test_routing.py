@@ -263,12 +263,6 @@ def test_the_option_takes_hoppers_kernels_away() -> None:
     assert [of(launch) for launch in launched] == [PORTABLE] and "hopper" not in said
 
 
-def test_decoding_stays_portable() -> None:
-    launched, said = launches(*drawn((1, 2, 1, 64), SHAPE, SHAPE))
-    assert {of(launch) for launch in launched} == {"anyflex_triton.decode"}
-    assert "decode" in said
-
-
 def test_boxes_are_of_whole_tensors_whatever_the_order_of_dimensions() -> None:
     tensor = torch.zeros(2, 100, 4, 64, dtype=torch.float16).transpose(1, 2)
     assert is_boxed(tensor)

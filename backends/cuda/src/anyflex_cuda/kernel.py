@@ -14,6 +14,14 @@ from anyflex_cuda.backward_call import (
     refused_backward,
     work_of,
 )
+from anyflex_cuda.decode_call import (
+    decode_tiles,
+    decode_workspace,
+    launch_decode,
+    program_count,
+    refused_decode,
+    refused_decode_spec,
+)
 from anyflex_cuda.forward_call import (
     Fit,
     fit_of,
@@ -59,6 +67,10 @@ class CudaKernel(TritonKernel):
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
             spec, self._tiles, unproven
         )
+        self._decode_tiles = decode_tiles(spec)
+        self._refused_decode = refused_options(overrides, FORWARD_OPTIONS) or refused_decode_spec(
+            spec, unproven
+        )
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec, unproven
         )
@@ -66,8 +78,9 @@ class CudaKernel(TritonKernel):
         self._fits = lru_cache(_FITS)(partial(fit_of, self._hopper, self._tiles))
 
     def describe(self, call: Call) -> str:
-        """``hopper 128x128``, or what the portable kernels say and why they are taken; where
-        gradients are wanted, then the same of backward: ``backward hopper``."""
+        """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
+        why they are taken; where gradients are wanted, then the same of backward: ``backward
+        hopper``."""
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
@@ -78,17 +91,23 @@ class CudaKernel(TritonKernel):
         return f"{forward}, backward hopper{rest}"
 
     def _describe_forward(self, call: Call) -> str:
-        portable = super().describe(call)
-        if self._decodes(call):
-            return portable
-        reason = self._refused or refusal(call)
+        reason = self._refused_forward(call)
         if reason is not None:
-            return f"{portable} (not Hopper's kernel: {reason})"
+            return f"{super().describe(call)} (not Hopper's kernel: {reason})"
+        if self._decodes(call):
+            return f"hopper decode programs={program_count(call, self._decode_tiles)}"
         return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
 
+    def _refused_forward(self, call: Call) -> str | None:
+        """Why forward takes the portable kernels, or None."""
+        if self._decodes(call):
+            reason = self._refused_decode or refusal(call)
+            return reason or refused_decode(call, self._decode_tiles)
+        return self._refused or refusal(call)
+
     def _fit(self, call: Call) -> Fit | None:
-        """What Hopper's forward needs to know of a call's tensors, or None where it doesn't take
-        the call."""
+        """What Hopper's forward of many query rows needs to know of a call's tensors, or None
+        where it doesn't take the call."""
         if self._refused is not None or self._decodes(call):
             return None
         query, key, value = call.query, call.key, call.value
@@ -98,6 +117,10 @@ class CudaKernel(TritonKernel):
             query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
         )
 
+    def _takes_decode(self, call: Call) -> bool:
+        """Whether Hopper's decoding takes the call."""
+        return self._decodes(call) and self._refused_forward(call) is None
+
     def _is_hoppers_backward(self, call: Call) -> bool:
         """Whether backward takes Hopper's kernel."""
         return self._refused_backward is None and refusal(call) is None
@@ -105,13 +128,15 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter, or nothing; of its backward `backward_workspace`, then
-        what the portable pass over query rows takes where that makes dQ; else as the portable
-        kernels'."""
+        """Of Hopper's forward a counter, or nothing; of its decoding `decode_workspace`; of its
+        backward `backward_workspace`, then what the portable pass over query rows takes where
+        that makes dQ; else as the portable kernels'."""
         if direction == "forward":
             fit = self._fit(call)
             if fit is not None:
                 return workspace(fit, call.query.device)
+            if self._takes_decode(call):
+                return decode_workspace(self.spec, call, self._decode_tiles)
         if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
@@ -124,6 +149,8 @@ class CudaKernel(TritonKernel):
         fit = self._fit(call)
         if fit is not None:
             launch_forward(self._hopper, self._tiles, fit, call, out)
+        elif self._takes_decode(call):
+            launch_decode(self._made, self._hopper, self._decode_tiles, call, out)
         else:
             super().forward(call, out)
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.tiles import bounded_run, mask_row, masked_scores, strange
 
-__all__ = ["write_strange_rows"]
+__all__ = ["KEYS", "PART", "load_part", "place_of", "seen_strange", "write_strange_rows"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -28,7 +28,7 @@ PART = gl.constexpr(32)
 @gluon.jit
 def place_of(strides, b, h):
     """The first element of (b, h)."""
-    return b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
+    return gl.cast(b, gl.int64) * strides[0] + gl.cast(h, gl.int64) * strides[1]
 
 
 @gluon.jit
@@ -46,6 +46,27 @@ def load_part(
     columns += first_column
     at = base + rows.to(gl.int64) * stride + columns
     return gl.load(at, mask=(rows < end) & (columns < DIM), other=0.0)
+
+
+@gluon.jit
+def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """Sums [ROWS, PART] over keys that a row sees of what isn't finite in v: 0, an infinity, NaN.
+
+    Args:
+        seen: [ROWS, KEYS], in LAYOUT; v: [KEYS, PART], its right operand.
+    """
+    # Infinities count 1 / 256, negative ones 1, NaNs 256: one product of halves counts all three.
+    counted = gl.where(v == float("inf"), 0.00390625, 0.0)
+    counted = gl.where(v == float("-inf"), 1.0, counted)
+    counted = gl.where(v != v, 256.0, counted).to(gl.float16)
+    count = mma_v2(
+        gl.convert_layout(seen.to(gl.float16), gl.DotOperandLayout(0, LAYOUT, 2)), counted,
+        gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT),
+    )
+    mixed = (count >= 256.0) | ((count >= 1.0) & (count != gl.floor(count)))
+    found = gl.where(count > 0.0, float("inf"), 0.0)
+    found = gl.where(count >= 1.0, float("-inf"), found)
+    return gl.where(mixed, float("nan"), found)
 
 
 @gluon.jit
@@ -119,20 +140,7 @@ def write_strange_rows(
                 )
                 finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
-                # What isn't finite, where it is seen. Infinities count 1 / 256, negative ones 1,
-                # NaNs 256: one product of halves counts all three.
-                counted = gl.where(v == float("inf"), 0.00390625, 0.0)
-                counted = gl.where(v == float("-inf"), 1.0, counted)
-                counted = gl.where(v != v, 256.0, counted).to(gl.float16)
-                seen = (scores != float("-inf")).to(gl.float16)
-                count = mma_v2(
-                    gl.convert_layout(seen, LEFT), counted,
-                    gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT),
-                )
-                mixed = (count >= 256.0) | ((count >= 1.0) & (count != gl.floor(count)))
-                found = gl.where(count > 0.0, float("inf"), 0.0)
-                found = gl.where(count >= 1.0, float("-inf"), found)
-                acc += gl.where(mixed, float("nan"), found)
+                acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
         acc = gl.where(dead, 0.0, acc * inverse)
         columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
