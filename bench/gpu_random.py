@@ -7,7 +7,8 @@ The conformance kit's own comparison and budgets, at lengths of up to 900 in hea
 256, with every mod of the kit's lists. Fresh memory holds NaN. Each forward, and each backward
 under deterministic algorithms, is repeated and must give the same bits. Every call runs in one of
 `--jobs` processes; one that doesn't end within `--timeout` seconds is killed and counts as failed.
-Exits with 1 if a call is wrong, fails, hangs or differs between repetitions.
+Exits with 1 if a call is wrong, fails, hangs or differs between repetitions, or if more than one
+in twenty is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex.errors import BackendRefused
 from anyflex.testing.attention_case import AttentionCase, Drawn, Layout
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS
@@ -40,6 +42,7 @@ __all__ = ["drawn_case", "main"]
 SEED = 20261122
 PAIRS = 1_500_000
 """At most: the formula takes seconds for a call of so many."""
+MOST_REFUSED = 0.05
 DIMS = (
     *[(128, 128)] * 4, *[(64, 64)] * 4, (96, 96), (80, 80), (40, 40), (128, 64), (64, 128),
     (72, 56), (256, 256), (192, 128), (160, 160),
@@ -140,7 +143,9 @@ def outcome_of(
             found = by_backend(case, drawn, backend, device, attention)
             row["problems"] = mismatches(found, by_oracle(case, drawn), case, drawn)
             row["problems"] += _changes(case, drawn, backend, device, attention, found, repeat)
-    # Whatever comes is the call's outcome.
+    except BackendRefused as error:
+        row["variant"] = f"refused: {error.reasons.get(backend, error)}"
+    # Whatever else comes is the call's outcome.
     except Exception as error:  # noqa: BLE001
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:600]
@@ -313,8 +318,9 @@ def main() -> int:
     kinds = Counter(_kind(row["variant"]) for row in rows)
     for kind, count in kinds.most_common():
         print(f"{count:4} {kind}")
-    print(f"{len(rows)} calls, {failed} failed")
-    return int(failed > 0 or len(rows) < len(numbers))
+    refused = sum(row["variant"].startswith("refused") for row in rows)
+    print(f"{len(rows)} calls, {failed} failed, {refused} refused")
+    return int(failed > 0 or refused > len(rows) * MOST_REFUSED or len(rows) < len(numbers))
 
 
 def _number(row: Mapping[str, Any]) -> int:
@@ -322,7 +328,9 @@ def _number(row: Mapping[str, Any]) -> int:
 
 
 def _kind(variant: str) -> str:
-    """Which kernels, without their tiles."""
+    """Which kernels, without their tiles; or why none."""
+    if variant.startswith("refused"):
+        return variant
     forward, _, backward = variant.partition(", backward ")
     words = [forward.split(" ")[0] or "none"]
     if backward:
