@@ -85,21 +85,11 @@ def tiles_for(spec: Spec, unproven: bool) -> Tiles:
     dims = max(spec.head_dim, spec.value_head_dim)
     if dims <= 64:
         # Where the mask's blocks let them, three consumers are faster.
-        thirds = Tiles(3, 128, 3, False, True, True, (160, 24))
-        if unproven and fits(spec, thirds):
-            return thirds
+        thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
+        if thirds and unproven:
+            return Tiles(3, 128, 3, False, True, True, (160, 24))
         return Tiles(2, 128, 3, True, False, True, (240, 24))
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
-
-
-def fits(spec: Spec, tiles: Tiles) -> bool:
-    """Whether a tile lies in one row of the mask's blocks, or one of three consumers in two."""
-    if spec.mask_kind != "runs":
-        return True
-    rows, keys = spec.block_size
-    return rows % tiles.block_m == 0 or (
-        tiles.consumers == 3 and rows % 128 == 0 and keys % tiles.block_n == 0
-    )
 
 
 def refusal(call: Call) -> str | None:
@@ -132,7 +122,7 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
         return "rows of out aren't multiples of 16 bytes"
     if max(spec.head_dim, spec.value_head_dim) > 128 and not unproven:
         return f"head dims above 128 are {NEVER_RUN}"
-    if not fits(spec, tiles):
+    if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
         return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
     return None
 

@@ -88,9 +88,9 @@ def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def pin(x):
-    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a
-    softmax behind the wait for products that it could run beside. What never happens, but might
-    depend on x, it leaves in its place: a sum is never this negative NaN."""
+    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a softmax
+    behind the wait for products that it could run beside. What never happens, but might depend on
+    x, it leaves in its place: a sum is never this negative NaN."""
     never: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.eq.u32 p, $1, 0xffc0dead; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }"
@@ -131,55 +131,6 @@ def count_steps(
 
 
 @gluon.jit
-def segment(runs, a, last_a, b, last_b, at, length, KV_BLOCK: gl.constexpr):
-    """The next keys from `at` on that the runs of two rows of blocks, of which `a` and `b` haven't
-    ended yet, treat alike: (begin, end, whether the first row has them and whether they are FULL
-    there, the same of the second, next a, next b). One of the two has a run left."""
-    begin_a, end_a, full_a = run_at(runs, a, last_a, length, KV_BLOCK)
-    begin_b, end_b, full_b = run_at(runs, b, last_b, length, KV_BLOCK)
-    begin = gl.maximum(at, gl.minimum(begin_a, begin_b))
-    in_a = begin_a <= begin
-    in_b = begin_b <= begin
-    end = gl.minimum(gl.where(in_a, end_a, begin_a), gl.where(in_b, end_b, begin_b))
-    # Bounds that one run hands to the next may be taken for the first one's: see
-    # `hopper_backward.consume_pass`. Only counts are handed on here.
-    next_a = a + gl.where(end_a <= end, 1, 0)
-    next_b = b + gl.where(end_b <= end, 1, 0)
-    return begin, end, in_a, in_a & full_a, in_b, in_b & full_b, next_a, next_b
-
-
-@gluon.jit
-def run_at(runs, r, last, length, KV_BLOCK: gl.constexpr):
-    """(begin, end, whether FULL) of a run in keys; of none, behind all keys."""
-    there = r < last
-    at = runs + r * 3
-    begin = gl.load(at, mask=there, other=0) * KV_BLOCK
-    end = gl.minimum(gl.load(at + 1, mask=there, other=0) * KV_BLOCK, length)
-    full = gl.load(at + 2, mask=there, other=0) == FULL
-    behind = 2147483647
-    return gl.where(there, begin, behind), gl.where(there, end, behind), full
-
-
-@gluon.jit
-def count_split_steps(
-    runs, a, last_a, b, last_b, kv_length, KV_BLOCK: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    """`count_steps` of a tile that lies in two rows of blocks."""
-    masked = gl.to_tensor(0)
-    plain = gl.to_tensor(0)
-    at = gl.to_tensor(0)
-    while (a < last_a) | (b < last_b):
-        begin, end, _in_a, full_a, _in_b, full_b, a, b = segment(
-            runs, a, last_a, b, last_b, at, kv_length, KV_BLOCK,
-        )
-        whole = gl.where(full_a & full_b, (end - begin) // BLOCK_N, 0)
-        plain += whole
-        masked += (end - begin + BLOCK_N - 1) // BLOCK_N - whole
-        at = end
-    return masked, plain
-
-
-@gluon.jit
 def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
     """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
     the scores of that tile's last step.
@@ -217,26 +168,17 @@ def load_queries(
 def load_step(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
-    first_row, masked, plain, first, end, full, end_b, full_b, SPLIT: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """Keys and values of a step. A tile's queries come between those of its first step: there is
-    room for keys earlier.
-
-    Args:
-        end, full: said to the consumers; where SPLIT, to those of the first row of blocks.
-        end_b, full_b: where SPLIT, to the others.
-    """
+    room for keys earlier."""
     slot = step % STAGES
     phase = ((step // STAGES) & 1) ^ 1
     mbarrier.wait(k_empty.index(slot), phase)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
-    if SPLIT:
-        say(step_words, slot * WORDS + 3, end_b)
-        say(step_words, slot * WORDS + 4, full_b)
     mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
     _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
     if step == first_step:
@@ -253,11 +195,10 @@ def load_step(
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
-    heads, q_length, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, SPLIT: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
@@ -284,62 +225,29 @@ def produce(
         else:
             run = gl.to_tensor(0)
             last_run = gl.to_tensor(1)
-        if SPLIT:
-            last_row = gl.minimum(first_row + BLOCK_M, q_length) - 1
-            run_b, last_b = mask_row(offsets, ends, mask_strides, b, h, last_row // Q_BLOCK)
-            masked, plain = count_split_steps(
-                runs, run, last_run, run_b, last_b, kv_length, KV_BLOCK, BLOCK_N,
-            )
-        else:
-            masked, plain = count_steps(
-                runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
-            )
+        masked, plain = count_steps(
+            runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
+        )
         first_step = step
         # First what may have dead pairs, then the rest, whose loop has no mask's code.
         for part in range(2):
-            if SPLIT:
-                r_a = run
-                r_b = run_b
-                key = gl.to_tensor(0)
-                while (r_a < last_run) | (r_b < last_b):
-                    begin, end, in_a, full_a, in_b, full_b, r_a, r_b = segment(
-                        runs, r_a, last_run, r_b, last_b, key, kv_length, KV_BLOCK,
+            for r in range(run, last_run):
+                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+                middle = begin
+                if full:
+                    middle += (end - begin) // BLOCK_N * BLOCK_N
+                if part == 0:
+                    begin = middle
+                else:
+                    end = middle
+                for first in range(begin, end, BLOCK_N):
+                    load_step(
+                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                        v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                        before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                        full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
-                    key = end
-                    whole = gl.where(full_a & full_b, (end - begin) // BLOCK_N * BLOCK_N, 0)
-                    start = begin + gl.where(part == 0, whole, 0)
-                    stop = gl.where(part == 0, end, begin + whole)
-                    # Rows of blocks that don't have these keys see none of them.
-                    end_a = gl.where(in_a, end, 0)
-                    end_b = gl.where(in_b, end, 0)
-                    for first in range(start, stop, BLOCK_N):
-                        load_step(
-                            q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full,
-                            k_empty, v_full, v_empty, passed, tile_words, step_words, step,
-                            first_step, empties, before, b, h, kv_b, kv_head, first_row, masked,
-                            plain, first, end_a, full_a.to(gl.int32), end_b, full_b.to(gl.int32),
-                            SPLIT, CONSUMERS, STAGES, BLOCK_N, D, DV,
-                        )
-                        step += 1
-            else:
-                for r in range(run, last_run):
-                    begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-                    middle = begin
-                    if full:
-                        middle += (end - begin) // BLOCK_N * BLOCK_N
-                    if part == 0:
-                        begin = middle
-                    else:
-                        end = middle
-                    for first in range(begin, end, BLOCK_N):
-                        load_step(
-                            q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full,
-                            k_empty, v_full, v_empty, passed, tile_words, step_words, step,
-                            first_step, empties, before, b, h, kv_b, kv_head, first_row, masked,
-                            plain, first, end, full.to(gl.int32), 0, 0, SPLIT, CONSUMERS, STAGES,
-                            BLOCK_N, D, DV,
-                        )
-                        step += 1
+                    step += 1
         if step == first_step:
             load_queries(
                 q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
@@ -362,36 +270,31 @@ def produce(
 
 @gluon.jit
 def said_of_step(
-    step_words, slot, masked, second, MASKED: gl.constexpr, BOUNDED: gl.constexpr,
-    SCORE_MOD: gl.constexpr,
+    step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
 ):
     """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
-    given back.
-
-    Args:
-        second: 2 for a consumer in the tile's second row of blocks, else 0.
-    """
+    given back."""
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
     full = gl.to_tensor(True)
     if SCORE_MOD is not None:
         first = said(step_words, slot * WORDS)
-    if MASKED:  # noqa: SIM102  the other is known at run time alone
+    if MASKED:
         if masked:
             if SCORE_MOD is None:
                 first = said(step_words, slot * WORDS)
-            full = said(step_words, slot * WORDS + 2 + second) != 0
-            if BOUNDED:
-                end = said(step_words, slot * WORDS + 1 + second)
+            full = said(step_words, slot * WORDS + 2) != 0
+            if not EVEN:
+                end = said(step_words, slot * WORDS + 1)
     return first, end, full
 
 
 @gluon.jit
 def weights_of(
     raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints,
-    floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, BOUNDED: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):
     """(weights, alpha, top, total, nans) after a step whose scores are `raw`: one of an online
     softmax, in powers of two.
@@ -409,9 +312,9 @@ def weights_of(
             kv_idx = keys + shifts[3]
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
-    if MASKED:  # noqa: SIM102  the other is known at run time alone
+    if MASKED:
         if masked:
-            inside = keys < end if BOUNDED else None
+            inside = None if EVEN else keys < end
             scores = masked_scores(
                 scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
             )
@@ -431,11 +334,11 @@ def weights_of(
 @gluon.jit
 def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-    step_words, masked, second, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
-    BOUNDED: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -443,9 +346,7 @@ def advance(
     before = (step - 1) % STAGES
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    first, end, full = said_of_step(
-        step_words, slot, masked, second, MASKED, BOUNDED, SCORE_MOD,
-    )
+    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, SCORE_MOD)
     take_turn(ME, TURNS)
     k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -457,8 +358,8 @@ def advance(
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, total, nans = weights_of(
         raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
-        ints, floats, scale, MASKED, EVEN, BOUNDED, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED,
-        S_LAYOUT, BLOCK_N,
+        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
+        BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -475,12 +376,11 @@ def consume(
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables,
     ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, SPLIT: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
+    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -497,7 +397,6 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    BOUNDED: gl.constexpr = SPLIT or not EVEN
     q = q_bufs.index(ME).reshape([ROWS, D])
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -511,10 +410,6 @@ def consume(
         h = said(tile_words, ME * WORDS + 2)
         masked = said(tile_words, ME * WORDS + 3)
         steps = masked + said(tile_words, ME * WORDS + 4)
-        second = 0
-        if SPLIT:
-            block = first_row // Q_BLOCK
-            second = gl.where((first_row + ME * ROWS) // Q_BLOCK > block, 2, 0)
         first_row += ME * ROWS
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
@@ -528,7 +423,7 @@ def consume(
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
             first, end, full = said_of_step(
-                step_words, slot, masked > 0, second, MASKED, BOUNDED, SCORE_MOD,
+                step_words, slot, masked > 0, MASKED, EVEN, SCORE_MOD,
             )
             take_turn(ME, TURNS)
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
@@ -539,8 +434,8 @@ def consume(
             mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, total, nans = weights_of(
                 raw, top, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
-                kv_length, shifts, tables, ints, floats, scale, MASKED, EVEN, BOUNDED, SCORE_MOD,
-                MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
+                kv_length, shifts, tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
+                WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
             halves = gl.convert_layout(
                 weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
@@ -551,10 +446,9 @@ def consume(
             for i in range(1, steps):
                 halves, acc, top, total, nans = advance(
                     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, i < masked, second, mod_b, mod_h, q_idx,
-                    kv_length, shifts, tables, ints, floats, scale, ME, TURNS, MASKED, EVEN,
-                    BOUNDED, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT, STAGES,
-                    BLOCK_N, D, DV,
+                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
+                    shifts, tables, ints, floats, scale, ME, TURNS, MASKED, EVEN, SCORE_MOD,
+                    MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -643,8 +537,7 @@ def forward_kernel(
             where DYNAMIC and programs are fewer than tiles.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
-        Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows, or, where that has
-            192, of 128, and KV_BLOCK then of BLOCK_N.
+        Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
         TURNS: two consumers take turns with the tensor cores.
         PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
@@ -653,8 +546,6 @@ def forward_kernel(
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
-    SPLIT: gl.constexpr = HAS_MASK and Q_BLOCK % (CONSUMERS * ROWS) != 0
-    gl.static_assert(not SPLIT or (Q_BLOCK % 128 == 0 and KV_BLOCK % BLOCK_N == 0))
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
     if SHARES_ROOM:
         gl.static_assert(D == DV)
@@ -696,25 +587,25 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, SPLIT, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST,
-                EVEN, MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, SPLIT, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST,
-                EVEN, MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, batch_heads, heads, q_length, kv_length, tiles, head_group, HAS_MASK,
-                SPLIT, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM,
-                CONSUMERS, STAGES, BLOCK_N,
+                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
+                BLOCK_N,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
@@ -724,33 +615,33 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, SPLIT, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST,
-                EVEN, MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, SPLIT, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST,
-                EVEN, MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, SPLIT, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST,
-                EVEN, MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, batch_heads, heads, q_length, kv_length, tiles, head_group, HAS_MASK,
-                SPLIT, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM,
-                CONSUMERS, STAGES, BLOCK_N,
+                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
+                BLOCK_N,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])

@@ -92,9 +92,7 @@ def write_strange_rows(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if HAS_MASK:
-        # A tile's last rows may be past the end, and past the mask's last block.
-        block = gl.minimum(first_row, q_length - 1) // Q_BLOCK
-        run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
     else:
         run = gl.to_tensor(0)
         last_run = gl.to_tensor(1)
