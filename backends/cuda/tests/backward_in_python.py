@@ -56,7 +56,9 @@ class Case:
     odd: bool = False
     learns: bool = False
     repeatable: bool = False
-    launched: tuple[str, ...] = ("prepare_kernel", "backward_kernel", "finish_kernel")
+    launched: tuple[str, ...] = (
+        "prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel",
+    )  # fmt: skip
 
 
 def scaled(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -72,7 +74,7 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
-PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "finish_kernel", "query_kernel")
+PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
 CASES = [
     Case("plain"),
     Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),

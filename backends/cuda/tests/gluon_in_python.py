@@ -35,6 +35,9 @@ class Tile(np.ndarray):  # type: ignore[type-arg]
         """Rounding isn't simulated."""
         return self
 
+    def permute(self, order: Sequence[int]) -> Tile:
+        return self.transpose(order).view(Tile)
+
 
 def tile(x: object) -> Any:
     return np.asarray(x).view(Tile)

@@ -5,7 +5,7 @@ own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand 
 query rows, so that weights and their gradients are register operands of the products that make dV
 and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA.
 
-Before these kernels run `backward_rows.prepare_kernel`, after them `backward_rows.finish_kernel`.
+Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `repair_kernel`.
 """
 
 from __future__ import annotations
@@ -320,6 +320,16 @@ def weights_of(
 
 
 @gluon.jit
+def in_order_of_threads(x):
+    """[64, 64] of the layout of a product as [128, 32], of which each thread has 4 neighbours, and
+    8 threads a row: memory takes 16 bytes of each at a time. As rows and columns, two would meet
+    at a bank. `backward_rows.summed_rows` is the way back."""
+    # Rows by 16, by 8, by 2 and by 1, columns by 8, by 2 and by 1.
+    parts = x.reshape([4, 2, 4, 2, 8, 4, 2])
+    return parts.permute((4, 0, 2, 3, 5, 1, 6)).reshape([128, 32])
+
+
+@gluon.jit
 def add_step(
     dk, dv, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
     delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
@@ -392,14 +402,15 @@ def add_step(
         dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         # The tile before has left this buffer.
         tma.store_wait(0)
-        dq_tiles.index(half).reshape([64, 64]).store(dq)
+        dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
         fence_async_shared()
         if D == 128:
-            _add(dq_desc, [bh, m0, ME * 64], dq_tiles.index(half))
+            place = m0 // 64 * 2 + ME
         elif ALONE:
-            _add(dq_desc, [bh, m0, 0], dq_tiles.index(half))
+            place = m0 // 64
         else:
-            _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(half))
+            place = m0 // 64 + ME
+        _add(dq_desc, [bh, place * 128, 0], dq_tiles.index(half))
         dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
     else:
         dk = warpgroup_mma(operand, q, dk, is_async=True)
@@ -527,11 +538,9 @@ def consume(
                 HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
                 DQ_LAYOUT,
             )
-        # Which keys `finish_kernel` has to take again.
-        odd = strange_rows(dk)
-        odd_v = gl.convert_layout(strange_rows(dv), gl.SliceLayout(1, K_LAYOUT))
-        at = unit * tiles * 128 + n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
-        gl.store(odd_keys + at, gl.maximum(odd, odd_v))
+        # Whether `repair_kernel` has to take these keys again.
+        odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
+        gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, odd)
         # They leave by the buffers of this consumer's keys and values.
         v.store(dv.to(dtype))
         fence_async_shared()
@@ -567,8 +576,10 @@ def backward_kernel(
         key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
         row_values: descriptor [2 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
             `backward_rows.prepare_kernel`.
-        dq_sums: descriptor [B * Hq, padded L, D], float32, of boxes [1, 64, 64], added to.
-        odd_keys: int32 [Bkv * Hkv, tiles * 128], filled: 1 where a key's dk or dv isn't finite.
+        dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], added
+            to: each is 64 rows and 64 columns, see `in_order_of_threads`.
+        odd_keys: int32 [Bkv * Hkv, tiles * 2], filled: of 64 keys each, 1 where some dk or dv
+            isn't finite.
         counter: int32, 0 before: how many tiles were taken beyond the first of each program.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
@@ -587,7 +598,7 @@ def backward_kernel(
     if WANT_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
         ds_tiles = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 64], dq_sums.layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 128, 32], dq_sums.layout)
     else:
         ds_tiles = lse_rows
         dq_tiles = lse_rows

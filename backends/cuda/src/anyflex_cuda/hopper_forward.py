@@ -88,9 +88,9 @@ def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
 
 @gluon.jit
 def pin(x):
-    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a softmax
-    behind the wait for products that it could run beside. What never happens, but might depend on
-    x, it leaves in its place: a sum is never this negative NaN."""
+    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a
+    softmax behind the wait for products that it could run beside. What never happens, but might
+    depend on x, it leaves in its place: a sum is never this negative NaN."""
     never: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.eq.u32 p, $1, 0xffc0dead; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }"
@@ -279,7 +279,7 @@ def said_of_step(
     full = gl.to_tensor(True)
     if SCORE_MOD is not None:
         first = said(step_words, slot * WORDS)
-    if MASKED:
+    if MASKED:  # noqa: SIM102  the other is known at run time alone
         if masked:
             if SCORE_MOD is None:
                 first = said(step_words, slot * WORDS)
@@ -312,7 +312,7 @@ def weights_of(
             kv_idx = keys + shifts[3]
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
-    if MASKED:
+    if MASKED:  # noqa: SIM102  as above
         if masked:
             inside = None if EVEN else keys < end
             scores = masked_scores(
@@ -337,8 +337,8 @@ def advance(
     step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
