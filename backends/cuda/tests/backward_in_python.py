@@ -162,7 +162,7 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
     with mock.patch.object(Program, "launch", launched):
         out = anyflex.flex_attention(
             q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.python",
-            kernel_options={"cuda.python": {"hopper": hopper, "unproven": True}},
+            kernel_options={"cuda.python": {"hopper": hopper}},
         )  # fmt: skip
         names.clear()
         assert isinstance(out, Tensor)
@@ -190,7 +190,7 @@ def main() -> int:
         posing("cuda"),
         mock.patch.object(forward_call, "cores", lambda device: 132),
         # Forward is the portable kernel's.
-        mock.patch.object(kernel, "refused_spec", lambda spec, tiles, unproven: "run in Python"),
+        mock.patch.object(kernel, "refused_spec", lambda spec, tiles: "run in Python"),
     ):
         register("cuda.python", InPython)
         for case in CASES:

@@ -78,10 +78,7 @@ def launched(early: bool) -> Iterator[dict[str, Any]]:
     with isolated(), mock.patch.object(kernel, "decode_tiles", lambda spec: tiles):
         register("cuda", OnHopper)
         with recording() as launches:
-            anyflex.flex_attention(
-                q, k, v, block_mask=mask, enable_gqa=True, backend="cuda",
-                kernel_options={"cuda": {"unproven": True}},
-            )  # fmt: skip
+            anyflex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, backend="cuda")
     for program, grid, _ in launches:
         compiled = triton.compile(
             program.source(), target=HOPPER, options=program.options.keywords()

@@ -150,7 +150,7 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
         )
     if case.rest:
         q.requires_grad_()
-    options = {"cuda.python": {"unproven": True}} if backend == "cuda.python" else None
+    options = {"cuda.python": {}} if backend == "cuda.python" else None
     with mock.patch.object(Program, "launch", launched):
         out, aux = anyflex.flex_attention(
             q, k, v, score_mod=case.score, block_mask=mask, enable_gqa=True, backend=backend,

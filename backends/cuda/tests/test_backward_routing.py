@@ -26,7 +26,6 @@ def called(
     learns: bool = False,
     expanded: bool = False,
     query: torch.Tensor | None = None,
-    unproven: bool = True,
 ) -> tuple[list[str], str]:
     """(names of what backward launches, what explain says)."""
     q, k, v = (torch.zeros(2, 2, 300, d).to(dtype) for d in (dims[0], *dims))
@@ -47,7 +46,6 @@ def called(
     with recorded() as launched:
         given: dict[str, Any] = {
             "score_mod": score, "block_mask": mask, "backend": "cuda.recorded",
-            "kernel_options": {"cuda.recorded": {"unproven": unproven}},
         }  # fmt: skip
         said = anyflex.explain(q, k, v, **given).variant
         out = anyflex.flex_attention(q, k, v, **given)
@@ -81,7 +79,6 @@ def test_a_call_that_fits_takes_hoppers_backward(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"unproven": False}, "its kernels are compiled, and never run by the project"),
         ({"dtype": torch.float32}, "float32"),
         ({"dims": (32, 64)}, "head dims 32 and 64, for it takes 33 to 128"),
         ({"dims": (64, 256)}, "head dims 64 and 256, for it takes 33 to 128"),

@@ -21,23 +21,19 @@ from anyflex_cuda.decode_steps import ALL, EACH, NONE
 KERNELS = ["anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"]
 STEPS = "anyflex_cuda.decode_steps"
 PORTABLE = {"anyflex_triton.decode"}
-UNPROVEN: dict[str, Any] = {"kernel_options": {"cuda": {"unproven": True}}}
 ONE, MANY = (2, 8, 1, 128), (2, 2, 16384, 128)
 """Shapes of query, and of key and value."""
 
 
 def decoded(q: Tensor, k: Tensor, v: Tensor, *mods: Any) -> tuple[list[Any], str]:
-    return launches(q, k, v, *mods, enable_gqa=True, **UNPROVEN)
+    return launches(q, k, v, *mods, enable_gqa=True)
 
 
 def first_half(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return k < 3000 + 1000 * b
 
 
-def test_what_was_never_run_is_portable_unless_the_user_asks_for_it() -> None:
-    launched, said = launches(*drawn(ONE, MANY, MANY), enable_gqa=True)
-    assert {of(launch) for launch in launched} == PORTABLE
-    assert "decode splits=" in said and "decoding is compiled, and never run" in said
+def test_a_few_query_rows_are_decoded_by_two_programs_a_core() -> None:
     launched, said = decoded(*drawn(ONE, MANY, MANY))
     assert [of(launch) for launch in launched] == KERNELS
     assert f"hopper decode programs={2 * CORES}" in said
@@ -119,7 +115,7 @@ def test_what_it_does_not_take_is_portable_and_explain_says_why(name: str) -> No
 
 
 def test_an_option_of_the_portable_kernels_is_not_ignored() -> None:
-    options = {"kernel_options": {"cuda": {"unproven": True, "block_n": 32}}}
+    options = {"kernel_options": {"cuda": {"block_n": 32}}}
     launched, said = launches(*drawn(ONE, MANY, MANY), enable_gqa=True, **options)
     assert {of(launch) for launch in launched} == PORTABLE and "have block_n" in said
 

@@ -218,18 +218,17 @@ def test_what_is_not_wanted_has_no_descriptor() -> None:
     assert program.constants["WANT_REST"] and values["r_desc"].base is values["rest"]
 
 
-def test_what_was_never_run_is_taken_where_the_user_asks_for_it() -> None:
-    wide = drawn(*[(1, 2, 256, 192)] * 3)
-    launched, said = launches(*wide)
-    assert [of(launch) for launch in launched] == [PORTABLE]
-    assert "head dims above 128 are compiled, and never run by the project" in said
-    asked = {"kernel_options": {"cuda": {"unproven": True}}}
-    launched, said = launches(*wide, **asked)
+def test_tiles_follow_head_dims_and_blocks_of_the_mask() -> None:
+    launched, said = launches(*drawn(*[(1, 2, 256, 192)] * 3))
     assert [of(launch) for launch in launched] == [HOPPERS] and "hopper 128x64" in said
-    _, said = launches(*drawn(*[SHAPE] * 3))
+    _, said = launches(*drawn(*[(1, 2, 256, 128)] * 3))
     assert "hopper 128x128" in said
-    _, said = launches(*drawn(*[SHAPE] * 3), **asked)
+    _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3))
     assert "hopper 192x128" in said
+    for block, rows in ((384, 192), (128, 128)):
+        mask = anyflex.create_block_mask(causal, 1, 1, 384, 384, BLOCK_SIZE=(block, 128))
+        _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3), block_mask=mask)
+        assert f"hopper {rows}x128" in said
 
 
 @pytest.mark.parametrize(
@@ -244,7 +243,7 @@ def test_an_option_of_the_portable_kernels_is_not_ignored(options: dict[str, Any
     assert [of(launch) for launch in launched] == [PORTABLE]
     assert "not Hopper's kernel: the portable kernels have " in said
     _, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"dq_block_m": 64}})
-    assert "hopper 128x128" in said
+    assert "hopper 192x128" in said
 
 
 def test_autotuning_is_the_portable_kernels() -> None:

@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
@@ -58,11 +57,9 @@ DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
 
 
-def refused_backward(spec: Spec, unproven: bool) -> str | None:
+def refused_backward(spec: Spec) -> str | None:
     """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
     do whose tensors `forward_call.refusal` doesn't refuse."""
-    if not unproven:
-        return f"its kernels are {NEVER_RUN}"
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"

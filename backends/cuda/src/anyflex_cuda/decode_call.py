@@ -77,18 +77,12 @@ def _columns(dim: int) -> int:
     return 64 if dim <= 64 else 128
 
 
-def refused_decode_spec(spec: Spec, unproven: bool) -> str | None:
-    """Return why no decoding call of a spec takes Hopper's kernel, or None.
-
-    Args:
-        unproven: as the option.
-    """
+def refused_decode_spec(spec: Spec) -> str | None:
+    """Return why no decoding call of a spec takes Hopper's kernel, or None."""
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
     if max(spec.head_dim, spec.value_head_dim) > 128:
         return "decoding with head dims above 128"
-    if not unproven:
-        return f"decoding is {forward_call.NEVER_RUN}"
     return None
 
 

@@ -24,7 +24,6 @@ from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
-    "NEVER_RUN",
     "Fit",
     "Tiles",
     "cores",
@@ -37,7 +36,6 @@ __all__ = [
     "workspace",
 ]
 
-NEVER_RUN = "compiled, and never run by the project; the option unproven takes them"
 _ROWS = 64
 """Of a consumer."""
 
@@ -76,17 +74,13 @@ class Tiles(NamedTuple):
         return self.consumers * _ROWS
 
 
-def tiles_for(spec: Spec, unproven: bool) -> Tiles:
-    """Return the spec's tiles.
-
-    Args:
-        unproven: as the option.
-    """
+def tiles_for(spec: Spec) -> Tiles:
+    """Return the spec's tiles."""
     dims = max(spec.head_dim, spec.value_head_dim)
     if dims <= 64:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
-        if thirds and unproven:
+        if thirds:
             return Tiles(3, 128, 3, False, True, True, (160, 24))
         return Tiles(2, 128, 3, True, False, True, (240, 24))
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
@@ -108,11 +102,11 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
+def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """Return why no call of a spec takes Hopper's kernel, or None.
 
     Args:
-        tiles, unproven: of and as in `tiles_for`.
+        tiles: of `tiles_for`.
     """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
@@ -120,8 +114,6 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
         return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
-    if max(spec.head_dim, spec.value_head_dim) > 128 and not unproven:
-        return f"head dims above 128 are {NEVER_RUN}"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
         return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
     return None

@@ -62,17 +62,16 @@ class CudaKernel(TritonKernel):
         tuner: Tuner | None,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        unproven = bool(overrides.get("unproven"))
-        self._tiles = tiles_for(spec, unproven)
+        self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
-            spec, self._tiles, unproven
+            spec, self._tiles
         )
         self._decode_tiles = decode_tiles(spec)
         self._refused_decode = refused_options(overrides, FORWARD_OPTIONS) or refused_decode_spec(
-            spec, unproven
+            spec
         )
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
-            spec, unproven
+            spec
         )
         self._hopper = GluonPrograms(spec, source, overrides)
         self._fits = lru_cache(_FITS)(partial(fit_of, self._hopper, self._tiles))
