@@ -254,3 +254,28 @@ def test_each_thread_has_a_context_before_its_first_descriptor_is_encoded(
     program._compiled[0] = compiled
     program.launch(1, torch.device("cuda", 0), values)
     assert entered[2:] == [(threading.get_ident(), torch.device("cuda", 0))]
+
+
+def test_stages_that_shared_memory_does_not_hold_are_given_up(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch._most_shared.cache_clear()
+    driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
+    asked: list[int] = []
+
+    def compiled(source: object, options: Mapping[str, Any]) -> SimpleNamespace:
+        asked.append(options["num_stages"])
+        return SimpleNamespace(metadata=SimpleNamespace(shared=100 * options["num_stages"]))
+
+    monkeypatch.setattr("triton.compile", compiled)
+    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    for stages, tried in ((4, [4, 3, 2]), (2, [2]), (1, [1])):
+        program = launch.Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, (),
+                                 launch.Options(4, stages))  # fmt: skip
+        asked.clear()
+        found = program.compile(GPU.index)
+        assert asked == tried and found.metadata.shared <= 250
+        assert program.compile(GPU.index) is found
+        # Without a device, as tests compile: what was asked for.
+        assert program.compile().metadata.shared == 100 * stages
+    launch._most_shared.cache_clear()

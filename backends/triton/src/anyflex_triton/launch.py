@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -192,10 +193,22 @@ class Program:
             with self._lock:
                 found = self._compiled.get(device)
                 if found is None:
-                    import triton
+                    found = self._compiled[device] = self._compile_for(device)
+        return found
 
-                    found = triton.compile(self.source(), options=self.options.keywords())
-                    self._compiled[device] = found
+    def _compile_for(self, device: int | None) -> Any:
+        """With fewer stages where those asked for take more shared memory than a program can have:
+        what a mod reads is kept there too, and no table of configurations knows it."""
+        import triton
+
+        keywords = self.options.keywords()
+        found = triton.compile(self.source(), options=keywords)
+        if device is not None:
+            stages = self.options.num_stages
+            while stages > 1 and found.metadata.shared > _most_shared(device):
+                stages -= 1
+                keywords["num_stages"] = stages
+                found = triton.compile(self.source(), options=keywords)
         return found
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
@@ -236,6 +249,12 @@ def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
 def _listened(hook: Any) -> Any:
     """A launch hook of Triton's, or None where it is a chain of none."""
     return hook if getattr(hook, "calls", hook) else None
+
+
+@lru_cache
+def _most_shared(device: int) -> int:
+    """Bytes of shared memory that a program can have."""
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 class Launch(NamedTuple):
