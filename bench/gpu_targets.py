@@ -2,9 +2,10 @@
 
     python bench/gpu_targets.py REPORT.json [...] [--backend cuda]
 
-Reads reports that `anyflex bench --json` wrote, or lists of them, and prints a table in Markdown: the backend's median and range, and how many times as long each peer takes. Exits with 1
-if a row, or a geometric mean, is below its target, or was not measured. A row's ratio is that of
-the fastest peer that counts: for `cuda.triton` and training that is torch's flex attention alone.
+Reads reports that `anyflex bench --json` wrote, or lists of them, and prints a table in Markdown:
+the backend's median and range, and how many times as long each peer takes. Exits with 1 if a row,
+or a geometric mean, is below its target, or was not measured. A row's ratio is that of the fastest
+peer that counts: for `cuda.triton` and training that is torch's flex attention alone.
 """
 
 from __future__ import annotations
