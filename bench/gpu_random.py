@@ -294,6 +294,7 @@ def main() -> int:
     for number in numbers:
         waiting.put(number)
     rows: list[dict[str, Any]] = []
+    told = threading.Lock()
     command = [sys.executable, __file__, "--serve", *sys.argv[1:]]
 
     def work() -> None:
@@ -301,12 +302,15 @@ def main() -> int:
         with contextlib.suppress(queue.Empty):
             while True:
                 row = worker.run(waiting.get_nowait())
-                rows.append(row)
-                if row["problems"]:
-                    print(f"FAIL {row['number']} [{row['variant']}] {row['problems'][:3]}")
-                    print(f"     {row['case']}", flush=True)
-                if args.json is not None:
-                    args.json.write_text(json.dumps(sorted(rows, key=_number), indent=0) + "\n")
+                with told:
+                    rows.append(row)
+                    if row["problems"]:
+                        print(f"FAIL {row['number']} [{row['variant']}] {row['problems'][:3]}")
+                        print(f"     {row['case']}", flush=True)
+                    if args.json is not None:
+                        # A run that is stopped leaves what it has.
+                        text = json.dumps(sorted(rows, key=_number), indent=0)
+                        args.json.write_text(text + "\n")
         worker.close()
 
     threads = [threading.Thread(target=work) for _ in range(min(args.jobs, len(numbers)))]

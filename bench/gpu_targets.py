@@ -113,6 +113,9 @@ def table(rows: Rows, backend: str) -> list[str]:
     """In Markdown."""
     peers = [peer for peer in EVERY if any(peer in found for found in rows.values())]
     names = [SHORT.get(peer, peer) for peer in peers]
+    if backend == "cuda" and any("cuda.triton" in found for found in rows.values()):
+        peers.append("cuda.triton")
+        names.append("`cuda.triton`")
     lines = [
         f"| case | direction | `{backend}`, ms | range | {' | '.join(names)} |",
         "|---" * (4 + len(peers)) + "|",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -265,7 +266,8 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
 
     def compiled(source: object, options: Mapping[str, Any]) -> SimpleNamespace:
         asked.append(options["num_stages"])
-        return SimpleNamespace(metadata=SimpleNamespace(shared=100 * options["num_stages"]))
+        shared = 100 * options["num_stages"]
+        return SimpleNamespace(metadata=SimpleNamespace(shared=shared), run=None)
 
     monkeypatch.setattr("triton.compile", compiled)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
@@ -275,7 +277,60 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
         asked.clear()
         found = program.compile(GPU.index)
         assert asked == tried and found.metadata.shared <= 250
+        assert program.gives_up_stages == (len(tried) > 1)
         assert program.compile(GPU.index) is found
         # Without a device, as tests compile: what was asked for.
         assert program.compile().metadata.shared == 100 * stages
     launch._most_shared.cache_clear()
+
+
+def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Triton's own object of a compiled kernel: its `run` is there before its `function`."""
+    from triton.compiler import CompiledKernel
+
+    launched: list[object] = []
+
+    class Launcher:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __call__(self, *given: object) -> None:
+            launched.append(given[4])
+
+    def load(*_: object) -> tuple[str, str, int, int, int]:
+        time.sleep(0.1)
+        return "module", "function", 32, 0, 1024
+
+    driver.utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 250}, load_binary=load
+    )
+    driver.launcher_cls = Launcher
+    driver.get_current_target = lambda: SimpleNamespace(warp_size=32)
+    monkeypatch.setattr("triton.compiler.compiler.driver", SimpleNamespace(active=driver))
+    kernel = object.__new__(CompiledKernel)
+    vars(kernel).update(
+        module=None, function=None, _run=None, src=None, name="add", kernel=b"", hash="",
+        packed_metadata=(), metadata_group={},
+        metadata=SimpleNamespace(shared=0, num_warps=4, tmem_size=None),
+    )  # fmt: skip
+    monkeypatch.setattr("triton.compile", lambda source, options: kernel)
+    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    launch._most_shared.cache_clear()
+    program = launch.Program(
+        FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, (), launch.Options(4, 1)
+    )
+    together = threading.Barrier(4)
+
+    def run() -> None:
+        together.wait(timeout=20)
+        program.launch(1, GPU, {"x": 1, "y": 2, "z": 3})
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launch._most_shared.cache_clear()
+    assert launched == ["function"] * 4

@@ -410,6 +410,7 @@ class Pretended:
     def __init__(self, together: threading.Barrier, error: Exception | None) -> None:
         self.together, self.error = together, error
         self.launches = 0
+        self.gives_up_stages = False
 
     def compile(self, device: int | None = None) -> None:
         self.together.wait(timeout=20)
@@ -439,6 +440,9 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     configs += around("forward", configs[0])[:3]
     together = threading.Barrier(len(configs))
     programs = {c: Pretended(together, error if c is configs[1] else None) for c in configs}
+    # With fewer stages one is what another is already; the first has to be something.
+    for config in (configs[0], configs[3]):
+        programs[config].gives_up_stages = True
     sums = torch.full((3,), 7.0)
 
     def launch_with(config: Config) -> launch.Launch:
@@ -457,11 +461,14 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
             tuner.find("forward", call, configs, launch_with, ())
         return
     assert tuner.find("forward", call, configs, launch_with, ()) is configs[2]
-    assert [program.launches for program in programs.values()] == [1, 0, 1, 1]
+    assert [program.launches for program in programs.values()] == [1, 0, 1, 0]
     # What kernels add to is zeros again.
     assert torch.equal(sums, torch.zeros(3))
     (record,) = kept.stored.values()
-    failed = {str(configs[1]): f"{type(error).__name__}: {error}"}
+    failed = {
+        str(configs[1]): f"{type(error).__name__}: {error}",
+        str(configs[3]): "TritonError: its stages don't fit the device",
+    }
     assert json.loads(record)["failed"] == failed
 
 

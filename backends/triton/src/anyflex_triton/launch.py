@@ -140,6 +140,9 @@ class Program:
         constants: name -> value of the others.
         aligned: names of pointers to memory of 16-byte alignment.
         options: of the compiler.
+
+    Attributes:
+        gives_up_stages: fewer were compiled than `options` asks for: see `_compile_for`.
     """
 
     def __init__(
@@ -155,6 +158,7 @@ class Program:
         self.constants = dict(constants)
         self.aligned = frozenset(aligned)
         self.options = options
+        self.gives_up_stages = False
         self._compiled: dict[int | None, Any] = {}
         self._lock = threading.Lock()
         named = set(self.types) | set(self.constants)
@@ -197,8 +201,11 @@ class Program:
         return found
 
     def _compile_for(self, device: int | None) -> Any:
-        """With fewer stages where those asked for take more shared memory than a program can have:
-        what a mod reads is kept there too, and no table of configurations knows it."""
+        """Compile and load.
+
+        With fewer stages where those asked for take more shared memory than a program can have:
+        what a mod reads is kept there too, and no table of configurations knows it.
+        """
         import triton
 
         keywords = self.options.keywords()
@@ -208,7 +215,11 @@ class Program:
             while stages > 1 and found.metadata.shared > _most_shared(device):
                 stages -= 1
                 keywords["num_stages"] = stages
+                self.gives_up_stages = True
                 found = triton.compile(self.source(), options=keywords)
+            # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
+            # other's loading has ended: so nobody else has the kernel yet.
+            found.run  # noqa: B018
         return found
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
@@ -238,9 +249,7 @@ def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
     record = None
     if enter is not None or leave is not None:
         record = kernel.launch_metadata((grid, 1, 1), stream, *arguments)
-    # Asking for `run` loads the kernel; `function` is there afterwards.
-    run = kernel.run
-    run(
+    kernel.run(
         grid, 1, 1, stream, kernel.function, kernel.packed_metadata, record, enter, leave,
         *arguments,
     )  # fmt: skip

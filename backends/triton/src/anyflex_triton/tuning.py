@@ -185,6 +185,7 @@ class Tuner:
 
         times: dict[Config, float] = {}
         failed: dict[Config, BaseException] = {}
+        first = next(iter(launches))
         try:
             if device.type != "cpu":
                 configs = {launch.program: config for config, launch in launches.items()}
@@ -195,6 +196,9 @@ class Tuner:
                         failed[configs[program]] = error
                     elif error is not None:
                         raise error
+                    elif program.gives_up_stages and configs[program] != first:
+                        # It is another config then, which has its own turn.
+                        failed[configs[program]] = TritonError("its stages don't fit the device")
             for done, (config, launch) in enumerate(launches.items()):
                 show("timed", done)
                 if config in failed:
