@@ -1,24 +1,25 @@
 """Runs a Gluon kernel's own source in Python: every partition a thread, in random order.
 
-What a device does on its own, copies by TMA and products by wgmma, happens here at a random time
-between its issue and the wait for it, and reads its operands then. So a barrier that is missing
-gives wrong sums, with some order; one that nobody arrives at is reported. Shared memory begins as
-NaN. All floats are float64 or what numpy makes of them: rounding isn't simulated, nor are fences
-between the proxies.
+What a device does on its own, copies by TMA and products by wgmma or tcgen05, happens here at a
+random time between its issue and the wait for it, and reads its operands then. So a barrier that
+is missing gives wrong sums, with some order; one that nobody arrives at is reported. Products that
+one partition issues happen in that order, which PTX says of wgmma and tcgen05 alike. Shared and
+tensor memory begin as NaN. All floats are float64 or what numpy makes of them: rounding isn't
+simulated, nor are fences between the proxies.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Box", "Pointer", "Stuck", "run_kernel"]
+__all__ = ["Box", "Pointer", "Stuck", "run_kernel", "runs_of"]
 
 _LIMIT = 20_000
 """Steps in a row in which nobody got on."""
@@ -111,6 +112,44 @@ class Shared:
         self.array[...] = x
 
 
+class TensorMemory:
+    """Tensor memory of sm_100, or a view of it: columns of 32 bits, or of 16, two to one of those.
+    What is written as one kind is NaN as the other."""
+
+    def __init__(
+        self, words: np.ndarray, halves: np.ndarray, begin: int, length: int, *, narrow: bool
+    ) -> None:
+        self.words, self.halves = words, halves
+        self.begin, self.length, self.narrow = begin, length, narrow
+
+    def index(self, i: int) -> TensorMemory:
+        return TensorMemory(self.words[i], self.halves[i], 0, self.length, narrow=False)
+
+    def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> TensorMemory:
+        assert not self.narrow and shape[-1] == 2 * self.length
+        return TensorMemory(self.words, self.halves, 2 * self.begin, shape[-1], narrow=True)
+
+    def slice(self, start: int, length: int) -> TensorMemory:
+        assert start + length <= self.length
+        return TensorMemory(
+            self.words, self.halves, self.begin + start, length, narrow=self.narrow
+        )
+
+    def load(self, layout: object = None) -> Any:
+        columns = slice(self.begin, self.begin + self.length)
+        return tile((self.halves if self.narrow else self.words)[:, columns].copy())
+
+    def store(self, x: Any) -> None:
+        assert x.shape == (self.words.shape[0], self.length)
+        end = self.begin + self.length
+        if self.narrow:
+            self.halves[:, self.begin : end] = x
+            self.words[:, self.begin // 2 : -(-end // 2)] = np.nan
+        else:
+            self.words[:, self.begin : end] = x
+            self.halves[:, 2 * self.begin : 2 * end] = np.nan
+
+
 class Barrier:
     """An mbarrier."""
 
@@ -194,6 +233,9 @@ class Device:
         self.programs = programs
         self.own = threading.local()
         self.meetings: dict[object, list[int]] = {}
+        kinds = ("loads", "stores", "products", "tensor products")
+        # Of one that happens now; some devices are slow.
+        self.chances = {kind: self.threads.random.choice((0.3, 0.3, 0.02)) for kind in kinds}
 
     # Asynchronous work
 
@@ -208,12 +250,12 @@ class Device:
 
     def _some(self, got_on: bool = True) -> None:
         """Some of what is in flight happens."""
-        for kind in ("loads", "stores", "products"):
+        for kind, chance in self.chances.items():
             queue = self._queue(kind)
-            while queue and self.threads.random.random() < 0.3:
+            while queue and self.threads.random.random() < chance:
                 # Copies overtake each other.
-                last = 0 if kind == "products" else self.threads.random.randrange(len(queue))
-                queue.pop(last)()
+                copies = not kind.endswith("products")
+                queue.pop(self.threads.random.randrange(len(queue)) if copies else 0)()
                 got_on = True
         self.threads.step(got_on)
 
@@ -284,6 +326,29 @@ class Device:
         assert all(x is not None for x in values), "a product is used that nobody waited for"
         return values if len(values) > 1 else values[0]
 
+    # tcgen05
+
+    def tensor_mma(self, a: Any, b: Shared, acc: TensorMemory, *, use_acc: bool = True) -> None:
+        def work() -> None:
+            left = a.array if isinstance(a, Shared) else a.load()
+            found = np.asarray(left) @ b.array
+            acc.store(acc.load() + found if use_acc else found)
+
+        self._issue("tensor products", work)
+
+    def tensor_memory(self, dtype: object, shape: Sequence[int], layout: object) -> TensorMemory:
+        words, halves = np.full(shape, np.nan), np.full((*shape[:-1], 2 * shape[-1]), np.nan)
+        return TensorMemory(words, halves, 0, shape[-1], narrow=False)
+
+    def tensor_commit(self, barrier: Barrier) -> None:
+        """Arrives when what was issued before is done."""
+
+        def work() -> None:
+            barrier.pending -= 1
+            barrier.check()
+
+        self._issue("tensor products", work)
+
     def meet(self, name: str) -> None:
         """The named barrier of both consumers."""
         state = self.meetings.setdefault((self.own.program, name), [0, 0])
@@ -308,6 +373,8 @@ class Device:
                 # No kernel ends before its copies; nobody waits for its loads.
                 assert kind == "loads" or not self._queue(kind), f"{kind} in flight at the end"
                 self._drain(kind, 0)
+            # Another partition waits for these.
+            self._drain("tensor products", 0)
 
         workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
         while any(worker in self.threads.turns for worker in workers):
@@ -321,8 +388,9 @@ class Device:
             found = np.where(mask, pointer.array[at], other)
             return tile(found) if found.ndim else found.item()
 
-        def store(pointer: Pointer, x: Any) -> None:
-            pointer.array[pointer.at] = x
+        def store(pointer: Pointer, x: Any, mask: Any = True) -> None:
+            at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
+            pointer.array[at[mask]] = x[mask]
 
         def atomic_add(pointer: Pointer, x: int, sem: str) -> int:
             before = int(pointer.array[pointer.at])
@@ -346,6 +414,9 @@ class Device:
             found = np.max(x, axis=axis)
             return tile(found) if found.ndim else int(found)
 
+        def reduced(x: Any, axis: int) -> Any:
+            return tile(np.sum(x, axis=axis))
+
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
@@ -357,7 +428,8 @@ class Device:
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
             convert_layout=lambda x, layout: x, max=maximum,
             minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
-            exp2=plain(np.exp2), abs=plain(np.abs), load=load, store=store,
+            exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), sum=reduced,
+            cast=lambda x, dtype: x, load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
             warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
@@ -376,6 +448,8 @@ def run_kernel(
     arguments: dict[str, Any],
     seed: int,
     changed: tuple[str, str] = ("", ""),
+    beside: Sequence[ModuleType] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> None:
     """Run `programs` programs of a kernel.
 
@@ -385,14 +459,14 @@ def run_kernel(
         arguments: by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of `Tile`.
         seed: another one is another order of what happens.
         changed: a piece of the source, and what stands there instead.
+        beside: modules whose functions the kernel imports, which are run too.
+        given: what else it imports, by name.
 
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
-    text = Path(module.__file__ or "").read_text()
-    # What follows the imports.
-    body = text[text.index("\n__all__") :]
+    body = _body(module)
     assert changed[0] in body, f"not in the source: {changed[0]}"
     if changed[0]:
         body = body.replace(*changed)
@@ -414,7 +488,15 @@ def run_kernel(
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
+        "TensorMemoryLayout": lambda *_, **__: None, "get_tmem_reg_layout": lambda *_: None,
+        "allocate_tensor_memory": device.tensor_memory,
+        "tensor_memory_descriptor": TensorMemory,
+        "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,
+        "triton": SimpleNamespace(jit=lambda function: function), "tl": device.language(),
+        **(given or {}),
     }  # fmt: skip
+    for other in beside:
+        exec(compile(_body(other), other.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     exec(compile(body, module.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     names["meet"] = device.meet
 
@@ -432,6 +514,34 @@ def run_kernel(
             worker.join()
     if device.threads.failed is not None:
         raise Stuck(f"with seed {seed}") from device.threads.failed
+
+
+def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets [B', H', rows + 1], runs [n, 3]) of kinds [B', H', rows, columns], 0 for none."""
+    offsets, runs = [], []
+    for row in blocks.reshape(-1, blocks.shape[-1]):
+        offsets.append(len(runs))
+        begin = 0
+        while begin < len(row):
+            end = begin + 1
+            # A run may also end before the kind changes.
+            while end < len(row) and row[end] == row[begin] and generator.random() < 0.9:
+                end += 1
+            if row[begin]:
+                runs.append((begin, end, row[begin]))
+            begin = end
+    rows = blocks.shape[2]
+    starts = np.array([*offsets, len(runs)])
+    # One more than the rows for each head; a row ends where the next begins, a head's last too.
+    found = [starts[i * rows : (i + 1) * rows + 1] for i in range(len(offsets) // rows)]
+    edges = np.array(found).reshape(*blocks.shape[:2], rows + 1)
+    return edges, np.array(runs or [(0, 0, 1)])
+
+
+def _body(module: ModuleType) -> str:
+    """What follows a module's imports."""
+    text = Path(module.__file__ or "").read_text()
+    return text[text.index("\n__all__") :]
 
 
 def _annotations() -> int:

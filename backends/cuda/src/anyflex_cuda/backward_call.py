@@ -60,7 +60,7 @@ AHEAD = False
 
 def refused_backward(spec: Spec, unproven: bool) -> str | None:
     """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
-    do whose tensors `forward_call.refusal` doesn't refuse."""
+    do whose tensors `boxed_forward.refusal` doesn't refuse."""
     if not unproven:
         return f"its kernels are {NEVER_RUN}"
     if spec.dtype.itemsize != 2:

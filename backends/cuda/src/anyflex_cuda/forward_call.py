@@ -7,13 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
+from anyflex_cuda.boxed_forward import boxed_constants, boxed_launch, boxed_types, width
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.launch import Launch, Options, Program
+from anyflex_triton.launch import Options, Program
 from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
     "NEVER_RUN",
@@ -21,17 +20,13 @@ __all__ = [
     "cores",
     "launch_forward",
     "program_for",
-    "refusal",
     "refused_spec",
     "tiles_for",
-    "workspace",
 ]
 
 NEVER_RUN = "compiled, and never run by the project; the option unproven takes them"
 _ROWS = 64
 """Of a consumer."""
-
-_STRIDES = ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
 
 
 @dataclass(frozen=True)
@@ -76,22 +71,6 @@ def tiles_for(spec: Spec, unproven: bool) -> Tiles:
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
 
 
-def refusal(call: Call) -> str | None:
-    """Return why a call takes the portable kernel although its spec doesn't have to, or None.
-
-    Decided by the call's layout, before anything is launched.
-    """
-    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
-        if tensor.numel() == 0:
-            return f"{name} is empty"
-        if not is_boxed(tensor):
-            return (
-                f"TMA loads no boxes of {name}: its last dimension isn't contiguous, or its "
-                "pointer and its other strides aren't multiples of 16 bytes"
-            )
-    return None
-
-
 def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
     """Return why no call of a spec takes Hopper's kernel, or None.
 
@@ -111,16 +90,6 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
     return None
 
 
-def workspace() -> tuple[TensorSpec, ...]:
-    """The counter of tiles."""
-    return (TensorSpec((1,), torch.int32, zeroed=True),)
-
-
-def _width(dim: int) -> int:
-    """Columns of a tile in shared memory, and of a product."""
-    return 64 if dim <= 64 else 128 if dim <= 128 else 256
-
-
 def program_for(
     made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
     even: bool, lse: bool, max_scores: bool, rest: bool,
@@ -137,36 +106,13 @@ def program_for(
     program = made.existing.get(key)
     if program is not None:
         return program
-    d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
-    boxes = _boxes(tiles, d, dv)
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
     return made.program(
         key,
         hopper_forward.forward_kernel,
+        boxed_types(made, _boxes(tiles, d, dv)),
         {
-            **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-            **made.pointers("query", "key", "value", "out", "rest"),
-            **dict.fromkeys(_STRIDES, ("i64",) * 3),
-            **float_pointers("lse", "max_scores"),
-            "counter": "*i32",
-            **made.common_types,
-            **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
-        },
-        {
-            "SCORE_MOD": score_mod,
-            "MASK_MOD": mask_mod,
-            "HAS_MASK": spec.mask_kind == "runs",
-            "Q_BLOCK": spec.block_size[0],
-            "KV_BLOCK": spec.block_size[1],
-            "GROUP": spec.gqa_ratio,
-            "KV_SHARED": spec.kv_broadcast,
-            "DIM": spec.head_dim,
-            "VALUE_DIM": spec.value_head_dim,
-            "D": d,
-            "DV": dv,
-            "WANT_LSE": lse,
-            "WANT_MAX": max_scores,
-            "WANT_REST": rest,
-            "EVEN": even,
+            **boxed_constants(spec, score_mod, mask_mod, even, lse, max_scores, rest),
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
             "SHARES_ROOM": d == dv == 256,
@@ -203,34 +149,10 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) 
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
-    boxes = _boxes(tiles, _width(spec.head_dim), _width(spec.value_head_dim))
-    batch, heads, length = call.query.shape[:3]
-    tensors = (call.query, call.key, call.value, out.out, or_else(rest, out.out))
-    count = -(-length // tiles.block_m)
-    (counter,) = out.workspace
-    values = made.common_values(call, rows)
-    Launch(
-        program,
-        min(count * batch * heads, cores(call.query.device)),
-        {
-            **values,
-            **{
-                name: descriptor(tensor, box)
-                for (name, box), tensor in zip(boxes.items(), tensors, strict=True)
-            },
-            **dict(zip(("query", "key", "value", "out", "rest"), tensors, strict=True)),
-            **{name: t.stride()[:3] for name, t in zip(_STRIDES, tensors, strict=True)},
-            "lse": or_else(out.lse, out.out),
-            "max_scores": or_else(out.max_scores, out.out),
-            "counter": counter,
-            "batch_heads": batch * heads,
-            "heads": heads,
-            "q_length": length,
-            "kv_length": keys,
-            "tiles": count,
-            "head_group": made.head_group(call),
-        },
-    ).run(call.query.device)
+    boxes = _boxes(tiles, width(spec.head_dim), width(spec.value_head_dim))
+    count = -(-call.query.shape[2] // tiles.block_m)
+    launch = boxed_launch(made, program, boxes, call, out, rows, count, cores(call.query.device))
+    launch.run(call.query.device)
 
 
 @lru_cache

@@ -13,7 +13,8 @@ from anyflex_cuda.backward_call import (
     refused_backward,
     work_of,
 )
-from anyflex_cuda.forward_call import launch_forward, refusal, refused_spec, tiles_for, workspace
+from anyflex_cuda.boxed_forward import refusal, workspace
+from anyflex_cuda.forward_call import launch_forward, refused_spec, tiles_for
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options

@@ -1,0 +1,116 @@
+"""Launching forward on Blackwell: which specs its kernel takes, and with which tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyflex.plugin import Call, Outputs, Spec
+from anyflex_cuda import blackwell_forward, forward_call
+from anyflex_cuda.boxed_forward import boxed_constants, boxed_launch, boxed_types, width
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.launch import Options, Program
+from anyflex_triton.mask_rows import mask_rows
+
+__all__ = [
+    "BLOCK_M",
+    "Tiles",
+    "launch_forward",
+    "program_for",
+    "refused_spec",
+    "tiles_for",
+]
+
+_ROWS = 128
+"""Of a group."""
+BLOCK_M = 2 * _ROWS
+"""Query rows of a tile."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the kernel is compiled.
+
+    Args:
+        block_n: keys of a step.
+        stages: steps whose keys and values are in shared memory.
+        registers: of a thread of a group, of the other warps'.
+    """
+
+    block_n: int
+    stages: int
+    registers: tuple[int, int]
+
+
+def tiles_for(spec: Spec) -> Tiles:
+    """Return the spec's tiles: what fits a multiprocessor's 227 KB."""
+    wide = max(spec.head_dim, spec.value_head_dim) > 64
+    return Tiles(128, 2 if wide else 3, (216, 72))
+
+
+def refused_spec(spec: Spec) -> str | None:
+    """Return why no call of a spec takes Blackwell's kernel, or None."""
+    if spec.dtype.itemsize != 2:
+        return f"{spec.dtype}: it takes bfloat16 and float16"
+    if max(spec.head_dim, spec.value_head_dim) > 128:
+        return "head dims above 128: scores and sums don't fit tensor memory"
+    if spec.value_head_dim * spec.dtype.itemsize % 16:
+        return "rows of out aren't multiples of 16 bytes"
+    if spec.mask_kind == "runs" and spec.block_size[0] % _ROWS:
+        return f"the mask's blocks of {spec.block_size[0]} rows aren't multiples of {_ROWS}"
+    return None
+
+
+def program_for(
+    made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
+    even: bool, lse: bool, max_scores: bool, rest: bool,
+) -> Program:  # fmt: skip
+    """Return the compiled kernel for a class of calls. Arguments as of Hopper's `program_for`."""
+    spec = made.spec
+    key = ("blackwell forward", tiles, mods_of, even, lse, max_scores, rest)
+    program = made.existing.get(key)
+    if program is not None:
+        return program
+    return made.program(
+        key,
+        blackwell_forward.forward_kernel,
+        boxed_types(made, _boxes(spec, tiles)),
+        {
+            **boxed_constants(spec, score_mod, mask_mod, even, lse, max_scores, rest),
+            "STAGES": tiles.stages,
+            "BLOCK_N": tiles.block_n,
+            "GROUP_REGISTERS": tiles.registers[0],
+            "OTHER_REGISTERS": tiles.registers[1],
+        },
+        (),
+        Options(4, 1),
+    )
+
+
+def _boxes(spec: Spec, tiles: Tiles) -> dict[str, tuple[int, ...]]:
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    piece = blackwell_forward.PIECE.value
+    return {
+        "q_desc": (1, 1, _ROWS, d),
+        "k_desc": (1, 1, tiles.block_n, d),
+        "v_desc": (1, 1, tiles.block_n, dv),
+        "o_desc": (1, 1, _ROWS, piece),
+        "r_desc": (1, 1, _ROWS, piece),
+    }
+
+
+def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call without `refusal`, on the current stream."""
+    rows = None if call.mask is None else mask_rows(call.mask)
+    even = call.key.shape[2] % tiles.block_n == 0 and (
+        rows is None or rows.block_size[1] % tiles.block_n == 0
+    )
+    mods = made.mods(call, even)
+    program = program_for(
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
+        out.max_scores is not None, bool(out.saved),
+    )  # fmt: skip
+    device = call.query.device
+    count = -(-call.query.shape[2] // BLOCK_M)
+    boxes = _boxes(made.spec, tiles)
+    most = forward_call.cores(device)
+    boxed_launch(made, program, boxes, call, out, rows, count, most).run(device)
