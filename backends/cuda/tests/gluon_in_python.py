@@ -488,7 +488,7 @@ def run_kernel(
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
-        "TensorMemoryLayout": lambda *_, **__: None, "get_tmem_reg_layout": lambda *_: None,
+        "TensorMemoryLayout": lambda *_, **__: None,
         "allocate_tensor_memory": device.tensor_memory,
         "tensor_memory_descriptor": TensorMemory,
         "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,

@@ -16,8 +16,6 @@ from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 from anyflex_cuda import blackwell_forward, spoken_words, step_scores
 from anyflex_triton import forward, tiles
 
-PIECE = blackwell_forward.PIECE.value
-
 
 def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return 9.0 * np.tanh(score / 9.0) + 0.01 * (k - q) * (h + 1)
@@ -53,6 +51,7 @@ class Case:
         self.has_mask_mod = self.has_mask and drawn("has_mask_mod", True, True, False)
         self.has_score_mod = drawn("has_score_mod", True, False)
         self.stages = drawn("stages", 2, 2, 3)
+        self.piece = drawn("piece", 32, 64)
         self.programs = drawn("programs", 1, 2, 3)
         self.head_group = drawn("head_group", 1, 2)
         # With the larger one sums are scaled.
@@ -136,8 +135,8 @@ class Case:
             self.programs,
             {
                 "q_desc": Box(q, (1, 1, 128, D)), "k_desc": Box(k, (1, 1, 128, D)),
-                "v_desc": Box(v, (1, 1, 128, DV)), "o_desc": Box(out, (1, 1, 128, PIECE)),
-                "r_desc": Box(rest, (1, 1, 128, PIECE)),
+                "v_desc": Box(v, (1, 1, 128, DV)), "o_desc": Box(out, (1, 1, 128, self.piece)),
+                "r_desc": Box(rest, (1, 1, 128, self.piece)),
                 **dict.fromkeys(("query", "key", "value", "out", "rest")),
                 **dict.fromkeys(
                     ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
@@ -154,8 +153,8 @@ class Case:
                 "Q_BLOCK": self.q_block, "KV_BLOCK": self.kv_block, "GROUP": self.group,
                 "KV_SHARED": self.kv_shared, "DIM": D, "VALUE_DIM": DV, "D": D, "DV": DV,
                 "WANT_LSE": True, "WANT_MAX": True, "WANT_REST": True, "EVEN": even,
-                "STAGES": self.stages, "BLOCK_N": 128, "GROUP_REGISTERS": 0,
-                "OTHER_REGISTERS": 0,
+                "STAGES": self.stages, "BLOCK_N": 128, "PIECE": self.piece,
+                "GROUP_REGISTERS": 0, "OTHER_REGISTERS": 0,
             },
             self.seed,
             changed,
@@ -212,7 +211,7 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
         ("mbarrier.init(order_empty.index(i), count=3)", "mbarrier.init(order_empty.index(i), 2)"),
         # One barrier for scores and last sums would be two phases ahead of its group.
         ("summed.index(", "done.index("),
-        ("scale_sums(sums, alpha, DV, LAYOUT)", "pass"),
+        ("scale_sums(sums, alpha, DV, PIECE, LAYOUT)", "pass"),
         ("tma.store_wait(0)", "pass"),
         ("return weights, used | due", "return weights, used"),
         ("gl.where(inside_0, full_0, 1) * gl.where(inside_1, full_1, 1)", "full_0"),

@@ -32,19 +32,22 @@ class Tiles:
 
     Args:
         block_n: keys of a step.
+        piece: columns that a thread has at a time.
         stages: steps whose keys and values are in shared memory.
         registers: of a thread of a group, of the other warps'.
     """
 
     block_n: int
+    piece: int
     stages: int
     registers: tuple[int, int]
 
 
 def tiles_for(spec: Spec) -> Tiles:
-    """Return the spec's tiles: what fits a multiprocessor's 227 KB."""
+    """Return the spec's tiles: what fits a multiprocessor's 227 KB, and a thread's registers: what
+    mods read for each key stands there beside the scores."""
     wide = max(spec.head_dim, spec.value_head_dim) > 64
-    return Tiles(128, 2 if wide else 3, (216, 72))
+    return Tiles(128, 32 if spec.captured else 64, 2 if wide else 3, (240, 24))
 
 
 def refused_spec(spec: Spec) -> str | None:
@@ -78,6 +81,7 @@ def program_for(
             **boxed_constants(spec, score_mod, mask_mod, even, lse, max_scores, rest),
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
+            "PIECE": tiles.piece,
             "GROUP_REGISTERS": tiles.registers[0],
             "OTHER_REGISTERS": tiles.registers[1],
         },
@@ -88,13 +92,12 @@ def program_for(
 
 def _boxes(spec: Spec, tiles: Tiles) -> dict[str, tuple[int, ...]]:
     d, dv = width(spec.head_dim), width(spec.value_head_dim)
-    piece = blackwell_forward.PIECE.value
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),
         "v_desc": (1, 1, tiles.block_n, dv),
-        "o_desc": (1, 1, _ROWS, piece),
-        "r_desc": (1, 1, _ROWS, piece),
+        "o_desc": (1, 1, _ROWS, tiles.piece),
+        "r_desc": (1, 1, _ROWS, tiles.piece),
     }
 
 

@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
@@ -38,7 +37,7 @@ from anyflex_cuda.strange_values import write_strange_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
 from anyflex_triton.tiles import FULL, LOG2E, mask_row, strange
 
-__all__ = ["PIECE", "ROWS", "forward_kernel"]
+__all__ = ["ROWS", "forward_kernel"]
 
 # Triton 3.8 has new names for them.
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -60,8 +59,6 @@ else:
 
 ROWS = gl.constexpr(128)
 """Of a group: the rows of tensor memory, a thread each."""
-PIECE = gl.constexpr(64)
-"""Columns of out, or of sums, at a time."""
 ORDERS = gl.constexpr(8)
 """So many are said ahead."""
 SLACK = gl.constexpr(8.0)
@@ -406,7 +403,9 @@ def multiply(
 # The groups
 
 @gluon.jit
-def scale_sums(sums, alpha, DV: gl.constexpr, LAYOUT: gl.constexpr):
+def scale_sums(
+    sums, alpha, DV: gl.constexpr, PIECE: gl.constexpr, LAYOUT: gl.constexpr,
+):
     for column in gl.static_range(0, DV, PIECE):
         piece = sums.slice(column, PIECE)
         piece.store(piece.load(LAYOUT) * gl.expand_dims(alpha, 1))
@@ -417,7 +416,8 @@ def weigh(
     scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total, top, nans,
     b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, MASKED: gl.constexpr,
     EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, DV: gl.constexpr, DTYPE: gl.constexpr,
+    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr, DV: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):
     """(base, total, top, nans) after a step: one of an online softmax, in powers of two. Twice
     over the scores, a piece at a time: all of a row's at once would take half of the registers.
@@ -458,7 +458,7 @@ def weigh(
     alpha = gl.exp2(base - shift)
     # A row's first live pair finds sums of 0, or none.
     if gl.max((passed & (base != float("-inf"))).to(gl.int32), 0) > 0:
-        scale_sums(sums, alpha, DV, LAYOUT)
+        scale_sums(sums, alpha, DV, PIECE, LAYOUT)
     total = total * alpha
     room = weights_in(scores, DTYPE, BLOCK_N)
     for column in gl.static_range(0, BLOCK_N, PIECE):
@@ -480,7 +480,7 @@ def attend(
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
+    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
 ):
     """All tiles' rows of group ME.
 
@@ -488,9 +488,8 @@ def attend(
         MASKED: whether any step may have dead pairs.
     """
     DTYPE: gl.constexpr = o_bufs.dtype
-    LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        gl.float32, (ROWS, PIECE), TensorMemoryLayout((ROWS, PIECE), col_stride=1), 4,
-    )
+    # How tensor memory is read and written: a row a thread.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, PIECE], [32, 1], [4, 1], [0, 1])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     scores = scores.index(ME)
     sums = sums.index(ME)
@@ -523,7 +522,8 @@ def attend(
                 base, total, top, nans = weigh(
                     scores, sums, done, weighed, orders, order_empty, order, dones, kind, base,
                     total, top, nans, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats,
-                    scale, True, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, DV, DTYPE,
+                    scale, True, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV,
+                    DTYPE,
                 )
                 dones += 1
                 order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
@@ -531,7 +531,7 @@ def attend(
             base, total, top, nans = weigh(
                 scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total,
                 top, nans, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, DV, DTYPE,
+                False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV, DTYPE,
             )
             dones += 1
             order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
@@ -550,7 +550,7 @@ def attend(
                 base, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
                 o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
                 kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
-                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST,
+                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, 16,
             )
         else:
             for column in gl.static_range(0, DV, PIECE):
@@ -591,8 +591,8 @@ def forward_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_REGISTERS: gl.constexpr,
-    OTHER_REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 256 query rows of one head until there are no more.
 
@@ -608,6 +608,7 @@ def forward_kernel(
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of 128.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
+        PIECE: columns of scores, sums or out that a thread has at a time.
         GROUP_REGISTERS, OTHER_REGISTERS: of a thread of a group, and of the two other warps.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
@@ -657,7 +658,7 @@ def forward_kernel(
             r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats,
             shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
             KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-            MASKED, BLOCK_N,
+            MASKED, BLOCK_N, PIECE,
         )),
         (attend, (
             o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
@@ -665,7 +666,7 @@ def forward_kernel(
             r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats,
             shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
             KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-            MASKED, BLOCK_N,
+            MASKED, BLOCK_N, PIECE,
         )),
         (multiply, (
             q_bufs, k_bufs, v_bufs, scores, sums, q_full, q_empty, k_full, k_empty, v_full,

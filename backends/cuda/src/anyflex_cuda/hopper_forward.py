@@ -422,7 +422,7 @@ def consume(
                 top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
                 o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
                 kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
-                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST,
+                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, 32,
             )
         else:
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)

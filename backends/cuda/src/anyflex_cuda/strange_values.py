@@ -21,8 +21,6 @@ __all__ = ["write_strange_rows"]
 
 KEYS = gl.constexpr(16)
 """Of a step."""
-PART = gl.constexpr(32)
-"""Columns at a time."""
 
 
 @gluon.jit
@@ -34,7 +32,7 @@ def place_of(strides, b, h):
 @gluon.jit
 def load_part(
     base, stride, first, end, first_column, DIM: gl.constexpr, ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr,
+    PART: gl.constexpr, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):
     """[ROWS, PART] from a row and a column on, or its transpose; 0 from `end` and from DIM on."""
     if TRANSPOSED:
@@ -55,7 +53,7 @@ def write_strange_rows(
     ints, floats, shifts, scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr,
-    WANT_REST: gl.constexpr,
+    WANT_REST: gl.constexpr, PART: gl.constexpr,
 ):
     """Writes out, and rest, of ROWS rows from `first_row` on.
 
@@ -63,6 +61,7 @@ def write_strange_rows(
         top: of each row the largest score, in powers of two.
         inverse: of the sum of its weights; `dead`: it has none.
         query, key, value, out, rest: strides (b, h, row) in elements; columns are contiguous.
+        PART: columns at a time.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
@@ -96,9 +95,11 @@ def write_strange_rows(
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
                 for d in range(0, DIM, PART):
                     q = load_part(
-                        q_base, q_strides[2], first_row, q_length, d, DIM, ROWS, LEFT, False,
+                        q_base, q_strides[2], first_row, q_length, d, DIM, ROWS, PART, LEFT, False,
                     )
-                    k = load_part(k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True)
+                    k = load_part(
+                        k_base, k_strides[2], first, end, d, DIM, KEYS, PART, RIGHT, True,
+                    )
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
                 keys = gl.expand_dims(keys, 0)
@@ -113,7 +114,8 @@ def write_strange_rows(
                 )
                 weights = gl.exp2(scores * unit - shift)
                 v = load_part(
-                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
+                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, PART, RIGHT,
+                    False,
                 )
                 finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
