@@ -10,6 +10,7 @@ simulated, nor are fences between the proxies.
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -404,7 +405,7 @@ class Device:
             return Shared(np.full(shape, np.nan), dtype)
 
         def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*arguments: Any) -> Any:
+            def called(*arguments: Any, propagate_nan: object = None) -> Any:
                 found = function(*arguments)
                 return tile(found) if np.ndim(found) else found.item()
 
@@ -429,7 +430,9 @@ class Device:
             convert_layout=lambda x, layout: x, max=maximum,
             minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), sum=reduced,
-            cast=lambda x, dtype: x, load=load, store=store,
+            reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
+            PropagateNan=SimpleNamespace(ALL=None), cast=lambda x, dtype: x,
+            load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
             warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,

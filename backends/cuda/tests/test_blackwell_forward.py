@@ -76,7 +76,7 @@ class Case:
         q = numbers.standard_normal((self.batch, heads, rows, D))
         k, v = (numbers.standard_normal((kv_batch, self.kv_heads, keys, d)) for d in (D, DV))
         if self.odd:
-            v[0, 0, keys // 2, 3] = np.nan
+            v[0, 0, keys // 2, 3] = k[0, 0, keys // 3, 5] = np.nan
         at = (
             np.arange(self.batch).reshape(-1, 1, 1, 1), np.arange(heads).reshape(1, -1, 1, 1),
             np.arange(rows).reshape(-1, 1), np.arange(keys),
@@ -169,7 +169,7 @@ class Case:
                 assert np.isnan(out[part]).all()
                 out[part] = wanted[part]
                 rest[part] = 0.0
-            met = live & np.isnan(ve).any(-1)[:, :, None, :]
+            met = live & (np.isnan(ve).any(-1) | np.isnan(ke).any(-1))[:, :, None, :]
             hit = {(int(b), int(h), int(i) // 128 * 128) for b, h, i in np.argwhere(met.any(-1))}
             assert hit <= set(strange)
         else:

@@ -39,8 +39,7 @@ def test_forward_compiles_for_sm_100_within_its_memories_with_products_of_tcgen0
         assert min(facts["reads"], facts["writes"], facts["loads"], facts["stores"]) > 0, facts
         # Of two groups, each with another one where steps may have dead pairs.
         assert facts["loops"] in (2, 4), facts
-        # Most are of a tile's begin, and of values that aren't finite. Of 700 to 3600 instructions
-        # a loop the most are where a mask reads captured tensors and keys have no even end.
-        if TRITON.startswith("3.6."):
-            most = (224, 12) if facts["name"] == "documents 128" else (96, 4)
-            assert (facts["spills"], facts["local"]) <= most and facts["local"] <= most[1], facts
+        # With Triton 3.6 a loop loads and stores what its branch's reduction leaves undefined;
+        # with 3.9 the mask that reads captured tensors spills a few keys' places.
+        most = (32, 4) if TRITON.startswith("3.6.") else (96, 32)
+        assert facts["spills"] <= most[0] and facts["local"] <= most[1], facts

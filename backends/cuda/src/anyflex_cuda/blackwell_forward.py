@@ -18,6 +18,7 @@ that tile, and where it has no step in a tile, nobody speaks of sums.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -412,28 +413,36 @@ def scale_sums(
 
 
 @gluon.jit
+def larger(x, y):
+    """NaN if one of them is."""
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
 def weigh(
-    scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total, top, nans,
+    scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total, top,
     b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, MASKED: gl.constexpr,
     EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr, DV: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """(base, total, top, nans) after a step: one of an online softmax, in powers of two. Twice
+    """(base, total, top) after a step: one of an online softmax, in powers of two. Twice
     over the scores, a piece at a time: all of a row's at once would take half of the registers.
 
     Args:
         base: what weights are counted from: not above the largest score so far, nor more than
             SLACK below.
-        top: where WANT_MAX the largest score so far.
+        top: where WANT_MAX the largest score so far, NaN if one was.
     """
     at = order % ORDERS * WORDS
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
+    # Counted as mods count: else each column's place with that shift would be made before all
+    # loops, and there is no room to keep so many.
     if MASKED or SCORE_MOD is not None:
-        first = said(orders, at + 2)
+        first = said(orders, at + 2) + shifts[3]
     if MASKED and not EVEN:
-        end = said(orders, at + 3)
+        end = said(orders, at + 3) + shifts[3]
     drop_order(order_empty, order)
     unit = unit_of_scores(scale, SCORE_MOD)
     highest = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
@@ -443,15 +452,18 @@ def weigh(
         found = piece.load(LAYOUT)
         if MASKED or SCORE_MOD is not None:
             found = scores_of_step(
-                found, first + column, end, kind != ASKED, b, h, q_idx, kv_length, shifts, tables,
-                ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, LAYOUT, PIECE,
+                found, first + column, end, kind != ASKED, b, h, q_idx, kv_length + shifts[3],
+                (0, 0, 0, 0), tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
+                LAYOUT, PIECE,
             )
             piece.store(found)
-        highest = gl.maximum(highest, gl.max(found, 1) * unit)
         if WANT_MAX:
-            nans = gl.maximum(nans, gl.max((found != found).to(gl.int32), 1))
+            highest = larger(highest, gl.reduce(found, 1, larger) * unit)
+        else:
+            highest = gl.maximum(highest, gl.max(found, 1) * unit)
     if WANT_MAX:
-        top = gl.maximum(top, highest)
+        top = larger(top, highest)
+    # False where a score is NaN: then all that is made of base is, too.
     passed = highest > base + SLACK
     new_base = gl.where(passed, highest, base)
     shift = gl.where(new_base == float("-inf"), 0.0, new_base)
@@ -468,7 +480,7 @@ def weigh(
         # Over scores that were read.
         room.slice(column, PIECE).store(weights.to(DTYPE))
     mbarrier.arrive(weighed, count=1)
-    return new_base, total, top, nans
+    return new_base, total, top
 
 
 @gluon.jit
@@ -514,23 +526,22 @@ def attend(
         base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
-        nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         first_done = dones
         order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
         if MASKED:
             while kind < PLAIN:
-                base, total, top, nans = weigh(
+                base, total, top = weigh(
                     scores, sums, done, weighed, orders, order_empty, order, dones, kind, base,
-                    total, top, nans, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats,
+                    total, top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats,
                     scale, True, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV,
                     DTYPE,
                 )
                 dones += 1
                 order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
         while kind == PLAIN:
-            base, total, top, nans = weigh(
+            base, total, top = weigh(
                 scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total,
-                top, nans, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+                top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
                 False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV, DTYPE,
             )
             dones += 1
@@ -577,8 +588,7 @@ def attend(
             natural = gl.where(dead, float("-inf"), natural)
             gl.store(lse + place + rows, natural, mask=rows < q_length)
         if WANT_MAX:
-            natural = gl.where(nans > 0, float("nan"), top / LOG2E)
-            gl.store(max_scores + place + rows, natural, mask=rows < q_length)
+            gl.store(max_scores + place + rows, top / LOG2E, mask=rows < q_length)
     tma.store_wait(0)
 
 
