@@ -237,6 +237,7 @@ def test_autocast_casts_there_where_the_device_has_it() -> None:
     with (
         with_method("get_amp_supported_dtype", lambda: [torch.bfloat16]),
         with_method("device", lambda device: Watching()),
+        with_method("current_device", lambda: 1),
         torch.autocast("pocket", dtype=torch.bfloat16),
         isolated(scan=True),
     ):
@@ -245,7 +246,7 @@ def test_autocast_casts_there_where_the_device_has_it() -> None:
     assert entered == [False]  # autocast is off while a kernel runs
 
 
-def test_a_device_is_selected_where_its_module_can_select_one() -> None:
+def test_a_device_is_selected_where_it_is_not_and_its_module_can_select_one() -> None:
     selected: list[torch.device] = []
 
     class Selecting(nullcontext[None]):
@@ -255,6 +256,9 @@ def test_a_device_is_selected_where_its_module_can_select_one() -> None:
 
     with with_method("device", Selecting), isolated(scan=True):
         check(attend())
+        assert selected == []
+        with with_method("current_device", lambda: 1):
+            check(attend())
     assert selected == [POCKET, POCKET]
 
 

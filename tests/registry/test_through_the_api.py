@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import types
@@ -24,6 +25,7 @@ from anyflex.errors import (
 )
 from anyflex.registry import isolated, register, register_hooks
 from anyflex.registry.hook_specs import hookimpl
+from anyflex.runtime import plan
 from tests.registry.stubs import EVERYTHING, NullKernel, Stub, make_stub
 
 __all__: list[str] = []
@@ -211,3 +213,48 @@ def test_a_warning_points_at_the_line_of_the_caller() -> None:
     with pytest.warns(PerformanceWarning, match="not today") as caught:
         anyflex.flex_attention(*qkv())
     assert caught[0].filename == __file__
+
+
+def test_a_kernel_runs_on_its_tensors_device_whichever_is_selected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tensors' is made out to be cuda:1."""
+    selected = [0]
+    seen: list[str] = []
+
+    @contextlib.contextmanager
+    def select(device: torch.device) -> Iterator[None]:
+        before, selected[0] = selected[0], device.index
+        seen.append(f"selected {device.index}")
+        yield
+        selected[0] = before
+
+    class Noting(NullKernel):
+        def forward(self, call: Call, out: Outputs) -> None:
+            seen.append(f"forward on {selected[0]}")
+            out.out.zero_()
+
+        def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+            seen.append(f"backward on {selected[0]}")
+
+    guard = plan._device_guard
+    monkeypatch.setattr(plan, "_device_guard", lambda _: guard(torch.device("cuda", 1)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: selected[0])
+    monkeypatch.setattr(torch.cuda, "device", select)
+    register("cpu", make_stub(answers={"compile": Noting()}))
+    query, key, value = qkv()
+    for device in (0, 1, 0):
+        selected[0] = device
+        anyflex.flex_attention(query, key, value).sum().backward()
+        assert selected == [device]
+    apart = ["selected 1", "forward on 1", "selected 1", "backward on 1"]
+    assert seen == [*apart, "forward on 1", "backward on 1", *apart]
+
+
+def test_a_device_module_that_cannot_say_which_is_selected_selects_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.SimpleNamespace(device=lambda device: f"selects {device}")
+    monkeypatch.setattr(torch, "mine", module, raising=False)
+    guard = plan._device_guard(types.SimpleNamespace(type="mine", index=0))  # type: ignore[arg-type]
+    assert guard is not None and str(guard()).startswith("selects ")

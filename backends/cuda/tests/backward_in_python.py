@@ -56,7 +56,9 @@ class Case:
     odd: bool = False
     learns: bool = False
     repeatable: bool = False
-    launched: tuple[str, ...] = ("prepare_kernel", "backward_kernel", "finish_kernel")
+    launched: tuple[str, ...] = (
+        "prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel",
+    )  # fmt: skip
 
 
 def scaled(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -72,7 +74,7 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
-PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "finish_kernel", "query_kernel")
+PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
 CASES = [
     Case("plain"),
     Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),
@@ -160,7 +162,7 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
     with mock.patch.object(Program, "launch", launched):
         out = anyflex.flex_attention(
             q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.python",
-            kernel_options={"cuda.python": {"hopper": hopper, "unproven": True}},
+            kernel_options={"cuda.python": {"hopper": hopper}},
         )  # fmt: skip
         names.clear()
         assert isinstance(out, Tensor)
@@ -188,7 +190,7 @@ def main() -> int:
         posing("cuda"),
         mock.patch.object(forward_call, "cores", lambda device: 132),
         # Forward is the portable kernel's.
-        mock.patch.object(kernel, "refused_spec", lambda spec, tiles, unproven: "run in Python"),
+        mock.patch.object(kernel, "refused_spec", lambda spec, tiles: "run in Python"),
     ):
         register("cuda.python", InPython)
         for case in CASES:

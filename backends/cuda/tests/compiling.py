@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 
 import torch
 import triton
@@ -154,9 +155,10 @@ def specs() -> dict[str, Spec]:
     }  # fmt: skip
 
 
-def program(spec: Spec, sums: Sums) -> GluonProgram:
+def program(spec: Spec, sums: Sums, coarse: bool = False, fast_tanh: bool = False) -> GluonProgram:
     """The kernel with the functions of a spec."""
-    text = gluon_source(source_for(write_source(spec), within=False, coarse=False, sums=sums))
+    source = source_for(write_source(spec), within=False, coarse=coarse, sums=sums)
+    text = gluon_source(source, fast_tanh)
     functions = vars(load_module(text))
     floats = [f for f in spec.captured if f.needs_grad]
     wide = [torch.float64 if f.dtype is torch.float64 else torch.float32 for f in floats]
@@ -186,8 +188,14 @@ def main() -> int:
         each: list[tuple[str, Spec, Sums]] = [(n, spec, "floats") for n, spec in specs().items()]
         reads = specs()["reads"]
         each += [("reads, bounds", reads, "bounds"), ("reads, integers", reads, "integers")]
-        for name, spec, sums in each:
-            made = program(spec, sums)
+        made_of = [(name, program(spec, sums)) for name, spec, sums in each]
+        # Half types have caps of their own.
+        softcap = replace(specs()["softcap"], dtype=torch.bfloat16)
+        made_of += [
+            (f"softcap, fast {fast}", program(softcap, "floats", True, fast))
+            for fast in (False, True)
+        ]
+        for name, made in made_of:
             compiled = triton.compile(
                 made.source(), target=HOPPER, options=made.options.keywords()
             )

@@ -94,9 +94,8 @@ def backward_of(
         mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
     with recorded() as launched:
         out = anyflex.flex_attention(
-            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.recorded",
-            kernel_options={"cuda.recorded": {"unproven": True}},
-        )  # fmt: skip
+            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.recorded"
+        )
         assert isinstance(out, torch.Tensor)
         launched.clear()
         torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))

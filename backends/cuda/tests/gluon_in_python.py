@@ -37,6 +37,9 @@ class Tile(np.ndarray):  # type: ignore[type-arg]
         """Rounding isn't simulated."""
         return self
 
+    def permute(self, order: Sequence[int]) -> Tile:
+        return self.transpose(order).view(Tile)
+
 
 def tile(x: object) -> Any:
     return np.asarray(x).view(Tile)
@@ -405,37 +408,43 @@ class Device:
             return Shared(np.full(shape, np.nan), dtype)
 
         def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*arguments: Any, propagate_nan: object = None) -> Any:
+            def called(*arguments: Any) -> Any:
                 found = function(*arguments)
                 return tile(found) if np.ndim(found) else found.item()
 
             return called
 
-        def maximum(x: Any, axis: int) -> Any:
-            found = np.max(x, axis=axis)
-            return tile(found) if found.ndim else int(found)
+        def larger(x: Any, y: Any, propagate_nan: str | None = None) -> Any:
+            return plain(np.maximum if propagate_nan == "all" else np.fmax)(x, y)
 
-        def reduced(x: Any, axis: int) -> Any:
-            return tile(np.sum(x, axis=axis))
+        # As a device's, it leaves NaN out.
+        def maximum(x: Any, axis: int) -> Any:
+            found = np.fmax.reduce(x, axis=axis)
+            return tile(found) if np.ndim(found) else int(found)
+
+        def total(x: Any, axis: int) -> Any:
+            found = np.sum(x, axis=axis)
+            return tile(found) if np.ndim(found) else found.item()
 
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
-            constexpr=lambda x: x, float32="f32", int32="i32", int64="i64",
+            constexpr=lambda x: x, float16="f16", float32="f32", int32="i32", int64="i64",
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
             arange=lambda a, b, layout: tile(np.arange(a, b)),
             full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
-            convert_layout=lambda x, layout: x, max=maximum,
-            minimum=plain(np.minimum), maximum=plain(np.maximum), where=plain(np.where),
-            exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), sum=reduced,
+            convert_layout=lambda x, layout: x, cast=lambda x, dtype: x,
+            max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
-            PropagateNan=SimpleNamespace(ALL=None), cast=lambda x, dtype: x,
+            minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
+            exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
             load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
-            warp_specialize=self.warp_specialize, NVMMASharedLayout=shared_layout,
+            thread_barrier=nothing, warp_specialize=self.warp_specialize,
+            NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
                  "SwizzledSharedLayout"),
@@ -451,7 +460,7 @@ def run_kernel(
     arguments: dict[str, Any],
     seed: int,
     changed: tuple[str, str] = ("", ""),
-    beside: Sequence[ModuleType] = (),
+    more: Sequence[ModuleType] = (),
     given: Mapping[str, Any] | None = None,
 ) -> None:
     """Run `programs` programs of a kernel.
@@ -462,14 +471,14 @@ def run_kernel(
         arguments: by name: a `Box` for a descriptor, a `Pointer`, numbers, functions of `Tile`.
         seed: another one is another order of what happens.
         changed: a piece of the source, and what stands there instead.
-        beside: modules whose functions the kernel imports, which are run too.
+        more: modules of functions that the kernel calls, each before those that call it.
         given: what else it imports, by name.
 
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
-    body = _body(module)
+    body = _body_of(module)
     assert changed[0] in body, f"not in the source: {changed[0]}"
     if changed[0]:
         body = body.replace(*changed)
@@ -480,6 +489,7 @@ def run_kernel(
     names: dict[str, Any] = {
         "gl": device.language(),
         "gluon": SimpleNamespace(jit=lambda function: function),
+        "triton": SimpleNamespace(jit=lambda function: function),
         "mbarrier": SimpleNamespace(
             wait=device.wait, arrive=device.arrive, expect=device.expect, init=init,
             MBarrierLayout=lambda: "barrier",
@@ -491,15 +501,16 @@ def run_kernel(
         ),
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
+        "mma_v2": lambda a, b, acc: tile(np.asarray(a, float) @ np.asarray(b, float) + acc),
         "TensorMemoryLayout": lambda *_, **__: None,
         "allocate_tensor_memory": device.tensor_memory,
         "tensor_memory_descriptor": TensorMemory,
         "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,
-        "triton": SimpleNamespace(jit=lambda function: function), "tl": device.language(),
         **(given or {}),
     }  # fmt: skip
-    for other in beside:
-        exec(compile(_body(other), other.__file__ or "", "exec", flags=_ANNOTATIONS), names)
+    names["tl"] = names["gl"]
+    for other in more:
+        exec(compile(_body_of(other), other.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     exec(compile(body, module.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     names["meet"] = device.meet
 
@@ -541,8 +552,8 @@ def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, n
     return edges, np.array(runs or [(0, 0, 1)])
 
 
-def _body(module: ModuleType) -> str:
-    """What follows a module's imports."""
+def _body_of(module: ModuleType) -> str:
+    """What follows its imports."""
     text = Path(module.__file__ or "").read_text()
     return text[text.index("\n__all__") :]
 

@@ -16,7 +16,9 @@ from anyflex_cuda.backend import CudaBackend
 from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
-UNREAD = ("offsets", "ends", "runs", "lse", "max_scores")
+UNREAD = (
+    "offsets", "ends", "runs", "lse", "max_scores", "counter", "edges", "steps",
+)  # fmt: skip
 """Others stand in for them where there are none."""
 
 

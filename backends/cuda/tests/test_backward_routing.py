@@ -13,7 +13,8 @@ from compiling_backward import causal, recorded
 
 import anyflex
 
-OURS = ["prepare_kernel", "backward_kernel", "finish_kernel"]
+OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
+WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
 
 
 def called(
@@ -25,7 +26,6 @@ def called(
     learns: bool = False,
     expanded: bool = False,
     query: torch.Tensor | None = None,
-    unproven: bool = True,
 ) -> tuple[list[str], str]:
     """(names of what backward launches, what explain says)."""
     q, k, v = (torch.zeros(2, 2, 300, d).to(dtype) for d in (dims[0], *dims))
@@ -46,7 +46,6 @@ def called(
     with recorded() as launched:
         given: dict[str, Any] = {
             "score_mod": score, "block_mask": mask, "backend": "cuda.recorded",
-            "kernel_options": {"cuda.recorded": {"unproven": unproven}},
         }  # fmt: skip
         said = anyflex.explain(q, k, v, **given).variant
         out = anyflex.flex_attention(q, k, v, **given)
@@ -80,7 +79,6 @@ def test_a_call_that_fits_takes_hoppers_backward(call: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ({"unproven": False}, "its kernels are compiled, and never run by the project"),
         ({"dtype": torch.float32}, "float32"),
         ({"dims": (32, 64)}, "head dims 32 and 64, for it takes 33 to 128"),
         ({"dims": (64, 256)}, "head dims 64 and 256, for it takes 33 to 128"),
@@ -104,20 +102,20 @@ def test_explain_says_why_a_call_takes_the_portable_backward(
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:
     names, said = called(wanted="kv")
-    assert names == OURS
+    assert names == WITHOUT_DQ
     assert said.endswith(", backward hopper")
 
 
 def test_where_sums_must_repeat_or_a_tensor_learns_the_portable_pass_makes_dq() -> None:
     names, said = called(learns=True)
-    assert names == [*OURS, "query_kernel"]
+    assert names == [*WITHOUT_DQ, "query_kernel"]
     assert said.endswith(", backward hopper, dq portable")
     torch.use_deterministic_algorithms(True)
     try:
         names, said = called()
-        assert names == [*OURS, "query_kernel"]
+        assert names == [*WITHOUT_DQ, "query_kernel"]
         assert said.endswith(", backward hopper, dq portable")
         names, _ = called(learns=True)
-        assert names == [*OURS, "query_kernel", "query_kernel", "total_kernel"]
+        assert names == [*WITHOUT_DQ, "query_kernel", "query_kernel", "total_kernel"]
     finally:
         torch.use_deterministic_algorithms(False)

@@ -19,7 +19,7 @@ from recording import OnBlackwell, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
-from anyflex_cuda import blackwell_forward, spoken_words, step_scores
+from anyflex_cuda import blackwell_forward, forward_call, spoken_words, step_scores
 from anyflex_cuda.blackwell_choice import VARIABLE
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
@@ -78,9 +78,7 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
                 given[key] = Pointer(value.numpy()) if isinstance(value, Tensor) else value
         modules = (tiles, forward, spoken_words, step_scores)
         strange = {"write_strange_rows": no_strange}
-        run_kernel(
-            blackwell_forward, "forward_kernel", min(grid, 3), given, 0, ("", ""), modules, strange
-        )
+        run_kernel(blackwell_forward, "forward_kernel", grid, given, 0, ("", ""), modules, strange)
         ran.append(program.function.__name__)
 
     torch.manual_seed(0)
@@ -91,7 +89,8 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         mask = anyflex.create_block_mask(mask_mod, None, None, rows, keys, BLOCK_SIZE=block)
     with isolated():
         register("cuda", OnBlackwell)
-        with recording(), mock.patch.object(Program, "launch", launch):
+        few = mock.patch.object(forward_call, "cores", lambda device: 5)
+        with recording(), few, mock.patch.object(Program, "launch", launch):
             out, lse = anyflex.flex_attention(
                 q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="cuda"
             )

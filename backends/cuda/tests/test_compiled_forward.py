@@ -29,12 +29,15 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(found) == 10
+    assert len(found) == 9
     for facts in found:
         # Of about 600 instructions a loop three with Triton 3.9.
         most = 0 if TRITON.startswith("3.6.") else 8
+        if "documents" in facts["name"]:
+            # Which keys a thread has, read where a mask is evaluated: not in the other steps.
+            most = 80
         assert facts["serialized"] == [] and facts["local"] <= most, facts
-        # Of two or three consumers, each with another one where steps may have dead pairs.
-        assert facts["loops"] in (2, 3, 4, 6), facts
+        # Of two or three consumers.
+        assert facts["loops"] in (2, 3), facts
         # Of a tile's begin and end.
-        assert facts["spills"] <= 160 and facts["shared"] <= SHARED, facts
+        assert facts["spills"] <= (400 if most else 160) and facts["shared"] <= SHARED, facts

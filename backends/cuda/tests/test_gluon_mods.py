@@ -1,4 +1,4 @@
-"""Mods for kernels in Gluon: the portable text with three names bound anew."""
+"""Mods for kernels in Gluon: the portable text with four names bound anew."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_operation_and_everyday_mods_compile_in_a_kernel_of_gluon() -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert len([line for line in done.stdout.splitlines() if " bytes" in line]) == 13
+    assert len([line for line in done.stdout.splitlines() if " bytes" in line]) == 15
 
 
 def test_a_constant_a_spread_scalar_and_a_read_are_bound_anew() -> None:
@@ -38,5 +38,5 @@ def test_a_constant_a_spread_scalar_and_a_read_are_bound_anew() -> None:
     for spec in specs().values():
         text = gluon_source(write_source(spec))
         assert "from anyflex_cuda import mod_operations" in text
-        for name in ("tl.full(", "ops.spread(", "ops.load_once("):
+        for name in ("tl.full(", "ops.spread(", "ops.load_once(", "ops.tanh_capped("):
             assert name not in text

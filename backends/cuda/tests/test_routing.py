@@ -50,12 +50,18 @@ def test_a_long_call_is_hoppers() -> None:
     assert of((program,)) == HOPPERS and "hopper 128x128" in said
     assert grid == 2 * 4 * 8 and (values["tiles"], values["batch_heads"]) == (8, 8)
     assert program.constants["EVEN"] is False and program.constants["HAS_MASK"] is False
-    assert values["counter"].tolist() == [0]
 
 
-def test_programs_are_no_more_than_multiprocessors() -> None:
-    ((_, grid, _),), _ = launches(*drawn(*[(2, 16, 2048, 64)] * 3))
-    assert grid == CORES
+def test_programs_are_no_more_than_multiprocessors_and_then_count_from_zero() -> None:
+    ((_, grid, values),), _ = launches(*drawn(*[(2, 16, 2048, 64)] * 3))
+    assert grid == CORES and values["counter"].tolist() == [0]
+
+
+def test_where_each_program_has_one_tile_nothing_is_set_to_zero_for_a_counter() -> None:
+    ((_, grid, values),), _ = launches(*drawn(*[(1, CORES, 128, 64)] * 3))
+    assert grid == CORES and values["counter"] is values["out"]
+    ((_, grid, values),), _ = launches(*drawn(*[(1, CORES + 1, 128, 64)] * 3))
+    assert grid == CORES and values["counter"].tolist() == [0]
 
 
 def test_a_mask_and_a_score_mod_come_along() -> None:
@@ -124,18 +130,105 @@ def test_tritons_that_were_tried() -> None:
     assert [untried_triton(v) for v in ("3.6.0", "3.7.1", "3.9.0+gitabc")] == [None] * 3
 
 
-def test_what_was_never_run_is_taken_where_the_user_asks_for_it() -> None:
-    wide = drawn(*[(1, 2, 256, 192)] * 3)
-    launched, said = launches(*wide)
-    assert [of(launch) for launch in launched] == [PORTABLE]
-    assert "head dims above 128 are compiled, and never run by the project" in said
-    asked = {"kernel_options": {"cuda": {"unproven": True}}}
-    launched, said = launches(*wide, **asked)
+def heads_last(*shape: int) -> Tensor:
+    """[B, H, L, E] of memory [B, L, H, E]."""
+    b, h, length, dim = shape
+    return torch.zeros(b, length, h, dim, dtype=torch.bfloat16).transpose(1, 2)
+
+
+def off_by_two_bytes(*shape: int) -> Tensor:
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + 1, dtype=torch.bfloat16)[1:].view(shape)
+
+
+def each_of(count: int, make: Callable[..., Tensor], *shape: int) -> list[Tensor]:
+    return [make(*shape) for _ in range(count)]
+
+
+# One kernel serves them all; what one call was answered must not answer the next.
+IN_TURN: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "contiguous": lambda: (*drawn(*[(1, 2, 256, 64)] * 3),),
+    "heads last": lambda: (*each_of(3, heads_last, 1, 2, 256, 64),),
+    "keys heads last": lambda: (*drawn((1, 2, 256, 64)), *each_of(2, heads_last, 1, 2, 256, 64)),
+    "longer": lambda: (*drawn(*[(1, 2, 512, 64)] * 3),),
+    "more keys": lambda: (*drawn((1, 2, 256, 64), *[(1, 2, 384, 64)] * 2),),
+    "odd keys": lambda: (*drawn((1, 2, 256, 64), *[(1, 2, 300, 64)] * 2),),
+    "more heads": lambda: (*drawn(*[(1, 4, 256, 64)] * 3),),
+    "larger batch": lambda: (*drawn(*[(3, 2, 256, 64)] * 3),),
+    "elsewhere in memory": lambda: (*each_of(3, off_by_two_bytes, 1, 2, 256, 64),),
+    "half of each row": lambda: (*[strided((1, 2, 256, 64), 128) for _ in range(3)],),
+}
+
+
+def facts(launch: Any) -> tuple[Any, ...]:
+    """A launch without its tensors."""
+    program, grid, values = launch
+    plain = {
+        name: (value.shape, value.strides, value.block_shape)
+        if hasattr(value, "block_shape")
+        else (value.shape, value.stride())
+        if isinstance(value, Tensor)
+        else value
+        for name, value in values.items()
+    }
+    constants = {k: v for k, v in program.constants.items() if not callable(v)}
+    return of((program,)), grid, plain, constants
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves(masked: bool) -> None:
+    def posed(name: str) -> tuple[Any, ...]:
+        q, k, v = IN_TURN[name]()
+        if not masked:
+            return q, k, v
+        return q, k, v, None, anyflex.create_block_mask(causal, None, None, q.shape[2], k.shape[2])
+
+    alone = {name: [facts(launch) for launch in launches(*posed(name))[0]] for name in IN_TURN}
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for name in [*IN_TURN, *reversed(IN_TURN)]:
+                launched.clear()
+                anyflex.flex_attention(*posed(name), backend="cuda")
+                assert [facts(launch) for launch in launched] == alone[name], name
+    assert alone["elsewhere in memory"][0][0] == PORTABLE
+    assert alone["heads last"] != alone["contiguous"]
+
+
+def test_tensors_of_one_layout_are_not_each_others() -> None:
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            given = [drawn(*[SHAPE] * 3) for _ in range(2)]
+            for tensors in given:
+                anyflex.flex_attention(*tensors, backend="cuda")
+    for (_, _, values), tensors in zip(launched, given, strict=True):
+        for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
+            assert values[name] is values[f"{name[0]}_desc"].base
+            assert values[name] is tensor
+        assert values["out"] is values["o_desc"].base
+    assert launched[0][2]["out"] is not launched[1][2]["out"]
+
+
+def test_what_is_not_wanted_has_no_descriptor() -> None:
+    ((program, _, values),), _ = launches(*drawn(*[SHAPE] * 3))
+    assert program.constants["r_desc"] is None and "r_desc" not in values
+    q, k, v = (tensor.requires_grad_() for tensor in drawn(*[SHAPE] * 3))
+    ((program, _, values),), _ = launches(q, k, v)
+    assert program.constants["WANT_REST"] and values["r_desc"].base is values["rest"]
+
+
+def test_tiles_follow_head_dims_and_blocks_of_the_mask() -> None:
+    launched, said = launches(*drawn(*[(1, 2, 256, 192)] * 3))
     assert [of(launch) for launch in launched] == [HOPPERS] and "hopper 128x64" in said
-    _, said = launches(*drawn(*[SHAPE] * 3))
+    _, said = launches(*drawn(*[(1, 2, 256, 128)] * 3))
     assert "hopper 128x128" in said
-    _, said = launches(*drawn(*[SHAPE] * 3), **asked)
+    _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3))
     assert "hopper 192x128" in said
+    for block, rows in ((384, 192), (128, 128)):
+        mask = anyflex.create_block_mask(causal, 1, 1, 384, 384, BLOCK_SIZE=(block, 128))
+        _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3), block_mask=mask)
+        assert f"hopper {rows}x128" in said
 
 
 @pytest.mark.parametrize(
@@ -150,7 +243,7 @@ def test_an_option_of_the_portable_kernels_is_not_ignored(options: dict[str, Any
     assert [of(launch) for launch in launched] == [PORTABLE]
     assert "not Hopper's kernel: the portable kernels have " in said
     _, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"dq_block_m": 64}})
-    assert "hopper 128x128" in said
+    assert "hopper 192x128" in said
 
 
 def test_autotuning_is_the_portable_kernels() -> None:
@@ -167,12 +260,6 @@ def test_without_an_element_explain_says_so() -> None:
 def test_the_option_takes_hoppers_kernels_away() -> None:
     launched, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"hopper": False}})
     assert [of(launch) for launch in launched] == [PORTABLE] and "hopper" not in said
-
-
-def test_decoding_stays_portable() -> None:
-    launched, said = launches(*drawn((1, 2, 1, 64), SHAPE, SHAPE))
-    assert {of(launch) for launch in launched} == {"anyflex_triton.decode"}
-    assert "decode" in said
 
 
 def test_boxes_are_of_whole_tensors_whatever_the_order_of_dimensions() -> None:

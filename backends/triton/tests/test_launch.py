@@ -6,14 +6,17 @@ import contextlib
 import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from anyflex_triton import launch
+from triton import knobs
+from triton.knobs import HookChain
+
+from anyflex_triton import arguments, launch
 
 GPU = torch.device("cuda", 1)
 
@@ -131,3 +134,148 @@ def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
     assert launch._preparing == []
     launch.prepare()
     assert len(launch._preparing) == 2
+
+
+class Compiled:
+    """What `triton.compile` returns, as far as a launch reads it; notes what Triton's launcher is
+    called with."""
+
+    packed_metadata = "packed"
+
+    def __init__(self) -> None:
+        self.function: str | None = None
+        self.calls: list[tuple[Any, ...]] = []
+        self.records: list[tuple[Any, ...]] = []
+
+    @property
+    def run(self) -> Any:
+        # Triton loads the kernel here.
+        self.function = "loaded"
+        return lambda *given: self.calls.append(given)
+
+    def launch_metadata(self, grid: tuple[int, ...], stream: int, *given: object) -> str:
+        self.records.append((grid, stream, *given))
+        return "record"
+
+
+FUNCTION = SimpleNamespace(__name__="add", arg_names=["x", "y", "SIZE", "z"])
+
+
+def program_of(x_type: str = "*fp32") -> tuple[launch.Program, Compiled]:
+    """A program that is compiled for GPU."""
+    program = launch.Program(
+        FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, (), launch.Options(4, 1)
+    )
+    compiled = Compiled()
+    program._compiled[GPU.index] = compiled
+    return program, compiled
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A driver whose current stream is `stream`, and launch hooks of nobody."""
+    made = SimpleNamespace(stream=7, get_current_device=lambda: GPU.index)
+    made.get_current_stream = lambda device: made.stream if device == GPU.index else None
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=made))
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(knobs.runtime, name, HookChain())
+    return made
+
+
+def test_a_launch_is_in_the_order_of_the_function_and_on_the_stream_of_the_moment(
+    driver: SimpleNamespace,
+) -> None:
+    program, compiled = program_of()
+    program.launch(3, GPU, {"z": 1, "x": "tensor", "y": 2})
+    driver.stream = 9
+    program.launch(4, GPU, {"y": 3, "z": 4, "x": "other"})
+    nobody = (None, None, None)
+    assert compiled.calls == [
+        (3, 1, 1, 7, "loaded", "packed", *nobody, "tensor", 2, 8, 1),
+        (4, 1, 1, 9, "loaded", "packed", *nobody, "other", 3, 8, 4),
+    ]
+    assert compiled.records == []
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hook_is_called_as_long_as_it_is_there(
+    driver: SimpleNamespace, name: str
+) -> None:
+    program, compiled = program_of()
+    chain = getattr(knobs.runtime, name)
+
+    def hook(record: object) -> None:
+        raise AssertionError("Triton's launcher calls it")
+
+    values = {"x": "tensor", "y": 2, "z": 1}
+    chain.add(hook)
+    program.launch(3, GPU, values)
+    chain.remove(hook)
+    program.launch(3, GPU, values)
+    hooks = (chain, None) if name == "launch_enter_hook" else (None, chain)
+    assert [call[6:9] for call in compiled.calls] == [("record", *hooks), (None, None, None)]
+    assert compiled.records == [((3, 1, 1), 7, "tensor", 2, 8, 1)]
+
+
+def test_a_hook_that_is_no_chain_is_called_too(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, compiled = program_of()
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
+    program.launch(3, GPU, {"x": "tensor", "y": 2, "z": 1})
+    assert compiled.calls[0][6:9] == ("record", print, None)
+
+
+def test_each_thread_has_a_context_before_its_first_descriptor_is_encoded(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "mem_get_info",
+        lambda device: entered.append((threading.get_ident(), device)),
+    )
+    monkeypatch.setattr(arguments, "_entered", threading.local())
+    values = {"x": "tensor", "y": 2, "z": 1}
+    program_of()[0].launch(1, GPU, values)
+    assert entered == []
+
+    def twice() -> None:
+        for _ in range(2):
+            program_of("tensordesc<fp32[1, 8]>")[0].launch(1, GPU, values)
+
+    other = threading.Thread(target=twice)
+    twice()
+    other.start()
+    other.join(timeout=20)
+    assert entered == [(threading.get_ident(), GPU), (other.ident, GPU)]
+    program, compiled = program_of("tensordesc<fp32[1, 8]>")
+    program._compiled[0] = compiled
+    program.launch(1, torch.device("cuda", 0), values)
+    assert entered[2:] == [(threading.get_ident(), torch.device("cuda", 0))]
+
+
+def test_stages_that_shared_memory_does_not_hold_are_given_up(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch._most_shared.cache_clear()
+    driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
+    asked: list[int] = []
+
+    def compiled(source: object, options: Mapping[str, Any]) -> SimpleNamespace:
+        asked.append(options["num_stages"])
+        return SimpleNamespace(metadata=SimpleNamespace(shared=100 * options["num_stages"]))
+
+    monkeypatch.setattr("triton.compile", compiled)
+    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    for stages, tried in ((4, [4, 3, 2]), (2, [2]), (1, [1])):
+        program = launch.Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, (),
+                                 launch.Options(4, stages))  # fmt: skip
+        asked.clear()
+        found = program.compile(GPU.index)
+        assert asked == tried and found.metadata.shared <= 250
+        assert program.compile(GPU.index) is found
+        # Without a device, as tests compile: what was asked for.
+        assert program.compile().metadata.shared == 100 * stages
+    launch._most_shared.cache_clear()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import isolated, register
+from anyflex.plugin import MaskViews, isolated, register
 from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
@@ -64,6 +64,32 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
 
     monkeypatch.setattr(launch.Program, "launch", noting)
     return seen
+
+
+def views_of(offsets: Tensor, runs: Tensor) -> MaskViews:
+    return MaskViews(offsets, runs, 128, 128, (64, 64))
+
+
+def test_rows_are_kept_with_the_mask_that_they_are_of() -> None:
+    offsets = torch.tensor([[[0, 1, 2]]], dtype=torch.int32)
+    runs = torch.tensor([[0, 1, 1], [0, 2, 1]], dtype=torch.int32)
+    views, other = views_of(offsets, runs), views_of(offsets + 1, runs.clone())
+    rows = mask_rows.mask_rows(views)
+    assert mask_rows.mask_rows(views) is rows and rows.ends.tolist() == [[[1, 2]]]
+    assert mask_rows.mask_rows(other).ends.tolist() == [[[2, 3]]]
+    assert mask_rows.mask_rows(other).runs is other.runs
+    assert mask_rows.mask_rows(views.transposed()) is not rows
+    # They are the mask's own memory, which may be written again.
+    offsets += 5
+    assert rows.offsets is offsets and rows.ends.tolist() == [[[6, 7]]]
+
+
+def test_of_a_mask_that_must_be_copied_no_copy_is_kept() -> None:
+    offsets = torch.tensor([[[0, 9, 1, 9, 2, 9]]], dtype=torch.int32)[..., ::2]
+    views = views_of(offsets, torch.zeros(2, 3, dtype=torch.int32))
+    assert mask_rows.mask_rows(views).ends.tolist() == [[[1, 2]]]
+    offsets += 5
+    assert mask_rows.mask_rows(views).ends.tolist() == [[[6, 7]]]
 
 
 def randn(*shape: int) -> Tensor:

@@ -68,22 +68,38 @@ class MaskViews:
         """Return the same views on `device`, copied at most once."""
         if device == self.offsets.device:
             return self
-        return self._once(device, MaskViews, lambda: self._copied(device))
+        return self.once(device, MaskViews, lambda: self._copied(device))
 
     def transposed(self) -> MaskViews:
         """Return the mask with rows and columns exchanged: for each kv block the q blocks.
 
         Its offsets are [B', H', Kb + 1], its ``q_length`` is this one's ``kv_length`` and so on.
         """
-        return self._once("transposed", MaskViews, self._transpose)
+        return self.once("transposed", MaskViews, self._transpose)
 
     def index_lists(self) -> IndexLists:
         """Return the structure in torch's layout; memory is O(Qb * Kb)."""
-        return self._once("index_lists", IndexLists, lambda: list_blocks(self))
+        return self.once("index_lists", IndexLists, lambda: list_blocks(self))
 
     def dense(self) -> Tensor:
         """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
-        return self._once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
+        return self.once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
+
+    def once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
+        """Return what `make` derives of these views, made once and kept with them.
+
+        Args:
+            name: tells forms apart. A backend's own begins with its package's name.
+            kind: what `make` returns.
+        """
+        found = self._derived.get(name)
+        if found is None:
+            with self._lock:
+                found = self._derived.get(name)
+                if found is None:
+                    found = self._derived[name] = make()
+        assert isinstance(found, kind)
+        return found
 
     def with_copy(self, copy: MaskViews) -> MaskViews:
         """Return these views; from now on `copy` is what `on` gives for its device."""
@@ -107,16 +123,6 @@ class MaskViews:
         runs = unpack_rows(host.offsets[:, :, q_block_begin : q_block_end + 1], host.runs)
         grid = expand_rows(runs, 0, batch * heads * rows, self.kv_blocks)
         return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
-
-    def _once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
-        found = self._derived.get(name)
-        if found is None:
-            with self._lock:
-                found = self._derived.get(name)
-                if found is None:
-                    found = self._derived[name] = make()
-        assert isinstance(found, kind)
-        return found
 
     def _copied(self, device: torch.device) -> MaskViews:
         copy = MaskViews(

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -72,7 +73,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=_TIMEOUT,
         help=f"for one case, 0 for none (default: {_TIMEOUT:g}): a case that takes longer fails "
-        "and ends the run, as what hangs can't be stopped",
+        "and ends the run, as what hangs can't be stopped; with --jobs it ends its own process, "
+        "and the others go on",
+    )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="processes that run cases at once, each with the memory that one run needs "
+        "(default: 1, this one)",
     )
     parser.add_argument("--list", action="store_true", help="print the cases, and run none")
 
@@ -83,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from anyflex.registry import table
     from anyflex.testing.cases import every_case
     from anyflex.testing.expected import read_expected
+    from anyflex.testing.pool import Pool
     from anyflex.testing.report import make_report
     from anyflex.testing.runner import run_cases, timed_out
     from anyflex.testing.selection import requirements, select
@@ -101,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
     if not 0 <= args.timeout <= _LONGEST:
         raise WrongUsage(f"--timeout {args.timeout:g}: expected 0 (none) to {_LONGEST:g} seconds")
+    if args.jobs < 1:
+        raise WrongUsage(f"--jobs {args.jobs}: expected at least 1; 1 is this process alone")
     require = requirements([name for name in args.require.split(",") if name])
     expected = None if args.expected is None else read_expected(args.expected, cases)
     device = None if args.device is None else present_device(args.device)
@@ -108,13 +121,17 @@ def run(args: argparse.Namespace) -> int:
     told = sys.stderr if args.json == "-" else sys.stdout
     begin = time.perf_counter()
     outcomes: list[Outcome] = []
+    places = {case.name: place for place, case in enumerate(chosen)}
     with open_session(args.backend, device) as session:
         progress = ProgressLine(sys.stderr)
 
-        def show(done: int, failed: int, following: str) -> None:
-            progress.show(f"{done}/{len(chosen)} cases, {failed} failed, now {following}")
+        def show() -> None:
+            bad = sum(not outcome.good for outcome in outcomes)
+            following = chosen[min(len(outcomes), len(chosen) - 1)].name
+            now = f"now {following}" if args.jobs == 1 else f"{args.jobs} at once"
+            progress.show(f"{len(outcomes)}/{len(chosen)} cases, {bad} failed, {now}")
 
-        show(0, 0, chosen[0].name)
+        show()
 
         def enter(outcome: Outcome) -> None:
             outcomes.append(outcome)
@@ -127,27 +144,36 @@ def run(args: argparse.Namespace) -> int:
             seconds = time.perf_counter() - begin
             made = make_report(
                 session,
-                outcomes,
+                sorted(outcomes, key=lambda outcome: places[outcome.case]),
                 quick=args.quick,
                 require=require,
                 globs=args.case,
                 seconds=seconds,
+                jobs=args.jobs,
             )
             return _reported(made, args, told)
 
-        for case in chosen:
-
-            def attempt(case: Case = case) -> Outcome:
+        def outcome_of(case: Case) -> Outcome:
+            def attempt() -> Outcome:
                 return next(run_cases(session, [case], require=require, expected=expected))
 
-            def expire(case: Case = case) -> None:
+            def expire() -> None:
                 enter(timed_out(session, case, args.timeout, require=require))
                 report()
 
-            enter(limited(case.name, attempt, args.timeout, expire))
-            bad = sum(not other.good for other in outcomes)
-            following = chosen[min(len(outcomes), len(chosen) - 1)].name
-            show(len(outcomes), bad, following)
+            return limited(case.name, attempt, args.timeout, expire)
+
+        with ExitStack() as stack:
+            if args.jobs == 1:
+                found: Iterator[Outcome] = map(outcome_of, chosen)
+            else:
+                pool = Pool(
+                    session, args.jobs, require=require, expected=expected, seconds=args.timeout
+                )
+                found = stack.enter_context(pool).run(chosen)
+            for outcome in found:
+                enter(outcome)
+                show()
         passed = report()
     return ExitCode.OK if passed else ExitCode.CHECK_FAILED
 

@@ -59,10 +59,11 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
         if plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
-        if plan.guard is None and not torch.is_autocast_enabled(plan.device_type):
+        device = None if plan.guard is None else plan.guard()
+        if device is None and not torch.is_autocast_enabled(plan.device_type):
             plan.kernel.forward(call, outputs)
         else:
-            with _guard(plan):
+            with _guard(plan, device):
                 plan.kernel.forward(call, outputs)
         if workspace:
             give_back(workspace)
@@ -106,10 +107,11 @@ def launch_backward(
         if plan.own_backward and plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "backward"))
         grads = Grads(dq, dk, dv, tuple(accumulators), workspace.tensors if workspace else ())
-        if plan.plain_backward and not torch.is_autocast_enabled(plan.device_type):
-            plan.kernel.backward(call, saved, grad, grads)
+        device = None if plan.guard is None else plan.guard()
+        if device is None and not torch.is_autocast_enabled(plan.device_type):
+            _backward(plan, call, saved, grad, grads)
         else:
-            with _guard(plan):
+            with _guard(plan, device):
                 _backward(plan, call, saved, grad, grads)
         if workspace:
             give_back(workspace)
@@ -128,15 +130,18 @@ def launch_backward(
 
 
 @contextmanager
-def _guard(plan: Plan) -> Iterator[None]:
+def _guard(plan: Plan, device: Any) -> Iterator[None]:
     """What a kernel runs in: its device, and no autocast. Core has cast q, k and v; a kernel made
-    of torch's products would otherwise have its float32 scores rounded once more."""
-    device: Any = nullcontext() if plan.guard is None else plan.guard()
+    of torch's products would otherwise have its float32 scores rounded once more.
+
+    Args:
+        device: of `Plan.guard`.
+    """
     autocast: Any = nullcontext()
     # Only where it is on: a device without autocast refuses to switch it off.
     if torch.is_autocast_enabled(plan.device_type):
         autocast = torch.autocast(plan.device_type, enabled=False)
-    with autocast, device:
+    with autocast, device or nullcontext():
         yield
 
 

@@ -70,11 +70,11 @@ class Plan:
         accumulate: dtype of lse.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
-        plain_backward: backward is the kernel's own, on the current device, from out and lse.
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
-        guard: makes a context manager that selects the device, or None where none is needed.
+        guard: makes a context manager that selects the device, or None while it is selected; None
+            where there is no choice.
     """
 
     __slots__ = (
@@ -88,7 +88,6 @@ class Plan:
         "kernel",
         "max_scores",
         "own_backward",
-        "plain_backward",
         "same_dims",
         "saves",
         "spec",
@@ -109,7 +108,6 @@ class Plan:
         self.max_scores = "max_scores" in self.spec.aux
         self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
         self.guard = _device_guard(device)
-        self.plain_backward = self.own_backward and not self.saves and self.guard is None
         captured = self.spec.captured
         wide = {torch.float64: torch.float64}
         self.accumulators = tuple(
@@ -125,12 +123,16 @@ class Plan:
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:
-    """None also where there is no choice, or torch knows of no way to make it."""
+    """As `Plan.guard`: None also where torch knows of no way to make it."""
     if device.type == "cpu":
         return None
-    select = getattr(getattr(torch, device.type, None), "device", None)
+    module: Any = getattr(torch, device.type, None)
+    select = getattr(module, "device", None)
     if callable(select):
-        return lambda: select(device)
+        if not callable(getattr(module, "current_device", None)):
+            return lambda: select(device)
+        # To ask costs a tenth of what it costs to select the device that is selected.
+        return lambda: None if module.current_device() == device.index else select(device)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type or device.index is None:
         return None

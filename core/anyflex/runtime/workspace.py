@@ -45,8 +45,12 @@ _kept: list[Workspace] = []
 def allocate(device: torch.device, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
     """Return new tensors, zeroed where their specs say so."""
     return tuple(
-        (torch.zeros if spec.zeroed else torch.empty)(spec.shape, dtype=spec.dtype, device=device)
-        for spec in specs
+        [
+            (torch.zeros if spec.zeroed else torch.empty)(
+                spec.shape, dtype=spec.dtype, device=device
+            )
+            for spec in specs
+        ]
     )
 
 

@@ -21,6 +21,7 @@ class BehaviourCase:
         run: raises `ConformanceFailure`; returns a reason where the case doesn't apply.
         quick: in the subset that CI runs.
         required: sets of `--require` that the case belongs to.
+        alone: what else the machine does changes what it finds: no other case runs beside it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class BehaviourCase:
     run: Callable[[Session], str | None]
     quick: bool = False
     required: frozenset[str] = frozenset()
+    alone: bool = False
 
 
 Case = AttentionCase | BehaviourCase
@@ -48,13 +50,14 @@ def behaviour(
     *,
     quick: bool = False,
     required: frozenset[str] = frozenset(),
+    alone: bool = False,
 ) -> Callable[[Callable[[Session], str | None]], Callable[[Session], str | None]]:
     """Enter the decorated function into a group's table."""
 
     def enter(run: Callable[[Session], str | None]) -> Callable[[Session], str | None]:
         if name in table:
             raise ValueError(f"two cases are named {name!r}")
-        table[name] = BehaviourCase(name, shows, run, quick, required)
+        table[name] = BehaviourCase(name, shows, run, quick, required, alone)
         return run
 
     return enter

@@ -19,7 +19,15 @@ import torch
 from anyflex.registry import hot_path
 from anyflex.testing.session import ConformanceFailure, Session
 
-__all__ = ["FORK_SECONDS", "forked", "fresh", "why_no_fork", "why_not_fresh"]
+__all__ = [
+    "FORK_SECONDS",
+    "forked",
+    "fresh",
+    "killed_by",
+    "what_to_open",
+    "why_no_fork",
+    "why_not_fresh",
+]
 
 FORK_SECONDS = 30.0
 """What was compiled before the fork takes moments: longer is for ever."""
@@ -88,9 +96,17 @@ def _wait(pid: int, reading: int, deadline: float) -> str | None:
         told += part
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"the forked child was killed by {name}"
+        return f"the forked child {killed_by(os.WTERMSIG(status))}"
     return told.decode(errors="replace") or None
+
+
+def killed_by(number: int) -> str:
+    """Return what a signal did, in words."""
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:
+        # Real-time signals have no names.
+        return f"was killed by signal {number}"
 
 
 def why_not_fresh(session: Session) -> str | None:
@@ -101,22 +117,28 @@ def why_not_fresh(session: Session) -> str | None:
     return None
 
 
+def what_to_open(session: Session) -> dict[str, Any]:
+    """Return what another process needs to open the same session, as plain data."""
+    return {
+        "name": session.name,
+        "device": str(session.device),
+        "target": session.target,
+        "installed": session.installed,
+        "posed": hot_path.posed_in_force(),
+    }
+
+
 def fresh(session: Session, task: str, **details: Any) -> dict[str, Any]:
     """Start Python anew, carry a task of `anyflex.testing.fresh_process` out, return its answer.
 
     Raises:
         ConformanceFailure: the process died or hung.
     """
-    posed = hot_path.posed_in_force()
     request = {
         "path": sys.path,
         "task": task,
-        "name": session.name,
-        "device": str(session.device),
-        "target": session.target,
-        "installed": session.installed,
         "threads": torch.get_num_threads(),
-        "posed": posed,
+        **what_to_open(session),
         **details,
     }
     try:

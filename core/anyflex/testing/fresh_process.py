@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["KeptArtifacts", "answer"]
+__all__ = ["KeptArtifacts", "answer", "posed", "registered"]
 
 
 class KeptArtifacts:
@@ -47,7 +47,7 @@ def _probe(task: dict[str, Any]) -> dict[str, Any]:
     importlib.import_module("anyflex.plugin")
     before = set(sys.modules)
     sys.addaudithook(audit)
-    with _registered(task):
+    with registered(task):
         entry = table.current().get(task["name"])
         state = "missing" if entry is None else entry.state().kind
     return {
@@ -73,11 +73,11 @@ def _compute(task: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(task["threads"])
     case = every_case()[task["case"]]
     outcomes = []
-    with _posed(task):
+    with posed(task):
         kept = {name: base64.b64decode(text) for name, text in task["artifacts"].items()}
         fingerprint = ""
         for stored in (kept, {}):
-            with _registered(task), open_session(task["name"], task["device"]) as session:
+            with registered(task), open_session(task["name"], task["device"]) as session:
                 session.journal.artifacts = KeptArtifacts(stored)
                 outcome = run_case(session, case)
                 fingerprint = session.backend.fingerprint()
@@ -86,8 +86,13 @@ def _compute(task: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _registered(task: dict[str, Any]) -> Iterator[None]:
-    """Put the parent's backend into an empty registry, unless it is installed."""
+def registered(task: dict[str, Any]) -> Iterator[None]:
+    """Put the parent's backend into an empty registry, unless it is installed.
+
+    Raises:
+        ImportError: what was registered in the parent is of a module that can't be imported.
+        AttributeError: it isn't in that module.
+    """
     from anyflex.registry import table
 
     if task["name"] == table.REFERENCE:
@@ -107,7 +112,8 @@ def _registered(task: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _posed(task: dict[str, Any]) -> Iterator[None]:
+def posed(task: dict[str, Any]) -> Iterator[None]:
+    """Let CPU tensors pose in the body as they do in the parent."""
     from anyflex.testing import posing
 
     with ExitStack() as stack:

@@ -32,6 +32,7 @@ def make_report(
     require: Collection[str],
     globs: Collection[str],
     seconds: float,
+    jobs: int = 1,
 ) -> Report:
     """Return a run as plain data: the schema is part of the documentation."""
     counts: Counter[str] = Counter(outcome.status for outcome in outcomes)
@@ -51,6 +52,7 @@ def make_report(
         "patterns": list(globs),
         "capabilities": _plain(session.backend.capabilities),
         "passed": all(outcome.good for outcome in outcomes),
+        "jobs": jobs,
         "seconds": round(seconds, 3),
         "counts": {status: counts[status] for status in STATUSES},
         "cases": [
@@ -102,7 +104,8 @@ def html_page(report: Report) -> str:
     counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items() if count)
     facts = {
         "Outcome": "passed" if report["passed"] else "FAILED",
-        "Cases": f"{counts}, in {report['seconds']:.0f} s",
+        "Cases": f"{counts}, in {report['seconds']:.0f} s"
+        + (f" with {report['jobs']} processes" if report["jobs"] > 1 else ""),
         "Backend": f"{report['backend']} of {report['distribution']}",
         "Device": f"{report['device']} ({report['device_name']})",
         "Versions": f"anyflex {report['anyflex']}, contract {report['contract']}, torch "

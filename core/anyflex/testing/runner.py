@@ -15,7 +15,7 @@ from anyflex.testing.case import Case
 from anyflex.testing.checking import compare
 from anyflex.testing.session import ConformanceFailure, Session
 
-__all__ = ["Outcome", "run_case", "run_cases", "timed_out"]
+__all__ = ["Outcome", "died", "run_case", "run_cases", "timed_out"]
 
 Status = Literal["passed", "refused", "skipped", "failed", "expected", "unexpected"]
 
@@ -116,18 +116,53 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
 
 
 def timed_out(
-    session: Session, case: Case, seconds: float, *, require: frozenset[str] = frozenset()
+    session: Session,
+    case: Case,
+    seconds: float,
+    *,
+    require: frozenset[str] = frozenset(),
+    then: str = "the run with it",
 ) -> Outcome:
     """Return the outcome of a case that has not ended within so many seconds.
 
-    No file of expected failures makes it good: the cases behind it are not run.
+    No file of expected failures makes it good: in one process the cases behind it are not run.
+
+    Args:
+        session: with the backend under inspection.
+        case: what hung.
+        seconds: the limit.
+        require: as for `run_cases`.
+        then: what comes of it, for the message.
     """
     detail = (
-        f"it has not ended within {seconds:g} s (--timeout), and the run with it: where it hangs "
+        f"it has not ended within {seconds:g} s (--timeout), and {then}: where it hangs "
         "is on stderr"
     )
     command = _command(session, case, require)
     return Outcome(case.name, case.shows, "failed", detail, seconds, command)
+
+
+def died(
+    session: Session,
+    case: Case,
+    how: str,
+    seconds: float,
+    *,
+    require: frozenset[str] = frozenset(),
+) -> Outcome:
+    """Return the outcome of a case that ended its own process.
+
+    As with one that hangs, no file of expected failures makes it good.
+
+    Args:
+        session: with the backend under inspection.
+        case: what ran.
+        how: what became of the process: ``"was killed by SIGSEGV"``.
+        seconds: how long it took.
+        require: as for `run_cases`.
+    """
+    command = _command(session, case, require)
+    return Outcome(case.name, case.shows, "failed", f"its process {how}", seconds, command)
 
 
 def _command(session: Session, case: Case, require: frozenset[str]) -> str:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["limited"]
+__all__ = ["GRACE", "ended_after", "limited"]
 
 T = TypeVar("T")
 
@@ -37,11 +37,7 @@ def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[
     if not seconds:
         return work()
 
-    def call() -> T:
-        return work()
-
-    # Where Python can't run any more this is what tells the case.
-    call.__code__ = call.__code__.replace(co_name=name)
+    call = _named(name, work)
     timer = threading.Timer(seconds, _end, (expired,))
     timer.daemon = True
     stderr = sys.__stderr__
@@ -53,6 +49,36 @@ def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[
     finally:
         timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def ended_after(name: str, work: Callable[[], T], seconds: float) -> T:
+    """Return what `work` returns, or end the process after so many seconds, with status 1 and its
+    tracebacks on stderr. For a process that another one watches and tells of.
+
+    Args:
+        name: stands in the tracebacks, as a function's name.
+        work: what may hang.
+        seconds: 0 for no limit.
+    """
+    if not seconds:
+        return work()
+    call = _named(name, work)
+    stderr = sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
+    try:
+        return call()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _named(name: str, work: Callable[[], T]) -> Callable[[], T]:
+    def call() -> T:
+        return work()
+
+    # Where Python can't run any more this is what tells the case.
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
 
 
 def _end(expired: Callable[[], None]) -> None:

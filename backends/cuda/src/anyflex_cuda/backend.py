@@ -31,8 +31,10 @@ class CudaBackend(TritonBackend):
         "hopper": Option(
             bool, True, "Hopper's own kernels, or Blackwell's, where they take a call"
         ),
-        "unproven": Option(
-            bool, False, "of those also the ones that were compiled, and never run by the project"
+        "fast_tanh": Option(
+            bool,
+            False,
+            "in Hopper's own kernels, soft caps by the GPU's instruction for tanh, 2^-11 off",
         ),
     }
 

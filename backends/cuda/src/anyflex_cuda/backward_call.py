@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.forward_call import NEVER_RUN
 from anyflex_cuda.gluon_program import descriptor, descriptor_type
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import enter_device, layout_of, row_strides
+from anyflex_triton.arguments import Boxes, layout_of, row_strides
 from anyflex_triton.launch import Launch, Options
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -45,24 +43,23 @@ __all__ = [
 
 _KEYS = hopper_backward.KEYS
 _ROWS_PADDED = 128
-_FINISHED_ROWS = 64
-_FINISHED_KEYS = 32
-_GROUP_BYTES = 32 << 20
+_SUMMED_ROWS = 64
+"""Whose sums of dQ lie together, and are looked at together."""
+_REPAIRED_KEYS = 32
+_LOOKED_AT = 128
+"""Tiles, by a program that has to find those that aren't finite."""
+_GROUP_BYTES = 48 << 20
 """Of the second cache: query rows, dout and sums of the heads that run at a time."""
 _WIDTHS = (64, 128)
 STAGES = 2
 """Steps whose query rows and dout are in flight."""
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
-AHEAD = False
-"""Scores of the next step are made while the sums of dQ of this one go out."""
 
 
-def refused_backward(spec: Spec, unproven: bool) -> str | None:
+def refused_backward(spec: Spec) -> str | None:
     """Why no call of this spec takes Hopper's backward, in words for `explain`, or None: those
-    do whose tensors `boxed_forward.refusal` doesn't refuse."""
-    if not unproven:
-        return f"its kernels are {NEVER_RUN}"
+    do whose tensors `forward_call.refusal` doesn't refuse."""
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
@@ -99,15 +96,17 @@ class Work(NamedTuple):
 
     Args:
         row_values: float32 [2, B, Hq, L padded].
-        odd_keys: int32 [Bkv * Hkv, S padded].
+        odd_keys: int32 [Bkv * Hkv, S padded / 64].
         counter: int32 [1].
-        dq_sums: float32 [B * Hq, L padded, D], or None where the portable pass makes dQ.
+        dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where the portable pass makes dQ.
+        odd_rows: int32 [B * Hq, L padded / 64], or None.
     """
 
     row_values: Tensor
     odd_keys: Tensor
     counter: Tensor
     dq_sums: Tensor | None
+    odd_rows: Tensor | None
 
 
 def backward_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
@@ -117,18 +116,23 @@ def backward_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
     rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
     found = [
         TensorSpec((2, batch, heads, rows), torch.float32),
-        TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * _KEYS), torch.int32),
+        TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * 2), torch.int32),
         TensorSpec((1,), torch.int32),
     ]
     if makes_dq(spec):
-        found.append(TensorSpec((batch * heads, rows, padded(spec.head_dim)), torch.float32))
+        sums = rows * padded(spec.head_dim) // 32
+        found += [
+            TensorSpec((batch * heads, sums, 32), torch.float32),
+            TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32),
+        ]
     return tuple(found)
 
 
 def work_of(workspace: Sequence[Tensor]) -> Work:
     """The tensors of `backward_workspace`."""
-    row_values, odd_keys, counter, *sums = workspace
-    return Work(row_values, odd_keys, counter, sums[0] if sums else None)
+    row_values, odd_keys, counter, *of_rows = workspace
+    sums, odd_rows = of_rows or (None, None)
+    return Work(row_values, odd_keys, counter, sums, odd_rows)
 
 
 def hopper_launches(
@@ -149,7 +153,8 @@ def hopper_launches(
     return [
         _prepare(portable, call, saved, grad, work),
         _main(gluon, call, grad.dout, grads, work),
-        _finish(portable, call, grad.dout, grads, work),
+        *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
+        _repair(portable, call, grad.dout, grads, work),
     ]
 
 
@@ -205,7 +210,7 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
             "dq_sums": or_else(work.dq_sums, work.row_values), "counter": work.counter,
             "o_strides": layouts[0].strides, "do_strides": layouts[1].strides,
             "dl_strides": (0, 0, 0) if grad.dlse is None else row_strides(grad.dlse),
-            "heads": heads, "padded_length": rows, "values_in_all": work.row_values[0].numel(),
+            "heads": heads, "padded_length": rows, "values_in_all": work.row_values.stride(0),
             "q_length": length,
         },
     )  # fmt: skip
@@ -230,8 +235,8 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     want_dq = work.dq_sums is not None
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
-    sums = (1, 64, 64)
-    key = ("hopper backward", STAGES, DYNAMIC, AHEAD, blocks, block_m, ragged, want_dq, mods.key)
+    sums = (1, 128, 32)
+    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
     program = made.existing.get(key)
     if program is None:
         dtype = spec.dtype
@@ -266,7 +271,6 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "DV": value_width,
                 "STAGES": STAGES,
                 "DYNAMIC": DYNAMIC,
-                "AHEAD": AHEAD,
             },
             (),
             Options(4, 1),
@@ -290,10 +294,51 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     )  # fmt: skip
 
 
-def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
+def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
+    spec = made.spec
+    dq, sums, odd_rows = grads.dq, work.dq_sums, work.odd_rows
+    assert dq is not None and sums is not None and odd_rows is not None
+    layout = layout_of(dq)
+    key = ("hopper convert", *classes((layout,)))
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            backward_rows.convert_kernel,
+            {
+                **made.pointers("dq"),
+                **float_pointers("dq_sums"),
+                "odd_rows": "*i32",
+                **strides("dq_strides"),
+                "scale": "fp32",
+                **int32s("heads", "padded_length", "q_length"),
+            },
+            {
+                "DIM": spec.head_dim,
+                "D": padded(spec.head_dim),
+                "UNIT": layout.unit,
+                "WIDE": spec.index_width == 64,
+            },
+            (*aligned(("dq",), (layout,)), "dq_sums"),
+            Options(4, 1),
+        )
+    heads, length = call.query.shape[1:3]
+    return Launch(
+        program,
+        odd_rows.numel(),
+        {
+            "dq_sums": sums, "dq": dq, "odd_rows": odd_rows, "dq_strides": layout.strides,
+            "scale": call.scale, "heads": heads, "padded_length": work.row_values.shape[3],
+            "q_length": length,
+        },
+    )  # fmt: skip
+
+
+def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) -> Launch:
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
-    want_dq = work.dq_sums is not None
+    odd_rows, odd_keys = work.odd_rows, work.odd_keys
+    want_dq = odd_rows is not None
     layouts = (
         *made.layouts(call, layout_of(dout)),
         layout_of(or_else(dq, call.query)),
@@ -304,24 +349,26 @@ def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
     key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
     blocks = (_KEYS, _KEYS) if rows is None else rows.block_size
     mods = made.mods(call, False)
-    key = ("hopper finish", blocks, want_dq, mods.key, *classes(layouts))
+    key = ("hopper repair", blocks, want_dq, mods.key, *classes(layouts))
     names = ("query", "key", "value", "dout", "dq", "dk", "dv")
     program = made.existing.get(key)
     if program is None:
         program = made.program(
             key,
-            backward_rows.finish_kernel,
+            backward_rows.repair_kernel,
             {
                 **made.pointers(*names),
-                **float_pointers("row_values", "dq_sums"),
+                **float_pointers("row_values"),
                 **made.common_types,
-                **dict.fromkeys(("odd_keys", "key_offsets", "key_ends", "key_runs"), "*i32"),
+                **dict.fromkeys(
+                    ("odd_rows", "odd_keys", "key_offsets", "key_ends", "key_runs"), "*i32"
+                ),
                 "key_mask_strides": ("i32", "i32"),
                 "values_in_all": "i64",
                 **strides("q_strides", "k_strides", "v_strides", "do_strides", "dq_strides",
                            "dk_strides", "dv_strides"),
                 **int32s("batch", "heads", "kv_heads", "padded_length", "padded_keys", "q_length",
-                         "kv_length", "query_programs"),
+                         "kv_length", "row_tiles", "key_tiles", "row_programs"),
             },
             {
                 **made.common_constants(layouts),
@@ -331,20 +378,20 @@ def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
                 "WANT_DQ": want_dq,
-                "BLOCK_M": _FINISHED_ROWS,
-                "BLOCK_N": _FINISHED_KEYS,
+                "TILES": _LOOKED_AT,
+                "BLOCK_N": _REPAIRED_KEYS,
             },
-            (*aligned(names, layouts), "dq_sums"),
+            aligned(names, layouts),
             Options(4, 1),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
-    kv_batch, kv_heads, keys = call.key.shape[:3]
-    padded_length, padded_keys = work.row_values.shape[3], work.odd_keys.shape[1]
-    query_programs = batch * heads * (padded_length // _FINISHED_ROWS) if want_dq else 0
+    kv_heads, keys = call.key.shape[1:3]
+    row_tiles = 0 if odd_rows is None else odd_rows.numel()
+    row_programs = -(-row_tiles // _LOOKED_AT)
     of_keys = made.common_values(call, key_rows)
     return Launch(
         program,
-        query_programs + kv_batch * kv_heads * (padded_keys // _FINISHED_KEYS),
+        row_programs + -(-odd_keys.numel() // _LOOKED_AT),
         {
             **made.common_values(call, rows),
             "key_offsets": of_keys["offsets"], "key_ends": of_keys["ends"],
@@ -352,15 +399,15 @@ def _finish(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "query": call.query, "key": call.key, "value": call.value, "dout": dout,
             "dq": or_else(dq, call.query), "dk": dk, "dv": dv,
             "row_values": work.row_values,
-            "dq_sums": or_else(work.dq_sums, work.row_values), "odd_keys": work.odd_keys,
+            "odd_rows": or_else(odd_rows, odd_keys), "odd_keys": odd_keys,
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
             "dq_strides": layouts[4].strides, "dk_strides": layouts[5].strides,
             "dv_strides": layouts[6].strides,
             "batch": batch, "heads": heads, "kv_heads": kv_heads,
-            "padded_length": padded_length, "padded_keys": padded_keys,
-            "values_in_all": work.row_values[0].numel(), "q_length": length, "kv_length": keys,
-            "query_programs": query_programs,
+            "padded_length": work.row_values.shape[3], "padded_keys": odd_keys.shape[1] * 64,
+            "values_in_all": work.row_values.stride(0), "q_length": length, "kv_length": keys,
+            "row_tiles": row_tiles, "key_tiles": odd_keys.numel(), "row_programs": row_programs,
         },
     )  # fmt: skip
 
@@ -380,7 +427,6 @@ def _row_layout() -> Any:
 
 def _row_descriptor(row_values: Tensor, count: int) -> Any:
     """Of both halves' rows, one a head."""
-    enter_device(row_values.device)
     length = row_values.shape[3]
     rows = row_values.numel() // length
-    return TensorDescriptor(row_values, [rows, length], [length, 1], [1, count], _row_layout())
+    return Boxes(row_values, [rows, length], [length, 1], [1, count])

@@ -2,7 +2,8 @@
 sums.
 
 What isn't finite reaches pairs that aren't seen there too: 0 * NaN is NaN. Tiles of dQ, dK and dV
-that came out so are made again here, as the portable kernels make theirs.
+that came out so are made again here, as the portable kernels make theirs: by a kernel of its own,
+for it takes many registers, and the others are as quick as many programs at a time make them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from anyflex_triton.tiles import (
     tensor_at,
 )
 
-__all__ = ["finish_kernel", "prepare_kernel"]
+__all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -42,7 +43,7 @@ def prepare_kernel(
     Args:
         row_values: [2, B, Hq, padded_length]: lse in powers of two, +inf in rows without a live
             key and past the last, so that weights become 0; delta, 0 in those.
-        dq_sums: [B, Hq, padded_length, D], float32, or where not WANT_DQ anything.
+        dq_sums: [B, Hq, padded_length * D], float32, or where not WANT_DQ anything.
         counter: int32, becomes 0.
         padded_length: a multiple of BLOCK_M.
     """
@@ -67,83 +68,109 @@ def prepare_kernel(
 
 
 @triton.jit
-def finish_queries(
-    index, query, key, value, dout, row_values, dq, dq_sums, offsets, ends, runs, q_strides,
-    k_strides, v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts,
-    scale, heads, padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
+def summed_rows(dq_sums, D: tl.constexpr):
+    """[64, D] of the sums of 64 rows, which begin at `dq_sums`, in the order in which threads of
+    `hopper_backward.add_step` hold them: each 64 columns as [128, 32], 4 elements a thread."""
+    sums = tl.load(dq_sums + tl.arange(0, 64 * D))
+    # Columns by 64 and by 8; rows by 16, by 2 and by 1; columns by 2; rows by 8; columns.
+    sums = tl.reshape(sums, [D // 64, 8, 4, 4, 2, 4, 2, 2])
+    sums = tl.permute(sums, [2, 6, 3, 4, 0, 1, 5, 7])
+    return tl.reshape(sums, [64, D])
+
+
+@triton.jit
+def convert_kernel(
+    dq_sums, dq, odd_rows, dq_strides, scale, heads, padded_length, q_length, DIM: tl.constexpr,
+    D: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+):
+    """dQ from its sums, 64 query rows a program.
+
+    Args:
+        odd_rows: int32 [B * Hq * padded_length / 64], filled: 1 where not all sums are finite.
+        padded_length: a multiple of 64.
+    """
+    index = tl.program_id(0)
+    tiles = padded_length // 64
+    bh = index // tiles
+    first_row = index % tiles * 64
+    sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
+    odd = tl.max(tl.max(strange(sums).to(tl.int32), 1), 0)
+    # Rows past the end have no values of their own.
+    tl.store(odd_rows + index, tl.where(first_row < q_length, odd, 0))
+    base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)
+    rows = first_row + tl.arange(0, 64)
+    store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNIT, WIDE)
+
+
+@triton.jit
+def repair_queries(
+    index, query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides,
+    v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, scale, heads,
+    padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """dQ of a tile of BLOCK_M query rows, from its sums."""
-    tiles = padded_length // BLOCK_M
+    """dQ of a tile of 64 query rows."""
+    tiles = padded_length // 64
     bh = index // tiles
     b = bh // heads
     h = bh % heads
-    first_row = index % tiles * BLOCK_M
-    if first_row >= q_length:
-        return
-    rows = first_row + tl.arange(0, BLOCK_M)
+    first_row = index % tiles * 64
+    rows = first_row + tl.arange(0, 64)
     at = bh.to(tl.int64) * padded_length + rows
-    sums = tl.load(dq_sums + at[:, None] * D + tl.arange(0, D)[None, :])
-    if tl.max(tl.max(strange(sums).to(tl.int32), 1), 0) > 0:
-        kv_head = h // GROUP
-        kv_b = 0 * b if KV_SHARED else b
-        q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-        do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-        q = load_rows(
-            q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE, True
-        )
-        do = load_rows(
-            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
-        )
-        lse2 = tl.load(row_values + at)
-        delta = tl.load(row_values + values_in_all + at)
-        q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
-        columns = tl.arange(0, BLOCK_N)
-        if HAS_MASK:
-            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
-        else:
-            run = 0
-            last_run = 1
-        sums = tl.zeros([BLOCK_M, D], tl.float32)
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            for first in range(begin, end, BLOCK_N):
-                sums = add_to_queries(
-                    sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
-                    first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1],
-                    q_idx, shifts, tables, ints, floats, None, scale, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
-                    WIDE, True, PRECISION, None, True, True,
-                )
+    kv_head = h // GROUP
+    kv_b = 0 * b if KV_SHARED else b
+    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
+    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
+    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
+    do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
+    q = load_rows(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
+    do = load_rows(
+        do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
+    )
+    lse2 = tl.load(row_values + at)
+    delta = tl.load(row_values + values_in_all + at)
+    q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    columns = tl.arange(0, BLOCK_N)
+    if HAS_MASK:
+        run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+    else:
+        run = 0
+        last_run = 1
+    sums = tl.zeros([64, D], tl.float32)
+    for r in range(run, last_run):
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        for first in range(begin, end, BLOCK_N):
+            sums = add_to_queries(
+                sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
+                first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1], q_idx,
+                shifts, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, PRECISION, None,
+                True, True,
+            )
     base = tensor_at(dq, dq_strides, b, h, UNITS[4])
     store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)
 
 
 @triton.jit
-def finish_keys(
-    index, query, key, value, dout, row_values, dk, dv, odd_keys, offsets, ends, runs, q_strides,
-    k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats,
-    shifts, scale, batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length,
+def repair_keys(
+    index, query, key, value, dout, row_values, dk, dv, offsets, ends, runs, q_strides, k_strides,
+    v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts,
+    scale, batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length,
     kv_length, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dK and dV of a tile of BLOCK_N keys, where one of them isn't finite."""
+    """dK and dV of a tile of BLOCK_N keys."""
     tiles = padded_keys // BLOCK_N
     unit = index // tiles
     first_key = index % tiles * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
-    odd = tl.load(odd_keys + unit * padded_keys + keys)
-    if tl.max(odd, 0) == 0:
-        return
     kv_b = unit // kv_heads
     kv_head = unit % kv_heads
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
@@ -185,45 +212,59 @@ def finish_keys(
 
 
 @triton.jit
-def finish_kernel(
-    query, key, value, dout, row_values, dq, dk, dv, dq_sums, odd_keys, offsets, ends, runs,
+def repair_kernel(
+    query, key, value, dout, row_values, dq, dk, dv, odd_rows, odd_keys, offsets, ends, runs,
     key_offsets, key_ends, key_runs, q_strides, k_strides, v_strides, do_strides, dq_strides,
     dk_strides, dv_strides, mask_strides, key_mask_strides, tables, ints, floats, shifts, scale,
     batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length, kv_length,
-    query_programs, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    row_tiles, key_tiles, row_programs, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, WANT_DQ: tl.constexpr, TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ from its sums where WANT_DQ, and anew what isn't finite.
+    """dQ, where WANT_DQ, dK and dV anew where they aren't finite. A program looks at TILES tiles.
 
     Args:
         row_values: of `prepare_kernel`.
         offsets, ends, runs: of the mask; those of its transpose are the keys'.
-        odd_keys: int32 [Bkv * Hkv, padded_keys]: which keys' dk or dv isn't finite.
-        query_programs: the first so many make dQ of BLOCK_M rows each; then come those of BLOCK_N
-            keys.
+        odd_rows: int32 [row_tiles], of `convert_kernel`.
+        odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv isn't finite.
+        row_programs: the first so many look at rows, the others at keys.
     """
     index = tl.program_id(0)
+    many = tl.arange(0, TILES)
     if WANT_DQ:
-        if index < query_programs:
-            finish_queries(
-                index, query, key, value, dout, row_values, dq, dq_sums, offsets, ends, runs,
-                q_strides, k_strides, v_strides, do_strides, dq_strides, mask_strides, tables,
-                ints, floats, shifts, scale, heads, padded_length, values_in_all, q_length,
-                kv_length, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
-                BLOCK_M, BLOCK_N,
-            )
+        if index < row_programs:
+            first = index * TILES
+            odd = tl.load(odd_rows + first + many, mask=first + many < row_tiles, other=0)
+            if tl.max(odd, 0) > 0:
+                for tile in range(first, tl.minimum(first + TILES, row_tiles)):
+                    if tl.load(odd_rows + tile) > 0:
+                        repair_queries(
+                            tile, query, key, value, dout, row_values, dq, offsets, ends, runs,
+                            q_strides, k_strides, v_strides, do_strides, dq_strides, mask_strides,
+                            tables, ints, floats, shifts, scale, heads, padded_length,
+                            values_in_all, q_length, kv_length, SCORE_MOD, SCORE_MOD_BACKWARD,
+                            MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM,
+                            VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, BLOCK_N,
+                        )
             return
-        index -= query_programs
-    finish_keys(
-        index, query, key, value, dout, row_values, dk, dv, odd_keys, key_offsets, key_ends,
-        key_runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-        key_mask_strides, tables, ints, floats, shifts, scale, batch, heads, kv_heads,
-        padded_length, values_in_all, padded_keys, q_length, kv_length, SCORE_MOD,
-        SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM,
-        VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, BLOCK_M, BLOCK_N,
-    )
+        index -= row_programs
+    first = index * TILES
+    odd = tl.load(odd_keys + first + many, mask=first + many < key_tiles, other=0)
+    if tl.max(odd, 0) > 0:
+        for tile in range(first, tl.minimum(first + TILES, key_tiles)):
+            if tl.load(odd_keys + tile) > 0:
+                for part in range(64 // BLOCK_N):
+                    repair_keys(
+                        tile * (64 // BLOCK_N) + part, query, key, value, dout, row_values, dk,
+                        dv, key_offsets, key_ends, key_runs, q_strides, k_strides, v_strides,
+                        do_strides, dk_strides, dv_strides, key_mask_strides, tables, ints,
+                        floats, shifts, scale, batch, heads, kv_heads, padded_length,
+                        values_in_all, padded_keys, q_length, kv_length, SCORE_MOD,
+                        SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP,
+                        KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, 64,
+                        BLOCK_N,
+                    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec
-from anyflex_cuda import blackwell_forward, forward_call
-from anyflex_cuda.boxed_forward import boxed_constants, boxed_launch, boxed_types, width
+from anyflex_cuda import blackwell_forward
+from anyflex_cuda.forward_call import Fit, boxed_arguments, boxed_launch, width
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Options, Program
-from anyflex_triton.mask_rows import mask_rows
 
 __all__ = [
     "BLOCK_M",
     "Tiles",
+    "boxes_for",
     "launch_forward",
     "program_for",
     "refused_spec",
@@ -26,8 +26,7 @@ BLOCK_M = 2 * _ROWS
 """Query rows of a tile."""
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """How the kernel is compiled.
 
     Args:
@@ -73,12 +72,15 @@ def program_for(
     program = made.existing.get(key)
     if program is not None:
         return program
+    types, constants = boxed_arguments(
+        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+    )
     return made.program(
         key,
         blackwell_forward.forward_kernel,
-        boxed_types(made, _boxes(spec, tiles)),
+        types,
         {
-            **boxed_constants(spec, score_mod, mask_mod, even, lse, max_scores, rest),
+            **constants,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PIECE": tiles.piece,
@@ -90,7 +92,8 @@ def program_for(
     )
 
 
-def _boxes(spec: Spec, tiles: Tiles) -> dict[str, tuple[int, ...]]:
+def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+    """What one load or store moves, by names of descriptors."""
     d, dv = width(spec.head_dim), width(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),
@@ -101,19 +104,11 @@ def _boxes(spec: Spec, tiles: Tiles) -> dict[str, tuple[int, ...]]:
     }
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) -> None:
-    """Launch the kernel for a call without `refusal`, on the current stream."""
-    rows = None if call.mask is None else mask_rows(call.mask)
-    even = call.key.shape[2] % tiles.block_n == 0 and (
-        rows is None or rows.block_size[1] % tiles.block_n == 0
-    )
-    mods = made.mods(call, even)
+def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call that has a `Fit`, on the current stream."""
+    mods = made.mods(call, fit.even)
     program = program_for(
-        made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, bool(out.saved),
     )  # fmt: skip
-    device = call.query.device
-    count = -(-call.query.shape[2] // BLOCK_M)
-    boxes = _boxes(made.spec, tiles)
-    most = forward_call.cores(device)
-    boxed_launch(made, program, boxes, call, out, rows, count, most).run(device)
+    boxed_launch(made, program, fit, call, out).run(call.query.device)

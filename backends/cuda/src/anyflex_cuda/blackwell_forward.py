@@ -252,8 +252,10 @@ def produce(
     count = tiles * batch_heads
     at = gl.program_id(0)
     while at < count:
-        # Asked for early: the answer takes as long as a step.
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        following = count
+        if gl.num_programs(0) < count:
+            # Asked for early: the answer takes as long as a step.
+            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
         b = bh // heads
         h = bh % heads
@@ -452,9 +454,9 @@ def weigh(
         found = piece.load(LAYOUT)
         if MASKED or SCORE_MOD is not None:
             found = scores_of_step(
-                found, first + column, end, kind != ASKED, b, h, q_idx, kv_length + shifts[3],
-                (0, 0, 0, 0), tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
-                LAYOUT, PIECE,
+                found, first + column, end, kind != ASKED, True, b, h, q_idx,
+                kv_length + shifts[3], (0, 0, 0, 0), tables, ints, floats, scale, MASKED, EVEN,
+                SCORE_MOD, MASK_MOD, LAYOUT, PIECE,
             )
             piece.store(found)
         if WANT_MAX:
@@ -609,11 +611,12 @@ def forward_kernel(
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
             value, out and rest; boxes of 128 rows, D or DV columns, or of BLOCK_N; those of out
-            and rest of PIECE columns.
+            and rest of PIECE columns. Of rest nothing is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         lse, max_scores: [B, Hq, L], float32.
-        counter: int32, zero at first: tiles that were taken beyond each program's first.
+        counter: int32, zero at first: tiles that were taken beyond each program's first. Read
+            where programs are fewer than tiles.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of 128.

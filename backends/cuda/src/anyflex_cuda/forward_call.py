@@ -1,36 +1,60 @@
-"""Launching forward on Hopper: which calls its kernel takes, and with which tiles."""
+"""Launching forward on Hopper: which calls its kernel takes, and with which tiles.
+
+`blackwell_call` shares what doesn't depend on the GPU.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.boxed_forward import boxed_constants, boxed_launch, boxed_types, width
+from anyflex_cuda.gluon_program import (
+    boxes_of,
+    descriptor,
+    descriptor_type,
+    has_boxes,
+    is_boxed,
+)
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.launch import Options, Program
+from anyflex_triton.arguments import Boxes
+from anyflex_triton.launch import Launch, Options, Program, Types
 from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
-    "NEVER_RUN",
+    "Fit",
     "Tiles",
+    "boxed_arguments",
+    "boxed_launch",
+    "boxes_for",
     "cores",
+    "fit_of",
     "launch_forward",
     "program_for",
+    "refusal",
     "refused_spec",
     "tiles_for",
+    "width",
+    "workspace",
 ]
 
-NEVER_RUN = "compiled, and never run by the project; the option unproven takes them"
 _ROWS = 64
 """Of a consumer."""
 
+_COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 
-@dataclass(frozen=True)
-class Tiles:
+Lengths = tuple[int, ...]
+"""Of a tensor's dimensions, or from one element of each to the next."""
+BoxArguments = tuple[list[int], list[int], list[int]]
+"""Of `Boxes`, beside the base."""
+
+
+class Tiles(NamedTuple):
     """How the kernel is compiled.
 
     Args:
@@ -38,6 +62,7 @@ class Tiles:
         block_n: keys of a step.
         stages: steps whose keys and values are in shared memory.
         turns: two consumers take turns with the tensor cores.
+        pinned: a softmax runs beside the product of the weights before it.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -46,6 +71,7 @@ class Tiles:
     block_n: int
     stages: int
     turns: bool
+    pinned: bool
     dynamic: bool
     registers: tuple[int, int]
 
@@ -55,27 +81,39 @@ class Tiles:
         return self.consumers * _ROWS
 
 
-def tiles_for(spec: Spec, unproven: bool) -> Tiles:
-    """Return the spec's tiles.
-
-    Args:
-        unproven: as the option.
-    """
+def tiles_for(spec: Spec) -> Tiles:
+    """Return the spec's tiles."""
     dims = max(spec.head_dim, spec.value_head_dim)
     if dims <= 64:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
-        if thirds and unproven:
-            return Tiles(3, 128, 3, False, True, (160, 24))
-        return Tiles(2, 128, 3, True, True, (240, 24))
-    return Tiles(2, 128 if dims <= 128 else 64, 2, True, True, (240, 24))
+        if thirds:
+            return Tiles(3, 128, 3, False, True, True, (160, 24))
+        return Tiles(2, 128, 3, True, False, True, (240, 24))
+    return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
 
 
-def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
+def refusal(call: Call) -> str | None:
+    """Return why a call takes the portable kernel although its spec doesn't have to, or None.
+
+    Decided by the call's layout, before anything is launched.
+    """
+    for name, tensor in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if tensor.numel() == 0:
+            return f"{name} is empty"
+        if not is_boxed(tensor):
+            return (
+                f"TMA loads no boxes of {name}: its last dimension isn't contiguous, or its "
+                "pointer and its other strides aren't multiples of 16 bytes"
+            )
+    return None
+
+
+def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """Return why no call of a spec takes Hopper's kernel, or None.
 
     Args:
-        tiles, unproven: of and as in `tiles_for`.
+        tiles: of `tiles_for`.
     """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
@@ -83,11 +121,61 @@ def refused_spec(spec: Spec, tiles: Tiles, unproven: bool) -> str | None:
         return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
-    if max(spec.head_dim, spec.value_head_dim) > 128 and not unproven:
-        return f"head dims above 128 are {NEVER_RUN}"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
         return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
     return None
+
+
+def workspace(fit: Fit, device: torch.device) -> tuple[TensorSpec, ...]:
+    """The counter of tiles, where programs take more than one: to allocate it and to set it to
+    zero are two more calls of the driver."""
+    return _COUNTER if fit.tiles > cores(device) else ()
+
+
+def width(dim: int) -> int:
+    """Columns of a tile in shared memory, and of a product."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def boxed_arguments(
+    made: GluonPrograms, boxes: Mapping[str, tuple[int, ...]], score_mod: object,
+    mask_mod: object, even: bool, lse: bool, max_scores: bool, rest: bool,
+) -> tuple[dict[str, Types], dict[str, object]]:  # fmt: skip
+    """(types, constants) that forward's kernels in Gluon have in common. Arguments as of
+    `program_for`; boxes of `boxes_for`."""
+    spec = made.spec
+    # What isn't there has no descriptor: to encode one takes the host a microsecond.
+    absent = () if rest else ("r_desc", "rest", "r_strides")
+    types = {
+        **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+        **made.pointers("query", "key", "value", "out", "rest"),
+        **dict.fromkeys(
+            ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
+        ),
+        **float_pointers("lse", "max_scores"),
+        "counter": "*i32",
+        **made.common_types,
+        **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+    }
+    constants: dict[str, object] = {
+        **dict.fromkeys(absent),
+        "SCORE_MOD": score_mod,
+        "MASK_MOD": mask_mod,
+        "HAS_MASK": spec.mask_kind == "runs",
+        "Q_BLOCK": spec.block_size[0],
+        "KV_BLOCK": spec.block_size[1],
+        "GROUP": spec.gqa_ratio,
+        "KV_SHARED": spec.kv_broadcast,
+        "DIM": spec.head_dim,
+        "VALUE_DIM": spec.value_head_dim,
+        "D": width(spec.head_dim),
+        "DV": width(spec.value_head_dim),
+        "WANT_LSE": lse,
+        "WANT_MAX": max_scores,
+        "WANT_REST": rest,
+        "EVEN": even,
+    }
+    return {name: given for name, given in types.items() if name not in absent}, constants
 
 
 def program_for(
@@ -107,14 +195,18 @@ def program_for(
     if program is not None:
         return program
     d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    types, constants = boxed_arguments(
+        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+    )
     return made.program(
         key,
         hopper_forward.forward_kernel,
-        boxed_types(made, _boxes(tiles, d, dv)),
+        types,
         {
-            **boxed_constants(spec, score_mod, mask_mod, even, lse, max_scores, rest),
+            **constants,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
+            "PINNED": tiles.pinned,
             "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
@@ -127,7 +219,9 @@ def program_for(
     )
 
 
-def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
+def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+    """What one load or store moves, by names of descriptors."""
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),
@@ -137,22 +231,113 @@ def _boxes(tiles: Tiles, d: int, dv: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, call: Call, out: Outputs) -> None:
-    """Launch the kernel for a call without `refusal`, on the current stream."""
+class Fit(NamedTuple):
+    """What follows from shapes and strides alone, of whichever call and mask.
+
+    Args:
+        tiles: of all heads.
+        even: as `program_for`'s.
+        query, key, value: of their descriptors.
+        out_box: of out's and rest's.
+        values: arguments of the kernel.
+    """
+
+    tiles: int
+    even: bool
+    query: BoxArguments
+    key: BoxArguments
+    value: BoxArguments
+    out_box: tuple[int, ...]
+    values: Mapping[str, object]
+
+
+def fit_of(
+    made: GluonPrograms, block_m: int, block_n: int, boxes: Mapping[str, tuple[int, ...]],
+    query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths,
+    v_strides: Lengths,
+) -> Fit | None:  # fmt: skip
+    """Return what a call's tensors are to the kernel, or None where `refusal` has a reason that
+    isn't their pointers'.
+
+    Args:
+        block_m, block_n: query rows of a tile, keys of a step.
+        boxes: of `boxes_for`.
+        query, key, value: shapes.
+    """
     spec = made.spec
+    size = spec.dtype.itemsize
+    layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
+    if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
+        return None
+    described = [
+        boxes_of(shape, strides, size, boxes[name])
+        for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True)
+    ]
+    batch, heads, length, _ = query
+    keys = key[2]
+    count = -(-length // block_m)
+    return Fit(
+        count * batch * heads,
+        keys % block_n == 0 and spec.block_size[1] % block_n == 0,
+        described[0],
+        described[1],
+        described[2],
+        boxes["o_desc"],
+        {
+            "q_strides": q_strides[:3],
+            "k_strides": k_strides[:3],
+            "v_strides": v_strides[:3],
+            "batch_heads": batch * heads,
+            "heads": heads,
+            "q_length": length,
+            "kv_length": keys,
+            "tiles": count,
+            "head_group": made.head_group(batch * heads, keys),
+        },
+    )
+
+
+def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call without `refusal`, on the current stream.
+
+    Args:
+        fit: of the call's tensors.
+    """
     rest = out.saved[0] if out.saved else None
-    rows = None if call.mask is None else mask_rows(call.mask)
-    keys = call.key.shape[2]
-    even = keys % tiles.block_n == 0 and (rows is None or rows.block_size[1] % tiles.block_n == 0)
-    mods = made.mods(call, even)
+    mods = made.mods(call, fit.even)
     program = program_for(
-        made, tiles, mods.key, mods.score_mod, mods.mask_mod, even, out.lse is not None,
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
-    boxes = _boxes(tiles, width(spec.head_dim), width(spec.value_head_dim))
-    count = -(-call.query.shape[2] // tiles.block_m)
-    launch = boxed_launch(made, program, boxes, call, out, rows, count, cores(call.query.device))
-    launch.run(call.query.device)
+    boxed_launch(made, program, fit, call, out).run(call.query.device)
+
+
+def boxed_launch(
+    made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
+) -> Launch:
+    """The launch of a kernel with `boxed_arguments`."""
+    rest = out.saved[0] if out.saved else None
+    values = {
+        **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
+        **fit.values,
+        "q_desc": Boxes(call.query, *fit.query),
+        "k_desc": Boxes(call.key, *fit.key),
+        "v_desc": Boxes(call.value, *fit.value),
+        "o_desc": descriptor(out.out, fit.out_box),
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "out": out.out,
+        "o_strides": out.out.stride()[:3],
+        "lse": or_else(out.lse, out.out),
+        "max_scores": or_else(out.max_scores, out.out),
+        "counter": out.workspace[0] if out.workspace else out.out,
+    }
+    if rest is not None:
+        values["r_desc"] = descriptor(rest, fit.out_box)
+        values["rest"] = rest
+        values["r_strides"] = rest.stride()[:3]
+    return Launch(program, min(fit.tiles, cores(call.query.device)), values)
 
 
 @lru_cache

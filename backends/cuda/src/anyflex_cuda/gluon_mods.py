@@ -2,7 +2,7 @@
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton.mods` serves here too, with three names of its text bound to `mod_operations`.
+`anyflex_triton.mods` serves here too, with four names of its text bound to `mod_operations`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ _REBOUND = {
     "tl.full(": "mod_operations.full(",
     "ops.spread(": "mod_operations.spread(",
     "ops.load_once(": "mod_operations.load_once(",
+    "ops.tanh_capped(": "mod_operations.tanh_capped(",
 }
 
 
-def gluon_source(source: str) -> str:
+def gluon_source(source: str, fast_tanh: bool = False) -> str:
     """Return the module for kernels in Gluon whose text for portable ones is `source`.
 
     Indices and scores must come in layouts that broadcast with each other: a score [M, N] of
@@ -26,8 +27,11 @@ def gluon_source(source: str) -> str:
 
     Args:
         source: by `anyflex_triton.mods.write_source`, before or after `source_for`.
+        fast_tanh: the option.
     """
     text = source.replace(_HEADER, _OURS)
     for name, ours in _REBOUND.items():
         text = text.replace(name, ours)
+    if fast_tanh:
+        text = text.replace("mod_operations.tanh_capped(", "mod_operations.fast_tanh_capped(")
     return text

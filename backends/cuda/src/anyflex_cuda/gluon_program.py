@@ -10,10 +10,18 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from anyflex_triton.arguments import enter_device
+from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program, pointer_type
 
-__all__ = ["Boxes", "GluonProgram", "descriptor", "descriptor_type", "is_boxed"]
+__all__ = [
+    "GluonProgram",
+    "boxes_of",
+    "descriptor",
+    "descriptor_type",
+    "has_boxes",
+    "is_aligned",
+    "is_boxed",
+]
 
 _BYTES = 16
 """What a base and all strides but the last are a multiple of."""
@@ -44,49 +52,43 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
     return f"tensordesc<{pointer_type(dtype)[1:]}[{shape}],{layout!r}>"
 
 
-class Boxes:
-    """What Triton's launcher reads of a descriptor. Its own class checks at each call what `Call`s
-    have been checked for once.
-
-    Args:
-        base: the tensor.
-        shape, strides: its, in elements.
-        block_shape: a box.
-    """
-
-    __slots__ = ("base", "block_shape", "shape", "strides")
-
-    padding = "zero"
-    round_f32_to_tf32 = False
-    mode = "tiled"
-
-    def __init__(
-        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
-    ) -> None:
-        self.base = base
-        self.shape = shape
-        self.strides = strides
-        self.block_shape = block_shape
-
-
 def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Boxes:
     """A descriptor of a tensor that `is_boxed`. Loads give 0 outside of it, stores leave it."""
-    enter_device(tensor.device)
-    shape = tuple(tensor.shape)
-    strides = _strides(shape, tensor.stride(), tensor.element_size())
-    return Boxes(tensor, list(shape), list(strides), list(box))
+    return Boxes(tensor, *boxes_of(tensor.shape, tensor.stride(), tensor.element_size(), box))
+
+
+@lru_cache(4096)
+def boxes_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...]
+) -> tuple[list[int], list[int], list[int]]:
+    """What `Boxes` takes beside the base. Shared: nobody may write to it.
+
+    Args:
+        shape, strides: of a tensor, in elements of `size` bytes.
+    """
+    return list(shape), list(_strides(shape, strides, size)), list(box)
 
 
 def is_boxed(tensor: Tensor) -> bool:
     """Whether TMA can load and store boxes of a tensor: its last dimension is contiguous, its
     base and its other strides are multiples of 16 bytes, and none is 0."""
-    return tensor.data_ptr() % _BYTES == 0 and _is_boxed(
-        tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    return is_aligned(tensor.data_ptr()) and has_boxes(
+        tensor.shape, tensor.stride(), tensor.element_size()
     )
 
 
+def is_aligned(pointers: int) -> bool:
+    """What `is_boxed` asks of a base, or of several joined by "or"."""
+    return pointers % _BYTES == 0
+
+
 @lru_cache(4096)
-def _is_boxed(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    """What `is_boxed` asks of shape and strides.
+
+    Args:
+        shape, strides: of a tensor, in elements of `size` bytes.
+    """
     return (
         all(0 < length < 1 << 31 for length in shape)
         and (shape[-1] == 1 or strides[-1] == 1)

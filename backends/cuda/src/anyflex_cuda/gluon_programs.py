@@ -26,4 +26,5 @@ class GluonPrograms(Programs):
     made_as = GluonProgram
 
     def __init__(self, spec: Spec, source: str, overrides: Mapping[str, Any]) -> None:
-        super().__init__(spec, gluon_source(source), "hopper", overrides)
+        fast_tanh = bool(overrides.get("fast_tanh"))
+        super().__init__(spec, gluon_source(source, fast_tanh), "hopper", overrides)

@@ -5,7 +5,7 @@ own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand 
 query rows, so that weights and their gradients are register operands of the products that make dV
 and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA.
 
-Before these kernels run `backward_rows.prepare_kernel`, after them `backward_rows.finish_kernel`.
+Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `repair_kernel`.
 """
 
 from __future__ import annotations
@@ -320,28 +320,24 @@ def weights_of(
 
 
 @gluon.jit
-def raw_scores(
-    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-):
-    """The product of keys and a step's query rows, in flight; where not `there`, of anything."""
-    slot = it % STAGES
-    k = k_tiles.index(now(gl.to_tensor(ME))).reshape([64, D])
-    q = q_tiles.index(slot).reshape([BLOCK_M, D])
-    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
-    mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)
-    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+def in_order_of_threads(x):
+    """[64, 64] of the layout of a product as [128, 32], of which each thread has 4 neighbours, and
+    8 threads a row: memory takes 16 bytes of each at a time. As rows and columns, two would meet
+    at a bank. `backward_rows.summed_rows` is the way back."""
+    # Rows by 16, by 8, by 2 and by 1, columns by 8, by 2 and by 1.
+    parts = x.reshape([4, 2, 4, 2, 8, 4, 2])
+    return parts.permute((4, 0, 2, 3, 5, 1, 6)).reshape([128, 32])
 
 
 @gluon.jit
 def add_step(
-    dk, dv, raw, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
+    dk, dv, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
     delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
     scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
     WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD:
     gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
     S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT:
-    gl.constexpr, AHEAD: gl.constexpr,
+    gl.constexpr,
 ):
     """dK and dV with what one step adds; its dQ goes out.
 
@@ -358,18 +354,13 @@ def add_step(
     q = q_tiles.index(slot).reshape([BLOCK_M, D])
     do = do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
-    if AHEAD:
-        own = raw
-    else:
-        own = raw_scores(
-            it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
-        )
+    mbarrier.wait(q_full.index(slot), phase)
+    raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if not AHEAD:
-        own = warpgroup_mma_wait(num_outstanding=1, deps=(own,))
+    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw,))
     weights, factor = weights_of(
-        own, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
+        raw, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
         q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
         SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, S_LAYOUT,
     )
@@ -383,7 +374,6 @@ def add_step(
         ds_tiles.index(pair + half).store(ds)
         fence_async_shared()
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
-    dk = warpgroup_mma(operand, q, dk, is_async=True)
     if WANT_DQ:
         nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
         if ALONE:
@@ -391,7 +381,6 @@ def add_step(
             dq = warpgroup_mma(
                 ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True
             )
-            dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
         else:
             # Both halves of ds are there, and both consumers have read the pair before.
             meet("8")
@@ -408,51 +397,26 @@ def add_step(
                 ds1 = ds1.slice(ME * 64, 64, dim=1)
             dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
             dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-            dk, dv = warpgroup_mma_wait(num_outstanding=2, deps=(dk, dv))
-        mbarrier.arrive(q_empty.index(slot), count=1)
-        if AHEAD:
-            raw = raw_scores(
-                it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
-            )
-            dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq,))
-        else:
-            dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+        # dQ goes out while this runs.
+        dk = warpgroup_mma(operand, q, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         # The tile before has left this buffer.
         tma.store_wait(0)
-        dq_tiles.index(half).reshape([64, 64]).store(dq)
+        dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
         fence_async_shared()
         if D == 128:
-            _add(dq_desc, [bh, m0, ME * 64], dq_tiles.index(half))
+            place = m0 // 64 * 2 + ME
         elif ALONE:
-            _add(dq_desc, [bh, m0, 0], dq_tiles.index(half))
+            place = m0 // 64
         else:
-            _add(dq_desc, [bh, m0 + ME * 64, 0], dq_tiles.index(half))
+            place = m0 // 64 + ME
+        _add(dq_desc, [bh, place * 128, 0], dq_tiles.index(half))
+        dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
     else:
-        if AHEAD:
-            raw = raw_scores(
-                it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
-            )
-            dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
-        else:
-            dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
-        mbarrier.arrive(q_empty.index(slot), count=1)
-    if AHEAD:
-        # Not carried round the loop in flight: ptxas would make products wait (C7514).
-        raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    return dk, dv, raw
-
-
-@gluon.jit
-def first_scores(
-    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
-):
-    """`raw_scores` of a loop's first step where AHEAD."""
-    if AHEAD:
-        raw = raw_scores(it, there, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT)
-        return warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    else:
-        return gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+        dk = warpgroup_mma(operand, q, dk, is_async=True)
+        dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
+    mbarrier.arrive(q_empty.index(slot), count=1)
+    return dk, dv
 
 
 @gluon.jit
@@ -464,7 +428,7 @@ def consume_pass(
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
+    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):
     """dK, dV and the count of steps after the steps of one head that are MASKED, or after the
     others: two loops, of which the second has no mask's code."""
@@ -477,32 +441,25 @@ def consume_pass(
             # for the first. The producer has just brought these into the first cache.
             begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
-            raw = first_scores(
-                it, start < stop, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
-                AHEAD,
-            )
             for i in range(start, stop):
-                dk, dv, raw = add_step(
-                    dk, dv, raw, i + 1 < stop, it, i * BLOCK_M, full, b, h, bh, n0, v_tiles,
+                dk, dv = add_step(
+                    dk, dv, it, i * BLOCK_M, full, b, h, bh, n0, v_tiles,
                     q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
                     q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints,
                     floats, ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                    BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
+                    BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
                 it += 1
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
-        raw = first_scores(
-            it, start < stop, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT, AHEAD,
-        )
         for i in range(start, stop):
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
-            dk, dv, raw = add_step(
-                dk, dv, raw, i + 1 < stop, it, m0, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+            dk, dv = add_step(
+                dk, dv, it, m0, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
                 k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
                 dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
                 RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
-                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
+                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
             )
             it += 1
     return dk, dv, it
@@ -530,7 +487,7 @@ def consume(
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr,
 ):
     """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
@@ -570,7 +527,7 @@ def consume(
                     q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale,
                     tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
                     SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
-                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT, AHEAD,
+                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
             rotation = tile * whole // tiles
             dk, dv, it = consume_pass(
@@ -579,13 +536,11 @@ def consume(
                 q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
                 ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
                 HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
-                DQ_LAYOUT, AHEAD,
+                DQ_LAYOUT,
             )
-        # Which keys `finish_kernel` has to take again.
-        odd = strange_rows(dk)
-        odd_v = gl.convert_layout(strange_rows(dv), gl.SliceLayout(1, K_LAYOUT))
-        at = unit * tiles * 128 + n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, K_LAYOUT))
-        gl.store(odd_keys + at, gl.maximum(odd, odd_v))
+        # Whether `repair_kernel` has to take these keys again.
+        odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
+        gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, odd)
         # They leave by the buffers of this consumer's keys and values.
         v.store(dv.to(dtype))
         fence_async_shared()
@@ -612,7 +567,6 @@ def backward_kernel(
     MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    AHEAD: gl.constexpr,
     DYNAMIC: gl.constexpr,
 ):
     """dK and dV, and sums of dQ.
@@ -622,15 +576,16 @@ def backward_kernel(
         key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
         row_values: descriptor [2 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
             `backward_rows.prepare_kernel`.
-        dq_sums: descriptor [B * Hq, padded L, D], float32, of boxes [1, 64, 64], added to.
-        odd_keys: int32 [Bkv * Hkv, tiles * 128], filled: 1 where a key's dk or dv isn't finite.
+        dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], added
+            to: each is 64 rows and 64 columns, see `in_order_of_threads`.
+        odd_keys: int32 [Bkv * Hkv, tiles * 2], filled: of 64 keys each, 1 where some dk or dv
+            isn't finite.
         counter: int32, 0 before: how many tiles were taken beyond the first of each program.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
         units: Bkv * Hkv; head_group: of these, those that run at a time.
         RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
             mod.
-        AHEAD: scores of the next step are made while the sums of dQ of this one go out.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
     """
     dtype: gl.constexpr = query.dtype
@@ -643,7 +598,7 @@ def backward_kernel(
     if WANT_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
         ds_tiles = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 64, 64], dq_sums.layout)
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 128, 32], dq_sums.layout)
     else:
         ds_tiles = lse_rows
         dq_tiles = lse_rows
@@ -669,7 +624,7 @@ def backward_kernel(
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES, AHEAD,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
@@ -677,7 +632,7 @@ def backward_kernel(
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES, AHEAD,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,

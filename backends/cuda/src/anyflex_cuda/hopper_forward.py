@@ -70,6 +70,20 @@ def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
             named_barrier("arrive", "8")
 
 
+@gluon.jit
+def pin(x):
+    """x, a sum of exponentials, whose making stays before the next wait: ptxas would move a
+    softmax behind the wait for products that it could run beside. What never happens, but might
+    depend on x, it leaves in its place: a sum is never this negative NaN."""
+    never: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 a; mov.u32 a, 0; setp.eq.u32 p, $1, 0xffc0dead; "
+        "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }"
+    )
+    return gl.inline_asm_elementwise(
+        never, "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )
+
+
 # The producer
 
 @gluon.jit
@@ -178,8 +192,10 @@ def produce(
     at = gl.program_id(0)
     while at < count:
         if DYNAMIC:
-            # Asked for early: the answer takes as long as a step.
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+            following = count
+            if gl.num_programs(0) < count:
+                # Asked for early: the answer takes as long as a step.
+                following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         else:
             following = at + gl.num_programs(0)
         tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
@@ -238,34 +254,41 @@ def produce(
 
 @gluon.jit
 def said_of_step(
-    step_words, slot, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
+    step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
 ):
     """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
     given back."""
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
     full = gl.to_tensor(True)
-    if MASKED or SCORE_MOD is not None:
+    if SCORE_MOD is not None:
         first = said(step_words, slot * WORDS)
-    if MASKED:
-        full = said(step_words, slot * WORDS + 2) != 0
-        if not EVEN:
-            end = said(step_words, slot * WORDS + 1)
+    if MASKED:  # noqa: SIM102  the other is known at run time alone
+        if masked:
+            if SCORE_MOD is None:
+                first = said(step_words, slot * WORDS)
+            full = said(step_words, slot * WORDS + 2) != 0
+            if not EVEN:
+                end = said(step_words, slot * WORDS + 1)
     return first, end, full
 
 
 @gluon.jit
 def weights_of(
-    raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints, floats,
-    scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
+    raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints,
+    floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
     """(weights, alpha, top, total, nans) after a step whose scores are `raw`: one of an online
-    softmax, in powers of two."""
+    softmax, in powers of two.
+
+    Args:
+        masked: whether some pair of the step may be dead, where MASKED.
+    """
     scores = scores_of_step(
-        raw, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, MASKED,
-        EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
+        raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+        MASKED, EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
     )
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
@@ -275,18 +298,19 @@ def weights_of(
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
     alpha = gl.exp2(top - shift)
     total = total * alpha + gl.sum(weights, 1)
+    if PINNED:
+        total = pin(total)
     return weights, alpha, new_top, total, nans
 
 
 @gluon.jit
 def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-    step_words, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    ME: gl.constexpr,
-    TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -294,7 +318,7 @@ def advance(
     before = (step - 1) % STAGES
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, SCORE_MOD)
     take_turn(ME, TURNS)
     k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -305,8 +329,9 @@ def advance(
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, total, nans = weights_of(
-        raw, top, total, nans, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints,
-        floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT, BLOCK_N,
+        raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
+        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
+        BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -327,7 +352,7 @@ def consume(
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
     WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -369,7 +394,9 @@ def consume(
         if steps > 0:
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-            first, end, full = said_of_step(step_words, slot, MASKED, EVEN, SCORE_MOD)
+            first, end, full = said_of_step(
+                step_words, slot, masked > 0, MASKED, EVEN, SCORE_MOD,
+            )
             take_turn(ME, TURNS)
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
@@ -378,30 +405,22 @@ def consume(
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, total, nans = weights_of(
-                raw, top, total, nans, first, end, full, mod_b, mod_h, q_idx, kv_length, shifts,
-                tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, S_LAYOUT,
-                BLOCK_N,
+                raw, top, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
+                kv_length, shifts, tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
+                WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
             halves = gl.convert_layout(
                 weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
             )
             step += 1
-            first_plain = gl.maximum(masked, 1)
-            if MASKED:
-                for _ in range(1, first_plain):
-                    halves, acc, top, total, nans = advance(
-                        step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                        v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts,
-                        tables, ints, floats, scale, ME, TURNS, True, EVEN, SCORE_MOD, MASK_MOD,
-                        WANT_MAX, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
-                    )
-                    step += 1
-            for _ in range(first_plain, steps):
+            # One loop: two would hand the weights from one to the other as halves, which ptxas
+            # then takes apart and puts together in each step.
+            for i in range(1, steps):
                 halves, acc, top, total, nans = advance(
                     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, mod_b, mod_h, q_idx, kv_length, shifts, tables,
-                    ints, floats, scale, ME, TURNS, False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX,
-                    S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
+                    shifts, tables, ints, floats, scale, ME, TURNS, MASKED, EVEN, SCORE_MOD,
+                    MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -422,7 +441,7 @@ def consume(
                 top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
                 o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
                 kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
-                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, 32,
+                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST,
             )
         else:
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
@@ -473,7 +492,7 @@ def forward_kernel(
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, SHARES_ROOM: gl.constexpr,
+    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, PINNED: gl.constexpr, SHARES_ROOM: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -481,17 +500,19 @@ def forward_kernel(
 
     Args:
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
-            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns.
+            value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Of rest nothing
+            is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         lse, max_scores: [B, Hq, L], float32.
-        counter: int32, where DYNAMIC zero at first: tiles that were taken beyond each program's
-            first.
+        counter: int32, zero at first: tiles that were taken beyond each program's first. Read
+            where DYNAMIC and programs are fewer than tiles.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
         TURNS: two consumers take turns with the tensor cores.
+        PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
@@ -540,7 +561,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -549,7 +570,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -568,7 +589,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -577,7 +598,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -586,7 +607,7 @@ def forward_kernel(
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
                 GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, STAGES, BLOCK_N,
+                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
@@ -13,9 +14,25 @@ from anyflex_cuda.backward_call import (
     refused_backward,
     work_of,
 )
-from anyflex_cuda.boxed_forward import refusal, workspace
-from anyflex_cuda.forward_call import launch_forward, refused_spec, tiles_for
-from anyflex_cuda.gluon_program import is_boxed
+from anyflex_cuda.decode_call import (
+    decode_tiles,
+    decode_workspace,
+    launch_decode,
+    program_count,
+    refused_decode,
+    refused_decode_spec,
+)
+from anyflex_cuda.forward_call import (
+    Fit,
+    boxes_for,
+    fit_of,
+    launch_forward,
+    refusal,
+    refused_spec,
+    tiles_for,
+    workspace,
+)
+from anyflex_cuda.gluon_program import is_aligned, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_triton.backward_captured import integer_specs
@@ -25,6 +42,9 @@ from anyflex_triton.launch import launch_all
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
+
+_FITS = 1024
+"""Shapes and strides of a spec whose `Fit` is kept."""
 
 
 class CudaKernel(TritonKernel):
@@ -43,19 +63,27 @@ class CudaKernel(TritonKernel):
         tuner: Tuner | None,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        unproven = bool(overrides.get("unproven"))
-        self._tiles = tiles_for(spec, unproven)
+        self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
-            spec, self._tiles, unproven
+            spec, self._tiles
+        )
+        self._decode_tiles = decode_tiles(spec)
+        self._refused_decode = refused_options(overrides, FORWARD_OPTIONS) or refused_decode_spec(
+            spec
         )
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
-            spec, unproven
+            spec
         )
         self._hopper = GluonPrograms(spec, source, overrides)
+        boxes = boxes_for(self._tiles, spec)
+        self._fits = lru_cache(_FITS)(
+            partial(fit_of, self._hopper, self._tiles.block_m, self._tiles.block_n, boxes)
+        )
 
     def describe(self, call: Call) -> str:
-        """``hopper 128x128``, or what the portable kernels say and why they are taken; where
-        gradients are wanted, then the same of backward: ``backward hopper``."""
+        """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
+        why they are taken; where gradients are wanted, then the same of backward: ``backward
+        hopper``."""
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
@@ -66,17 +94,35 @@ class CudaKernel(TritonKernel):
         return f"{forward}, backward hopper{rest}"
 
     def _describe_forward(self, call: Call) -> str:
-        portable = super().describe(call)
-        if self._decodes(call):
-            return portable
-        reason = self._refused or refusal(call)
+        reason = self._refused_forward(call)
         if reason is not None:
-            return f"{portable} (not Hopper's kernel: {reason})"
+            return f"{super().describe(call)} (not Hopper's kernel: {reason})"
+        if self._decodes(call):
+            return f"hopper decode programs={program_count(call, self._decode_tiles)}"
         return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
 
-    def _is_hoppers(self, call: Call) -> bool:
-        """Whether forward takes Hopper's kernel."""
-        return self._refused is None and not self._decodes(call) and refusal(call) is None
+    def _refused_forward(self, call: Call) -> str | None:
+        """Why forward takes the portable kernels, or None."""
+        if self._decodes(call):
+            reason = self._refused_decode or refusal(call)
+            return reason or refused_decode(call, self._decode_tiles)
+        return self._refused or refusal(call)
+
+    def _fit(self, call: Call) -> Fit | None:
+        """What Hopper's forward of many query rows needs to know of a call's tensors, or None
+        where it doesn't take the call."""
+        if self._refused is not None or self._decodes(call):
+            return None
+        query, key, value = call.query, call.key, call.value
+        if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            return None
+        return self._fits(
+            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
+        )
+
+    def _takes_decode(self, call: Call) -> bool:
+        """Whether Hopper's decoding takes the call."""
+        return self._decodes(call) and self._refused_forward(call) is None
 
     def _is_hoppers_backward(self, call: Call) -> bool:
         """Whether backward takes Hopper's kernel."""
@@ -85,10 +131,15 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter; of its backward `backward_workspace`, then what the
-        portable pass over query rows takes where that makes dQ; else as the portable kernels'."""
-        if direction == "forward" and self._is_hoppers(call):
-            return workspace()
+        """Of Hopper's forward a counter, or nothing; of its decoding `decode_workspace`; of its
+        backward `backward_workspace`, then what the portable pass over query rows takes where
+        that makes dQ; else as the portable kernels'."""
+        if direction == "forward":
+            fit = self._fit(call)
+            if fit is not None:
+                return workspace(fit, call.query.device)
+            if self._takes_decode(call):
+                return decode_workspace(self.spec, call, self._decode_tiles)
         if direction == "forward" or not self._is_hoppers_backward(call):
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
@@ -98,8 +149,11 @@ class CudaKernel(TritonKernel):
 
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
-        if self._is_hoppers(call):
-            launch_forward(self._hopper, self._tiles, call, out)
+        fit = self._fit(call)
+        if fit is not None:
+            launch_forward(self._hopper, self._tiles, fit, call, out)
+        elif self._takes_decode(call):
+            launch_decode(self._made, self._hopper, self._decode_tiles, call, out)
         else:
             super().forward(call, out)
 

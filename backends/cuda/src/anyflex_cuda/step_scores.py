@@ -15,7 +15,7 @@ __all__ = ["scores_of_step"]
 
 @gluon.jit
 def scores_of_step(
-    raw, first, end, full, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
@@ -25,7 +25,7 @@ def scores_of_step(
     Args:
         first, end: of its keys; `full`: the mask mod holds for all pairs. Used where needed.
         b, h, q_idx: as mods see them; q_idx is [rows, 1].
-        MASKED: whether it may have dead pairs.
+        masked: whether some pair may be dead, where MASKED.
     """
     scores = raw
     if MASKED or SCORE_MOD is not None:
@@ -37,9 +37,10 @@ def scores_of_step(
             kv_idx = keys + shifts[3]
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
-    if MASKED:
-        inside = None if EVEN else keys < end
-        scores = masked_scores(
-            scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
-        )
+    if MASKED:  # noqa: SIM102  the other is known at run time alone
+        if masked:
+            inside = None if EVEN else keys < end
+            scores = masked_scores(
+                scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+            )
     return scores

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
+    "Boxes",
     "Layout",
     "descriptor_of",
     "descriptor_of_floats",
@@ -26,6 +28,8 @@ _BYTES = 16
 _BLOCK_BYTES = 64
 """Of Intel's 2D block loads: the least of a row and of the step from row to row, and what a base
 is a multiple of. Step, length and width have 24 bits."""
+_KEPT = 4096
+"""Shapes with strides whose answers are kept: a call asks again and again for the same few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,14 @@ class Layout:
 
 def layout_of(tensor: Tensor) -> Layout:
     """Return the layout of a 4-D tensor."""
-    b, h, row, column = tensor.stride()
-    sizes = tensor.shape
+    return _layout(
+        tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr() % _BYTES == 0
+    )
+
+
+@lru_cache(_KEPT)
+def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], size: int, aligned: bool) -> Layout:
+    b, h, row, column = strides
     # The stride of a dimension of one element is never used, and may be anything.
     if sizes[0] <= 1:
         b = 0
@@ -56,8 +66,8 @@ def layout_of(tensor: Tensor) -> Layout:
         row = 0
     if sizes[3] > 1 and column != 1:
         return Layout((b, h, row, column), 1, True)
-    unit = _BYTES // tensor.element_size()
-    if b % unit or h % unit or row % unit or tensor.data_ptr() % _BYTES:
+    unit = _BYTES // size
+    if b % unit or h % unit or row % unit or not aligned:
         return Layout((b, h, row, 1), 1, False)
     return Layout((b // unit, h // unit, row // unit, 1), unit, False)
 
@@ -71,23 +81,48 @@ def row_strides(tensor: Tensor) -> tuple[int, int, int]:
 def is_described(tensor: Tensor) -> bool:
     """Whether one descriptor covers all rows of all heads: they lie one after the other, in steps
     of 16 bytes."""
-    batch, heads, rows, dims = tensor.shape
-    b, h, row, column = tensor.stride()
-    step = _BYTES // tensor.element_size()
-    if (dims > 1 and column != 1) or row % step or row < dims or tensor.data_ptr() % _BYTES:
+    return tensor.data_ptr() % _BYTES == 0 and _is_described(
+        tensor.shape, tensor.stride(), tensor.element_size()
+    )
+
+
+@lru_cache(_KEPT)
+def _is_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    batch, heads, rows, dims = sizes
+    b, h, row, column = strides
+    if (dims > 1 and column != 1) or row % (_BYTES // size) or row < dims:
         return False
     if (heads > 1 and h != rows * row) or (batch > 1 and b != heads * rows * row):
         return False
-    return 0 < batch * heads * rows < 1 << 31 and row * tensor.element_size() < 1 << 40
+    return 0 < batch * heads * rows < 1 << 31 and row * size < 1 << 40
 
 
-def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Any:
-    """A descriptor of the tensor's rows, loaded `rows` at a time; columns past its own are 0."""
-    enter_device(tensor.device)
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Boxes(TensorDescriptor):  # type: ignore[misc]
+    """A descriptor whose boxes kernels load and store. Triton's own class checks at each launch
+    what was found out before it.
 
-    count = tensor.shape[0] * tensor.shape[1] * tensor.shape[2]
-    return TensorDescriptor(tensor, [count, tensor.shape[3]], [tensor.stride(2), 1], [rows, dims])
+    Args:
+        base: the tensor.
+        shape, strides: in elements.
+        block_shape: a box.
+    """
+
+    mode = "tiled"
+
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]
+    ) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+
+
+def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Boxes:
+    """A descriptor of the rows of a tensor that `is_described`, loaded `rows` at a time; columns
+    past its own are 0."""
+    batch, heads, length, columns = tensor.shape
+    return Boxes(tensor, [batch * heads * length, columns], [tensor.stride(2), 1], [rows, dims])
 
 
 def is_blocked(tensor: Tensor) -> bool:
@@ -111,12 +146,10 @@ def is_described_whole(tensor: Tensor) -> bool:
     return tensor.data_ptr() % _BYTES == 0 and 0 < tensor.numel() < 1 << 31
 
 
-def descriptor_of_floats(tensor: Tensor, count: int) -> Any:
-    """A descriptor of all elements of a contiguous tensor, loaded `count` at a time."""
-    enter_device(tensor.device)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(tensor, [tensor.numel()], [1], [count])
+def descriptor_of_floats(tensor: Tensor, count: int) -> Boxes:
+    """A descriptor of all elements of a tensor that `is_described_whole`, loaded `count` at a
+    time."""
+    return Boxes(tensor, [tensor.numel()], [1], [count])
 
 
 _entered = threading.local()
@@ -125,8 +158,8 @@ _entered = threading.local()
 def enter_device(device: torch.device) -> None:
     """Give this thread a context on the device: encoding a descriptor needs one, and neither torch
     nor Triton has made one before a thread's first launch."""
-    if device.type != "cuda" or device.index in _entered.__dict__.setdefault("devices", set()):
+    if device.type != "cuda" or device.index in getattr(_entered, "devices", ()):
         return
     # The cheapest call of the runtime that does.
     torch.cuda.mem_get_info(device)
-    _entered.devices.add(device.index)
+    _entered.devices = {*getattr(_entered, "devices", ()), device.index}

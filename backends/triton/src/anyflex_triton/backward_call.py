@@ -40,7 +40,7 @@ _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64
 
 
 def _value_places(row_values: Tensor) -> dict[str, object]:
-    return {"values_of_head": row_values.shape[3], "values_in_all": row_values[0].numel()}
+    return {"values_of_head": row_values.shape[3], "values_in_all": row_values.stride(0)}
 
 
 def rows_launch(
@@ -192,7 +192,7 @@ def keys_launch(
             **_value_places(row_values),
             "batch": batch, "heads": heads, "kv_batch_heads": kv_batch * kv_heads,
             "kv_heads": kv_heads, "q_length": length, "kv_length": keys,
-            "tiles": tiles, "head_group": made.head_group(call),
+            "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
         },
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def queries_launch(
             "dq_strides": layouts[4].strides,
             "batch_heads": batch * heads, "heads": heads, **_value_places(row_values),
             "q_length": length, "kv_length": call.key.shape[2],
-            "tiles": tiles, "head_group": made.head_group(call),
+            "tiles": tiles, "head_group": made.head_group(batch * heads, call.key.shape[2]),
         },
         totals,
     )  # fmt: skip

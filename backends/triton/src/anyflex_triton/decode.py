@@ -20,7 +20,7 @@ from anyflex_triton.tiles import (
     without_strange,
 )
 
-__all__ = ["combine_kernel", "decode_kernel"]
+__all__ = ["combine_kernel", "decode_kernel", "store_row"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -203,6 +203,37 @@ def decode_kernel(
 
 
 @triton.jit
+def store_row(
+    acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_LSE: tl.constexpr,
+    WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+):
+    """Writes what is wanted of one query row.
+
+    Args:
+        acc: [DV], weighted values; top, total: as of `decode_kernel`'s sums; nan: 1 if a score is.
+        at: the row, of all rows of all heads.
+    """
+    dims = tl.arange(0, DV)
+    row = at % q_length
+    bh = at // q_length
+    dead = (top == float("-inf")) & (total == total)
+    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, total))
+    base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
+    tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
+    if WANT_REST:
+        # As in forward; rows of rest lie one after the other.
+        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
+        rest_at = rest + at * VALUE_DIM + dims
+        tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
+    if WANT_LSE:
+        natural = (top + tl.log2(total)) / LOG2E
+        tl.store(lse + at, tl.where(dead, float("-inf"), natural))
+    if WANT_MAX:
+        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), top / LOG2E))
+
+
+@triton.jit
 def combine_kernel(
     partial_out, partial_sums, out, rest, lse, max_scores, o_strides, heads, q_length, splits,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
@@ -210,8 +241,6 @@ def combine_kernel(
 ):
     """One program a query row: the splits' sums, in their order, SPLITS at a time."""
     at = tl.program_id(0).to(tl.int64)
-    row = at % q_length
-    bh = at // q_length
     index = tl.arange(0, SPLITS)
     top = float("-inf")
     for first in range(0, splits, SPLITS):
@@ -241,17 +270,7 @@ def combine_kernel(
             other=0.0,
         )
         acc += tl.sum(tl.where(there[:, None], part * factor[:, None], 0.0), 0)
-    dead = (top == float("-inf")) & (total == total)
-    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, total))
-    base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
-    tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
-    if WANT_REST:
-        # As in forward; rows of rest lie one after the other.
-        rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
-        rest_at = rest + at * VALUE_DIM + dims
-        tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
-    if WANT_LSE:
-        natural = (top + tl.log2(total)) / LOG2E
-        tl.store(lse + at, tl.where(dead, float("-inf"), natural))
-    if WANT_MAX:
-        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), top / LOG2E))
+    store_row(
+        acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
+        VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+    )

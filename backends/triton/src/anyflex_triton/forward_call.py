@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -49,6 +49,7 @@ def split_count(made: Programs, call: Call) -> int:
     return max(1, min(wanted, keys // _LEAST_SPLIT))
 
 
+@lru_cache
 def _cores(device: torch.device) -> int:
     """Multiprocessors of an accelerator, or what its vendor calls them."""
     if device.type == "cpu":
@@ -136,7 +137,7 @@ def _prefill_launch(
             "r_strides": layouts[4].strides,
             "batch_heads": batch * heads, "heads": heads,
             "q_length": length, "kv_length": call.key.shape[2],
-            "tiles": tiles, "head_group": made.head_group(call),
+            "tiles": tiles, "head_group": made.head_group(batch * heads, call.key.shape[2]),
         },
     )  # fmt: skip
 

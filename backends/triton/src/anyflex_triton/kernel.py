@@ -62,7 +62,9 @@ class TritonKernel(Kernel):
 
     def _decodes(self, call: Call) -> bool:
         length = call.query.shape[2]
-        if length == 0 or packed_heads(self._made, call) * length > _SHORT_ROWS:
+        if length == 0 or length > _SHORT_ROWS:
+            return False
+        if packed_heads(self._made, call) * length > _SHORT_ROWS:
             return False
         return call.mask is None or length <= call.mask.block_size[0]
 

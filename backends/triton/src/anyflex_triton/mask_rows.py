@@ -8,6 +8,7 @@ tiles cost nothing and whole ones no mask. The option `finer_mask` says when.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -36,6 +37,13 @@ Tiled = Literal["forward", "keys", "queries"]
 
 def mask_rows(views: MaskViews) -> MaskRows:
     """The mask's own."""
+    if views.offsets.is_contiguous():
+        return views.once("anyflex_triton.rows", MaskRows, partial(_own_rows, views))
+    # A copy is made for each call: offsets may be written again in place.
+    return _own_rows(views)
+
+
+def _own_rows(views: MaskViews) -> MaskRows:
     offsets = views.offsets.contiguous()
     batch, heads, edges = offsets.shape
     strides = (heads * edges if batch > 1 else 0, edges if heads > 1 else 0)

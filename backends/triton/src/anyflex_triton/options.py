@@ -16,7 +16,13 @@ OPTIONS: Mapping[str, Option] = {
     "block_m": Option(int, None, "query rows of a forward tile", TILES, "BLOCK_M"),
     "block_n": Option(int, None, "keys of a forward tile", TILES, "BLOCK_N"),
     "num_warps": Option(int, None, "warps of a forward program", WARPS, "num_warps"),
-    "num_stages": Option(int, None, "tiles in flight of forward", STAGES, "num_stages"),
+    "num_stages": Option(
+        int,
+        None,
+        "tiles in flight of forward, at most: as many as shared memory holds",
+        STAGES,
+        "num_stages",
+    ),
     "finer_mask": Option(
         bool,
         None,
@@ -28,7 +34,7 @@ OPTIONS: Mapping[str, Option] = {
     "dq_block_m": Option(int, None, "query rows of a tile of dQ", TILES, "BLOCK_M2"),
     "dq_block_n": Option(int, None, "keys of a tile of dQ", TILES, "BLOCK_N2"),
     "backward_num_warps": Option(int, None, "warps of a backward program", WARPS),
-    "backward_num_stages": Option(int, None, "tiles in flight of backward", STAGES),
+    "backward_num_stages": Option(int, None, "tiles in flight of backward, at most", STAGES),
     "autotune": Option(
         bool, False, "time configurations at the first call of each size, keep the fastest"
     ),

@@ -267,8 +267,9 @@ class Programs:
             even: whether the kernel's tiles end where the lengths do.
             sums, copies: as in `source_for`.
         """
-        within = even and self._is_within(call)
-        coarse = self._is_coarse(call)
+        # Most calls capture nothing and cap nothing.
+        within = even and bool(call.captured) and self._is_within(call)
+        coarse = bool(self._caps) and self._is_coarse(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
         key = (within, coarse, plain, sums, copies)
@@ -289,8 +290,6 @@ class Programs:
 
     def _is_coarse(self, call: Call) -> bool:
         """As `source_for` asks."""
-        if not self._caps:
-            return False
         factors = (
             factor
             if isinstance(factor, float)
@@ -301,8 +300,6 @@ class Programs:
 
     def _is_within(self, call: Call) -> bool:
         """As `source_for` asks."""
-        if not call.captured:
-            return False
         batch, heads, rows = call.query.shape[:3]
         counts = (batch, heads, rows, call.key.shape[2])
         offsets = call.index_offsets
@@ -384,16 +381,18 @@ class Programs:
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
         types = self.common_types
-        ints = [number for t in call.captured for number in (*t.shape, *t.stride())]
-        ints += call.ints
+        tables, ints = call.captured, call.ints
+        if tables:
+            sizes = [number for t in tables for number in (*t.shape, *t.stride())]
+            tables, ints = without_bools(tables), (*sizes, *ints)
         return {
             "offsets": call.query if rows is None else rows.offsets,
             "ends": call.query if rows is None else rows.ends,
             "runs": call.query if rows is None else rows.runs,
             "mask_strides": (0, 0) if rows is None else rows.strides,
-            "tables": without_bools(call.captured),
-            "ints": tuple(ints[: len(types["ints"])]),
-            "floats": tuple(call.floats[: len(types["floats"])]),
+            "tables": tables,
+            "ints": ints[: len(types["ints"])],
+            "floats": call.floats[: len(types["floats"])],
             "shifts": call.index_offsets,
             "scale": call.scale,
         }
@@ -410,13 +409,13 @@ class Programs:
         length = call.key.shape[2] if over == "keys" else call.query.shape[2]
         return length % step == 0 and (rows is None or rows.block_size[1] % step == 0)
 
-    def head_group(self, call: Call) -> int:
-        """Query heads that run at a time."""
+    def head_group(self, batch_heads: int, keys: int) -> int:
+        """Query heads, of so many in all, that run at a time."""
         spec = self.spec
-        of_head = call.key.shape[2] * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
+        of_head = keys * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
         wanted = max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
         # Kernels multiply it by a head's tiles, in 32 bits.
-        return min(wanted, call.query.shape[0] * call.query.shape[1])
+        return min(wanted, batch_heads)
 
 
 def _common_types(spec: Spec) -> dict[str, Types]:
@@ -454,7 +453,7 @@ def padded(dim: int) -> int:
 
 
 def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:
-    return tuple((layout.unit, layout.scattered) for layout in layouts)
+    return tuple([(layout.unit, layout.scattered) for layout in layouts])
 
 
 def aligned(

@@ -57,6 +57,7 @@ def _keep_busy(device: torch.device) -> None:
     "devices/two_streams",
     "calls on two streams that overlap share no scratch memory",
     quick=True,
+    alone=True,
 )
 def _two_streams(session: Session) -> str | None:
     if session.device.type == "cpu":
@@ -98,6 +99,7 @@ def _two_streams(session: Session) -> str | None:
     "devices/side_stream",
     "a kernel runs on the current stream, behind what was put there",
     quick=True,
+    alone=True,
 )
 def _side_stream(session: Session) -> str | None:
     if session.device.type == "cpu":
@@ -138,6 +140,7 @@ def _second_device(session: Session) -> str | None:
     "devices/no_synchronisation",
     "neither forward nor backward makes the host wait for the device",
     quick=True,
+    alone=True,
 )
 def _no_synchronisation(session: Session) -> str | None:
     if session.device.type == "cpu":

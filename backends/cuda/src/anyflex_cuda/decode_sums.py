@@ -1,0 +1,85 @@
+"""Adds up what the programs of Hopper's decoding have of each query row."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_cuda.decode_steps import program_of, steps_of_unit, total_steps
+from anyflex_triton.decode import store_row
+
+__all__ = ["combine_kernel"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def await_last():
+    """Wait until the kernel before has ended, and what it wrote is there."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
+@triton.jit
+def combine_kernel(
+    partial_out, partial_sums, out, rest, lse, max_scores, o_strides, edges, batch, heads,
+    q_length, unit_steps, programs, GROUP: tl.constexpr, PLAN: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr, EARLY: tl.constexpr,
+):
+    """One program a query row: its parts in the order of their keys, PARTS at a time.
+
+    Args:
+        partial_out, partial_sums, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
+        programs: of that kernel.
+        EARLY: launched while that one still runs.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0) % q_length
+    bh = tl.program_id(0) // q_length
+    b = bh // heads
+    h = bh % heads
+    kv_heads = heads // GROUP
+    kv_head = h // GROUP
+    if EARLY:
+        await_last()
+    total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
+    begin, count = steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN)
+    first_program = program_of(begin, programs, total_count)
+    last_program = program_of(begin + count - 1, programs, total_count)
+    end_program = tl.where(count > 0, last_program + 1, first_program)
+    unit = b * kv_heads + kv_head
+    row_of_unit = h % GROUP * q_length + row
+    index = tl.arange(0, PARTS)
+    dims = tl.arange(0, DV)
+    top = float("-inf")
+    total = 0.0
+    nan = 0.0
+    acc = tl.zeros([DV], tl.float32)
+    for first in range(first_program, end_program, PARTS):
+        there = first + index < end_program
+        place = (first + index + unit).to(tl.int64) * (GROUP * q_length) + row_of_unit
+        # All loads at once: nothing else takes as long.
+        tops = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
+        sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
+        if WANT_MAX:
+            nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
+            nan = tl.maximum(nan, tl.max(nans, 0))
+        part = tl.load(
+            partial_out + place[:, None] * VALUE_DIM + dims[None, :],
+            mask=there[:, None] & (dims < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        alpha = tl.exp2(top - shift)
+        factor = tl.exp2(tops - shift)
+        total = total * alpha + tl.sum(sums * factor, 0)
+        acc = acc * alpha + tl.sum(part * factor[:, None], 0)
+        top = new_top
+    store_row(
+        acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
+        VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+    )

@@ -1,0 +1,116 @@
+"""Compiles decoding for a Hopper GPU that needn't be there; `test_compiled_decode` runs this.
+
+Prints a line of JSON a kernel, as `compiling_forward`, with how often TMA loads, and instructions
+of the loop over a unit's steps; then one for each kernel that a call with a mask launches.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from compiling import HOPPER
+from compiling_forward import loops_of, spec_of, spills_of, told_of
+from recording import OnHopper, recording
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import Spec, isolated, register
+from anyflex_cuda import kernel
+from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
+from anyflex_cuda.decode_steps import ALL, EACH, NONE
+from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.module_files import load_module
+
+
+def compiled_decode(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> Any:
+    """What Triton makes of a class of calls."""
+    source = write_source(spec)
+    made = GluonPrograms(spec, source, {})
+    functions = vars(
+        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+    )
+    program = decode_program(
+        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"), even,
+        False,
+    )  # fmt: skip
+    return triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
+
+
+def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> dict[str, Any]:
+    """Compile the kernel of a class of calls, and read what became of it."""
+    compiled = compiled_decode(spec, tiles, plan, even)
+    told, sass = told_of(compiled)
+    registers = re.search(r"\.maxnreg (\d+)", compiled.asm["ptx"])
+    (loop,) = loops_of(sass)
+    return {
+        "spills": spills_of(told),
+        "serialized": sorted(set(re.findall(r"C75\d\d", told))),
+        "shared": compiled.metadata.shared,
+        "registers": int(registers[1]) if registers else 0,
+        "local": loop.count("LDL") + loop.count("STL"),
+        "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", loop, re.MULTILINE)),
+        "products": loop.count("HGMMA"),
+        "barriers": loop.count("BAR.SYNC"),
+        "loads": len(re.findall(r"UTMALDG", sass)),
+    }
+
+
+def launched(early: bool) -> Iterator[dict[str, Any]]:
+    """Compile all that a call with a mask launches."""
+    q, k, v = (torch.zeros(2, h, n, 128).bfloat16() for h, n in ((8, 1), (2, 500), (2, 500)))
+
+    def documents(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx < 100 + 100 * b
+
+    mask = anyflex.create_block_mask(documents, 2, None, 1, 500)
+    tiles = replace(decode_tiles(spec_of("full", 128)), early=early)
+    with isolated(), mock.patch.object(kernel, "decode_tiles", lambda spec: tiles):
+        register("cuda", OnHopper)
+        with recording() as launches:
+            anyflex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, backend="cuda")
+    for program, grid, _ in launches:
+        compiled = triton.compile(
+            program.source(), target=HOPPER, options=program.options.keywords()
+        )
+        yield {
+            "name": program.function.__name__,
+            "grid": grid,
+            "spills": spills_of(told_of(compiled)[0]),
+            "early": bool(compiled.metadata.launch_pdl),
+            "depends": re.findall(r"griddepcontrol\.\w+", compiled.asm["ptx"]),
+        }
+
+
+def main() -> int:
+    none, one, each = (plan.value for plan in (NONE, ALL, EACH))
+    cases = [
+        ("full", 128, none, True), ("full", 128, none, False), ("causal", 128, one, False),
+        ("documents", 128, each, True), ("alibi", 128, each, False), ("softcap", 128, one, True),
+        ("full", 64, none, True), ("window", 64, each, False), ("alibi", 64, one, True),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for name, dim, plan, even in cases:
+            spec = spec_of(name, dim, torch.float16 if dim == 64 else torch.bfloat16)
+            spec = replace(spec, gqa_ratio=4)
+            found = facts_of(spec, decode_tiles(spec), plan, even)
+            print(json.dumps({"name": f"{name} {dim} {plan} {even}", **found}), flush=True)
+        for early in (False, True):
+            for found in launched(early):
+                print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

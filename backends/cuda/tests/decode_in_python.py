@@ -1,0 +1,234 @@
+"""Whole decoding calls without a GPU: plain Triton's kernels in its interpreter, Hopper's in
+`gluon_in_python`. Run as a script by `test_whole_decode`, with TRITON_INTERPRET=1.
+
+Prints a line a call. All outputs must be the reference's, and what isn't finite where that has it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from backward_in_python import InPython, Mod, scaled
+from gluon_in_python import Box, Pointer, run_kernel
+from torch import Tensor
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.testing import posing
+from anyflex_cuda import (
+    decode_call,
+    decode_steps,
+    forward_call,
+    hopper_decode,
+    hopper_forward,
+    spoken_words,
+    step_scores,
+    strange_values,
+)
+from anyflex_cuda.gluon_program import GluonProgram
+from anyflex_triton import forward, tiles
+from anyflex_triton.launch import Program
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
+from interpreting import hasten
+
+CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
+PARTS = ("decode_kernel", "combine_kernel")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call.
+
+    Args:
+        heads: of queries, of keys.
+        score, mask: for torch and numpy alike.
+        each: whether the mask differs among batch entries.
+        block: of the mask.
+        odd: some elements aren't finite.
+        rest: what rounding takes from out is wanted, too.
+        transposed: rows of heads lie beside each other.
+        cores: multiprocessors.
+    """
+
+    name: str
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    rows: int = 1
+    keys: int = 300
+    dims: tuple[int, int] = (64, 64)
+    score: Mod | None = None
+    mask: Mod | None = None
+    each: bool = False
+    block: int = 128
+    odd: bool = False
+    rest: bool = False
+    transposed: bool = False
+    cores: int = 3
+
+
+def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return (k >= 90) & (k < 280)
+
+
+def lengths(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """Entry 0 has none."""
+    return (k < b * 150) & (k >= q)
+
+
+CASES = [
+    Case("plain"),
+    Case("many programs", batch=1, keys=2048, cores=30),
+    Case("one program", batch=3, keys=512, cores=1, heads=(2, 2)),
+    Case("other dims", dims=(40, 72), rows=3, heads=(8, 1)),
+    Case("score mod", score=scaled, rows=2),
+    Case("mask", mask=window, rows=2),
+    Case("a mask for each entry", mask=lengths, each=True, batch=3, rest=True),
+    Case("finer blocks than steps", mask=lengths, each=True, batch=3, block=16, score=scaled),
+    Case("odd", mask=window, odd=True),
+    Case("transposed", transposed=True, rows=4, mask=window),
+]
+
+
+def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]) -> None:
+    """Hopper's kernel of a launch, with the case's mods in numpy."""
+    given: dict[str, Any] = {**program.constants}
+    given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
+    for name, value in values.items():
+        if hasattr(value, "block_shape"):
+            array = value.base.numpy()
+            strides = [stride * array.itemsize for stride in value.strides]
+            view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
+            given[name] = Box(view, value.block_shape, array.itemsize)
+        elif isinstance(value, Tensor):
+            # Whatever the order of its dimensions.
+            given[name] = Pointer(value.detach().as_strided((value.numel(),), (1,)).numpy())
+        else:
+            given[name] = value
+    run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
+
+
+def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
+    """out, lse, max_scores and where wanted dQ, which reads what is saved; and names of forward's
+    kernels."""
+    torch.manual_seed(0)
+    names: list[str] = []
+    launch = Program.launch
+
+    def launched(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        names.append(program.function.__name__)
+        if isinstance(program, GluonProgram):
+            in_python(case, program, grid, values)
+        else:
+            launch(program, grid, device, values)
+
+    heads, kv_heads = case.heads
+    shapes = [(heads, case.rows, case.dims[0]), *((kv_heads, case.keys, d) for d in case.dims)]
+    tensors = [torch.randn(case.batch, *shape).half() for shape in shapes]
+    q, k, v = tensors
+    if case.odd:
+        k[0, 0, 130, 5] = math.inf
+        v[1, 0, 20, 7] = math.nan
+        v[1, 0, 95, 1] = -math.inf
+        v[1, 1, 285, 3] = math.inf
+    if case.transposed:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    mask = None
+    if case.mask is not None:
+        entries = case.batch if case.each else None
+        mask = anyflex.create_block_mask(
+            case.mask, entries, None, case.rows, case.keys, BLOCK_SIZE=case.block
+        )
+    if case.rest:
+        q.requires_grad_()
+    options = {"cuda.python": {}} if backend == "cuda.python" else None
+    with mock.patch.object(Program, "launch", launched):
+        out, aux = anyflex.flex_attention(
+            q, k, v, score_mod=case.score, block_mask=mask, enable_gqa=True, backend=backend,
+            return_aux=anyflex.AuxRequest(lse=True, max_scores=True), kernel_options=options,
+        )  # fmt: skip
+        forwards = list(names)
+        found = [out, aux.lse, aux.max_scores]
+        if case.rest:
+            found += torch.autograd.grad(out.sum(), [q])
+    return [x.detach() for x in found], forwards
+
+
+def check(case: Case) -> None:
+    with mock.patch.object(forward_call, "cores", lambda device: case.cores):
+        ours, names = outputs(case, "cuda.python")
+        again, _ = outputs(case, "cuda.python")
+    steps = () if case.mask is None else ("steps_kernel",)
+    assert tuple(names) == (*steps, *PARTS), names
+    wanted, _ = outputs(case, "reference")
+    for found, same, right in zip(ours, again, wanted, strict=True):
+        assert torch.equal(found.nan_to_num(7.0), same.nan_to_num(7.0))
+        if case.odd and found is ours[0]:
+            assert not np.isfinite(right.numpy()).all(), "a case without what it is about"
+        np.testing.assert_allclose(found.numpy(), right.numpy(), atol=3e-3, rtol=3e-3)
+
+
+def check_steps(seed: int) -> None:
+    """What lists a mask's steps, where rows have more runs, and runs more steps, than it takes at
+    a time."""
+    numbers = np.random.default_rng(seed)
+    entries, rows, blocks = 40, int(numbers.integers(1, 3)), 90
+    block_n, kv_block = 64, int(numbers.choice([16, 48, 64, 128, 256]))
+    length = int(numbers.integers(blocks * kv_block - 2 * kv_block, blocks * kv_block))
+    runs, offsets, wanted = [], [], []
+    for _ in range(entries):
+        for row in range(rows):
+            offsets.append(len(runs))
+            steps = []
+            cuts = sorted(set(numbers.integers(0, blocks + 1, numbers.integers(0, 100)).tolist()))
+            for begin, end in itertools.pairwise(cuts):
+                kind = int(numbers.integers(0, 3))
+                if kind:
+                    runs.append((begin, end, kind))
+                    last = min(end * kv_block, length)
+                    for key in range(begin * kv_block, last, block_n):
+                        steps.append((key, min(last - key, block_n) * 2 + (kind == 1)))
+            if row == 0:
+                wanted.append(steps)
+        offsets.append(len(runs))
+    most = max(map(len, wanted))
+    edges = torch.full((entries + 1,), -7, dtype=torch.int32)
+    listed = torch.full((entries, most, 2), -7, dtype=torch.int32)
+    begins = torch.tensor(offsets, dtype=torch.int32)
+    decode_steps.steps_kernel[(entries + 1,)](
+        begins, begins[1:], torch.tensor(runs, dtype=torch.int32), (rows + 1, 0), edges, listed,
+        entries, most, length, kv_block, block_n,
+    )  # fmt: skip
+    assert edges.tolist() == np.cumsum([0, *map(len, wanted)]).tolist()
+    for found, steps in zip(listed.tolist(), wanted, strict=True):
+        assert found[: len(steps)] == [list(step) for step in steps]
+        assert all(step == [-7, -7] for step in found[len(steps) :])
+
+
+def main() -> int:
+    hasten()
+    for seed in range(4):
+        check_steps(seed)
+    print("steps: right", flush=True)
+    with isolated(), posing("cuda"), mock.patch.object(decode_call, "_LEAST_SHARE", 64):
+        register("cuda.python", InPython)
+        for case in CASES:
+            if len(sys.argv) < 2 or sys.argv[1] in case.name:
+                check(case)
+                print(f"{case.name}: right", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

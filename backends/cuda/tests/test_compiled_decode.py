@@ -1,0 +1,47 @@
+"""What Triton and ptxas make of Hopper's decoding: it fits twice, and nothing of it spills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED = 228 * 1024 // 2 - 1024
+"""Bytes that each of two programs can have of a multiprocessor's, without what CUDA takes."""
+
+
+def test_decoding_compiles_without_spills_and_fits_twice() -> None:
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(here / "compiling_decode.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    of_steps, of_calls = found[:9], found[9:]
+    for facts in of_steps:
+        assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts
+        assert facts["shared"] <= SHARED and facts["registers"] == 128, facts
+        # Keys and values, in boxes of 64 columns.
+        wide = " 128 " in facts["name"]
+        assert facts["loads"] == (4 if wide else 2) and facts["products"] == (12 if wide else 8)
+    assert [facts["name"] for facts in of_calls] == [
+        "steps_kernel", "decode_kernel", "combine_kernel",
+    ] * 2  # fmt: skip
+    assert all(facts["spills"] == 0 for facts in of_calls), of_calls
+    assert [facts["early"] for facts in of_calls] == [False] * 5 + [True]
+    waits = [facts["depends"] for facts in of_calls]
+    begin, wait = ["griddepcontrol.launch_dependents"], ["griddepcontrol.wait"]
+    assert waits == [[], [], [], [], begin, wait]

@@ -1,0 +1,125 @@
+"""Which decoding calls Hopper's kernel takes, what the others are told, and what is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="there is no Triton to launch with")
+
+from recording import CORES
+from test_routing import drawn, launches, of
+
+import anyflex
+from anyflex_cuda.decode_call import DecodeTiles
+from anyflex_cuda.decode_steps import ALL, EACH, NONE
+
+KERNELS = ["anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"]
+STEPS = "anyflex_cuda.decode_steps"
+PORTABLE = {"anyflex_triton.decode"}
+ONE, MANY = (2, 8, 1, 128), (2, 2, 16384, 128)
+"""Shapes of query, and of key and value."""
+
+
+def decoded(q: Tensor, k: Tensor, v: Tensor, *mods: Any) -> tuple[list[Any], str]:
+    return launches(q, k, v, *mods, enable_gqa=True)
+
+
+def first_half(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k < 3000 + 1000 * b
+
+
+def test_a_few_query_rows_are_decoded_by_two_programs_a_core() -> None:
+    launched, said = decoded(*drawn(ONE, MANY, MANY))
+    assert [of(launch) for launch in launched] == KERNELS
+    assert f"hopper decode programs={2 * CORES}" in said
+
+
+def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
+    (parts, sums), _ = decoded(*drawn(ONE, MANY, MANY))
+    program, grid, values = parts
+    assert grid == 2 * CORES and program.constants["PLAN"] == NONE.value
+    assert (values["batch"], values["kv_heads"], values["unit_steps"]) == (2, 2, 16384 // 64)
+    assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
+    # Heads lie 128 elements apart, in units of 8.
+    assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
+    assert values["partial_out"].shape == (2 * CORES + 4, 4, 128)
+    assert values["partial_sums"].shape == (2 * CORES + 4, 4, 3)
+    assert sums[1] == 2 * 8 and sums[2]["programs"] == grid
+
+
+def test_little_work_has_few_programs() -> None:
+    (parts, _), said = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 500, 128)] * 2))
+    assert parts[1] == 2 * 8 * 64 // 128 and "programs=8" in said
+    assert parts[0].constants["EVEN"] is False
+    (parts, _), _ = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 1, 128)] * 2))
+    assert parts[1] == 1
+
+
+def test_steps_of_a_mask_are_listed_before() -> None:
+    mask = anyflex.create_block_mask(first_half, None, None, 1, 16384)
+    q, k, v = drawn(ONE, MANY, MANY)
+    (steps, parts, _), _ = decoded(q, k, v, None, mask)
+    assert of(steps) == STEPS and steps[1] == 2
+    assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
+    each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
+    (steps, parts, sums), _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
+    assert steps[1] == 3 and steps[2]["steps"].shape == (2, 256, 2)
+    assert steps[2]["edges"].shape == (3,) and sums[2]["edges"] is steps[2]["edges"]
+    assert parts[0].constants["PLAN"] == sums[0].constants["PLAN"] == EACH.value
+    assert parts[0].constants["SCORE_MOD"] is not None
+
+
+def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
+    mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
+    (steps, parts, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
+    assert steps[2]["steps"].shape == (2, 256 + 512, 2)
+    assert parts[0].constants["EVEN"] is False
+
+
+def per_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k < 3000 + h
+
+
+SHAPE = (1, 2, 256, 64)
+ELSEWHERE: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "float32": (
+        lambda: drawn((1, 2, 1, 64), SHAPE, SHAPE, dtype=torch.float32), "wgmma takes",
+    ),
+    "wide": (lambda: drawn((1, 2, 1, 192), *[(1, 2, 256, 192)] * 2), "head dims above 128"),
+    "broadcast keys": (
+        lambda: [*drawn((1, 2, 1, 64)), drawn((1, 1, 256, 64))[0].expand(SHAPE), *drawn(SHAPE)],
+        "TMA loads no boxes of key",
+    ),
+    "a mask for each head": (
+        lambda: [
+            *drawn((1, 2, 1, 64), SHAPE, SHAPE), None,
+            anyflex.create_block_mask(per_head, None, 2, 1, 256),
+        ],
+        "each head has a mask of its own",
+    ),
+    "no keys": (lambda: drawn((1, 2, 1, 64), *[(1, 2, 0, 64)] * 2), "key is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_it_does_not_take_is_portable_and_explain_says_why(name: str) -> None:
+    arguments, reason = ELSEWHERE[name]
+    launched, said = decoded(*arguments())
+    assert {of(launch) for launch in launched} == PORTABLE
+    assert "not Hopper's kernel" in said and reason in said
+
+
+def test_an_option_of_the_portable_kernels_is_not_ignored() -> None:
+    options = {"kernel_options": {"cuda": {"block_n": 32}}}
+    launched, said = launches(*drawn(ONE, MANY, MANY), enable_gqa=True, **options)
+    assert {of(launch) for launch in launched} == PORTABLE and "have block_n" in said
+
+
+def test_registers_are_shared_among_the_programs_of_a_multiprocessor() -> None:
+    found = [DecodeTiles(64, 3, programs).most_registers for programs in (1, 2)]
+    assert found == [248, 128]

@@ -1,0 +1,278 @@
+"""Hopper's decoding, its source run in Python: sums against the dense formula, in any order."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gluon_in_python import Box, Pointer, Stuck, run_kernel
+
+from anyflex_cuda import (
+    decode_steps,
+    hopper_decode,
+    hopper_forward,
+    spoken_words,
+    step_scores,
+    strange_values,
+)
+from anyflex_triton import forward, tiles
+
+CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
+FULL = 1
+
+
+def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return 3.0 * np.tanh(score / 3.0) + 0.01 * (k - q) * (h + 1)
+
+
+def share_of(program: int, programs: int, total: int) -> tuple[int, int]:
+    least, more = divmod(total, programs)
+    first = program * least + min(program, more)
+    return first, first + least + (program < more)
+
+
+class Case:
+    """One call, drawn at random.
+
+    Args:
+        seed: of all that is drawn.
+        fixed: what isn't.
+    """
+
+    def __init__(self, seed: int, **fixed: Any) -> None:
+        pick = random.Random(seed)
+
+        def drawn(name: str, *values: Any) -> Any:
+            value = pick.choice(values)
+            return fixed.get(name, value)
+
+        self.seed = seed
+        self.block_n = drawn("block_n", 16, 32)
+        self.stages = drawn("stages", 2, 3, 3, 5)
+        self.width = drawn("width", 32, 64)
+        self.dim = self.width - drawn("dim_less", 0, 0, 8)
+        self.value_width = drawn("value_width", 32, 64)
+        self.value_dim = self.value_width - drawn("value_dim_less", 0, 0, 8)
+        self.batch = drawn("batch", 1, 2, 3)
+        self.kv_heads = drawn("kv_heads", 1, 2, 3)
+        self.group = drawn("group", 1, 2, 4, 8)
+        self.kv_shared = drawn("kv_shared", False, False, True)
+        self.rows = drawn("rows", 1, 1, 2, 3, 4)
+        self.keys = drawn("keys", 1, 16, 64, 96, 100, 203, 256)
+        self.plan = drawn("plan", 0, 1, 2)
+        self.kv_block = drawn("kv_block", 16, 32, 24)
+        self.has_mask_mod = self.plan > 0 and drawn("has_mask_mod", True, True, False)
+        self.has_score_mod = drawn("has_score_mod", True, False)
+        self.programs = drawn("programs", 1, 2, 3, 5, 11)
+        self.odd = drawn("odd", "", "", "value", "score")
+        self.pick = pick
+
+    def run(self, changed: tuple[str, str] = ("", "")) -> None:
+        """Compare what the kernel's parts add up to with the formula.
+
+        Args:
+            changed: as `run_kernel` takes it.
+        """
+        numbers = np.random.default_rng(self.seed)
+        heads, rows, keys = self.kv_heads * self.group, self.rows, self.keys
+        kv_batch = 1 if self.kv_shared else self.batch
+        scale = 0.2
+        q = numbers.standard_normal((self.batch, heads, rows, self.dim))
+        k = numbers.standard_normal((kv_batch, self.kv_heads, keys, self.dim))
+        v = numbers.standard_normal((kv_batch, self.kv_heads, keys, self.value_dim))
+        if self.odd == "value":
+            for what in (np.nan, np.inf, -np.inf):
+                v[0, 0, numbers.integers(keys), numbers.integers(self.value_dim)] = what
+        if self.odd == "score":
+            q[-1, 0, 0, 1] = np.nan
+            k[0, -1, numbers.integers(keys), 0] = np.nan
+        at = (
+            np.arange(self.batch).reshape(-1, 1, 1, 1), np.arange(heads).reshape(1, -1, 1, 1),
+            np.arange(rows).reshape(-1, 1), np.arange(keys),
+        )  # fmt: skip
+        shifts = (3, 5, 7, 11)
+        seen = tuple(x + shift for x, shift in zip(at, shifts, strict=True))
+        modulus = self.pick.choice((2, 3, 97))
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
+            return (q_idx * 3 + kv_idx * 5 + h) % modulus != 0
+
+        live = np.ones((self.batch, heads, rows, keys), bool)
+        entries = self.batch if self.plan == 2 else 1
+        kinds = numbers.integers(0, 3, (entries, -(-keys // self.kv_block)))
+        if self.pick.random() < 0.3:
+            kinds[-1] = 0
+        if not self.has_mask_mod:
+            kinds = np.minimum(kinds, 1)
+        edges, steps = self.listed(kinds)
+        if self.plan:
+            of_pair = kinds[:, at[3] // self.kv_block][:, None, None]
+            live = np.broadcast_to(of_pair != 0, live.shape).copy()
+            if self.has_mask_mod:
+                live &= (of_pair == FULL) | mask_mod(*seen)
+
+        unit_steps = -(-keys // self.block_n)
+        each = np.diff(edges) if self.plan else np.array([unit_steps])
+        counts = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
+        places = self.programs + self.batch * self.kv_heads
+        partial_out = np.full((places, self.group * rows, self.value_dim), 1e9)
+        partial_sums = np.full((places, self.group * rows, 3), 1e9)
+        even = keys % self.block_n == 0 and (not self.plan or self.kv_block % self.block_n == 0)
+        # Rows of queries lie 8 elements apart, or a multiple.
+        padded = np.full((*q.shape[:3], self.width), np.nan)
+        padded[..., : self.dim] = q
+        run_kernel(
+            hopper_decode,
+            "decode_kernel",
+            self.programs,
+            {
+                "k_desc": Box(k, (1, 1, self.block_n, self.width)),
+                "v_desc": Box(v, (1, 1, self.block_n, self.value_width)),
+                "query": Pointer(padded), "key": Pointer(k), "value": Pointer(v),
+                "partial_out": Pointer(partial_out), "partial_sums": Pointer(partial_sums),
+                "q_strides": tuple(stride // 64 for stride in padded.strides[:3]),
+                "k_strides": tuple(stride // 8 for stride in k.strides[:3]),
+                "v_strides": tuple(stride // 8 for stride in v.strides[:3]),
+                "edges": Pointer(edges), "steps": Pointer(steps), "tables": (), "ints": (),
+                "floats": (), "shifts": shifts, "scale": scale, "batch": self.batch,
+                "kv_heads": self.kv_heads, "q_length": rows, "kv_length": keys,
+                "unit_steps": unit_steps, "most": steps.shape[1],
+                "SCORE_MOD": softcap if self.has_score_mod else None,
+                "MASK_MOD": mask_mod if self.has_mask_mod else None, "PLAN": self.plan,
+                "GROUP": self.group, "KV_SHARED": self.kv_shared, "DIM": self.dim,
+                "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
+                "WANT_MAX": True, "EARLY": False, "EVEN": even, "STAGES": self.stages,
+                "BLOCK_N": self.block_n, "PRODUCER_REGISTERS": 24,
+            },
+            self.seed,
+            changed,
+            CALLED,
+        )  # fmt: skip
+
+        # What a program has of a unit.
+        total = int(counts.sum())
+        ends = np.cumsum(counts)
+        for unit, (end, count) in enumerate(zip(ends, counts, strict=True)):
+            shares = [share_of(program, self.programs, total) for program in range(self.programs)]
+            parts = [
+                program + unit
+                for program, (begin, stop) in enumerate(shares)
+                if max(end - count, begin) < min(end, stop)
+            ]
+            b, kv_head = divmod(unit, self.kv_heads)
+            for packed in range(self.group * rows):
+                h, row = kv_head * self.group + packed // rows, packed % rows
+                place = 0 if self.kv_shared else b
+                score = k[place, kv_head] @ q[b, h, row] * scale
+                if self.has_score_mod:
+                    score = softcap(score, b + 3, h + 5, row + 7, np.arange(keys) + 11)
+                score = np.where(live[b, h, row], score, -np.inf)
+                self.compare(
+                    score, v[place, kv_head], partial_sums[parts, packed],
+                    partial_out[parts, packed],
+                )  # fmt: skip
+        # Nobody wrote elsewhere.
+        assert (partial_sums != 1e9).any(axis=(1, 2)).sum() <= self.programs + (counts > 0).sum()
+
+    def listed(self, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(edges, steps) of `decode_steps.steps_kernel`, of kinds [entries, blocks of keys]."""
+        found: list[list[tuple[int, int]]] = []
+        for row in kinds:
+            steps: list[tuple[int, int]] = []
+            begin = 0
+            while begin < len(row):
+                end = begin + 1
+                # A run may also end before the kind changes.
+                while end < len(row) and row[end] == row[begin] and self.pick.random() < 0.9:
+                    end += 1
+                last = min(end * self.kv_block, self.keys)
+                if row[begin]:
+                    for first in range(begin * self.kv_block, last, self.block_n):
+                        length = min(last - first, self.block_n)
+                        steps.append((first, length * 2 + int(row[begin] == FULL)))
+                begin = end
+            found.append(steps)
+        most = max(1, *map(len, found))
+        table = np.full((len(found), most, 2), -(10**6))
+        for row_steps, into in zip(found, table, strict=True):
+            into[: len(row_steps)] = np.array(row_steps).reshape(-1, 2)
+        return np.cumsum([0, *map(len, found)]), table
+
+    def compare(
+        self, score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np.ndarray
+    ) -> None:
+        """A row's parts against its scores."""
+        seen = score != -np.inf
+        odd = np.isnan(score).any()
+        if not seen.any():
+            assert (sums[:, 0] == -np.inf).all() and (sums[:, 1] == 0).all()
+            assert (values == 0).all()
+            return
+        assert sums[:, 2].max() == odd
+        top = np.fmax.reduce(sums[:, 0])
+        factor = np.exp2(sums[:, 0] - (0.0 if top == -np.inf else top))
+        total = (factor * sums[:, 1]).sum()
+        weights = np.exp(score[seen])
+        assert np.isnan(total) == odd
+        if odd:
+            assert np.isnan((factor[:, None] * values).sum(0)).all()
+            return
+        np.testing.assert_allclose(np.exp2(top) * total, weights.sum(), rtol=1e-9)
+        np.testing.assert_allclose(top, score.max() * 1.4426950408889634, atol=1e-9)
+        found = (factor[:, None] * values).sum(0) / total
+        wanted = (weights[:, None] * v[seen]).sum(0) / weights.sum()
+        np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
+    Case(seed).run()
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 40])
+@pytest.mark.parametrize("plan", [0, 1, 2])
+def test_shares_cross_units_and_some_programs_have_none(plan: int, programs: int) -> None:
+    fixed = {"batch": 3, "kv_heads": 2, "keys": 100, "block_n": 16, "odd": ""}
+    Case(plan, plan=plan, programs=programs, **fixed).run()
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("odd", ["value", "score"])
+def test_any_packing_of_query_rows_keeps_what_is_not_finite_apart(
+    group: int, rows: int, odd: str
+) -> None:
+    Case(group + rows, group=group, rows=rows, odd=odd, plan=1, has_mask_mod=True).run()
+
+
+@pytest.mark.parametrize(
+    ("piece", "instead"),
+    [
+        ("mbarrier.wait(k_full.index(slot), phase)", "pass"),
+        ("mbarrier.wait(v_full.index(slot), phase)", "pass"),
+        ("mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)", "pass"),
+        ("mbarrier.arrive(empty.index(slot), count=1)", "pass"),
+        ("((step // STAGES) & 1) ^ 1", "(step // STAGES) & 1"),
+        ("say(words, slot * WORDS, first)", "pass"),
+        ("say(words, slot * WORDS + 1, kind)", "pass"),
+        ("num_outstanding=0, deps=(raw,)", "num_outstanding=1, deps=(raw,)"),
+        ("num_outstanding=0, deps=(acc_later,)", "num_outstanding=1, deps=(acc_later,)"),
+        ("if gl.max((odd != odd).to(gl.int32), 0) > 0:", "if False:"),
+        ("ends * kv_heads <= at", "ends * kv_heads < at"),
+        ("mask=inside)", "mask=packed >= 0)"),
+        ("kind != BLOCK_N * 2 + 1:", "kind % 2 == 0:"),
+    ],
+)
+def test_without_a_piece_of_it_the_kernel_fails(piece: str, instead: str) -> None:
+    for seed in range(12):
+        fixed = {"batch": 2, "keys": 203, "plan": 2, "programs": 3, "block_n": 16, "stages": 2}
+        try:
+            Case(seed, odd="value", has_mask_mod=True, **fixed).run((piece, instead))
+        except (AssertionError, IndexError, Stuck):
+            return
+    pytest.fail("every seed gave the right sums")
