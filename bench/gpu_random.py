@@ -1,7 +1,7 @@
 """Random calls of the sizes that a GPU's tiles have, held to the dense float64 formula.
 
     python bench/gpu_random.py --backend cuda [--count 500] [--first 0] [--jobs 16]
-                               [--repeat 20] [--option unproven=true] [--json FILE]
+                               [--repeat 20] [--option fast_tanh=true] [--json FILE]
 
 The conformance kit's own comparison and budgets, at lengths of up to 900 in head dims of up to
 256, with every mod of the kit's lists. Fresh memory holds NaN. Each forward, and each backward

@@ -1,0 +1,179 @@
+"""What `anyflex bench --preset h200*` measured, held to what the project wants.
+
+    python bench/gpu_targets.py REPORT.json [...] [--backend cuda]
+
+Reads reports that `anyflex bench --json` wrote, or lists of them, and prints a table in Markdown:
+the backend's median and range, and how many times as long each peer takes. Exits with 1 if a row,
+or a geometric mean, is below its target, or was not measured. A row's ratio is that of the fastest
+peer that counts: for `cuda.triton` and training that is torch's flex attention alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anyflex.bench.presets import PRESETS
+
+__all__ = ["GOALS", "Goal", "main"]
+
+EVERY = ("torch.sdpa.cudnn", "torch.flex", "torch.flex.flash", "cuda.flash4")
+FLEX = ("torch.flex",)
+SHORT = {"torch.sdpa.cudnn": "cuDNN", "torch.flex.flash": "flex FLASH", "cuda.flash4": "FA4"}
+
+Row = dict[str, Any]
+Rows = dict[tuple[str, str], dict[str, Row]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Rows with one target.
+
+    Args:
+        of: takes a case's name.
+        direction: of the rows.
+        least: ratio that every row must reach.
+        mean: ratio that their geometric mean must reach, or None.
+        peers: who counts.
+    """
+
+    of: Callable[[str], bool]
+    direction: str
+    least: float
+    mean: float | None = None
+    peers: tuple[str, ...] = EVERY
+
+
+def _plain(name: str) -> bool:
+    return name.startswith(("full ", "causal ")) and "GQA" not in name and "S512" not in name
+
+
+def _modded(name: str) -> bool:
+    return not _plain(name) and not name.startswith("decode") and "S512" not in name
+
+
+def _named(*words: str) -> Callable[[str], bool]:
+    return lambda name: any(name.startswith(word) for word in words)
+
+
+def _but(of: Callable[[str], bool], without: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda name: of(name) and not without(name)
+
+
+_DOCUMENTS = _named("documents")
+_DEAR = _named("softcap", "documents")
+_TRAINED = _named("full", "causal", "alibi", "softcap", "window", "documents", "prefix")
+GOALS: Mapping[str, tuple[Goal, ...]] = {
+    "cuda": (
+        Goal(_plain, "forward", 0.95, 1.0),
+        Goal(_plain, "backward", 0.92, 0.97),
+        Goal(_but(_modded, _DOCUMENTS), "forward", 1.2),
+        Goal(_DOCUMENTS, "forward", 1.5),
+        Goal(_modded, "backward", 1.1),
+        Goal(_named("decode B16", "decode B64"), "forward", 1.0),
+        Goal(_named("decode B1 "), "forward", 1.2),
+    ),
+    "cuda.triton": (
+        *(
+            Goal(_but(_but(_TRAINED, _DEAR), lambda name: "S512" in name), way, 1.15, None, FLEX)
+            for way in ("forward", "backward")
+        ),
+        *(Goal(_DEAR, way, 1.6, None, FLEX) for way in ("forward", "backward")),
+        Goal(_named("decode"), "forward", 0.9),
+    ),
+}
+
+
+def read(paths: Sequence[Path]) -> Rows:
+    """Rows by (case, direction), then by contender; what was measured last counts."""
+    rows: Rows = {}
+    for path in paths:
+        found = json.loads(path.read_text())
+        reports = found if isinstance(found, list) else [found]
+        for row in (row for report in reports for row in report["measurements"]):
+            rows.setdefault((row["case"], row["direction"]), {})[row["contender"]] = row
+    return rows
+
+
+def ratio(found: Mapping[str, Row], backend: str, peers: Sequence[str]) -> float | None:
+    """How many times as long the fastest of the peers takes, or None."""
+    times = [found[peer]["median_ms"] for peer in peers if peer in found]
+    times = [time for time in times if time]
+    mine = found[backend]["median_ms"] if backend in found else None
+    return min(times) / mine if times and mine else None
+
+
+def table(rows: Rows, backend: str) -> list[str]:
+    """In Markdown."""
+    peers = [peer for peer in EVERY if any(peer in found for found in rows.values())]
+    names = [SHORT.get(peer, peer) for peer in peers]
+    lines = [
+        f"| case | direction | `{backend}`, ms | range | {' | '.join(names)} |",
+        "|---" * (4 + len(peers)) + "|",
+    ]
+    for (case, direction), found in rows.items():
+        mine = found.get(backend)
+        if mine is None or not mine["median_ms"]:
+            continue
+        ratios = [ratio(found, backend, [peer]) for peer in peers]
+        cells = [
+            case.removesuffix(" bfloat16"),
+            direction,
+            f"{mine['median_ms']:.3f}",
+            f"{mine['min_ms']:.3f} to {mine['max_ms']:.3f}",
+            *("" if value is None else f"{value:.2f}" for value in ratios),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def shortfalls(rows: Rows, backend: str) -> tuple[int, list[str]]:
+    """(rows that reach their target, a line for each that doesn't)."""
+    reached, lines = 0, []
+    for goal in GOALS[backend]:
+        ratios = []
+        for case in PRESETS["h200"]:
+            if not goal.of(case.name) or goal.direction not in case.directions:
+                continue
+            name = f"{case.name}, {goal.direction}"
+            value = ratio(rows.get((case.name, goal.direction), {}), backend, goal.peers)
+            if value is None:
+                lines.append(f"{name}: not measured")
+                continue
+            ratios.append(value)
+            if value >= goal.least:
+                reached += 1
+            else:
+                lines.append(f"{name}: {value:.2f}, wanted {goal.least:g}")
+        if goal.mean is not None and ratios:
+            mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+            verdict = "reached" if mean >= goal.mean else "short of"
+            line = f"geometric mean of {len(ratios)} rows {goal.direction}: {mean:.3f}"
+            lines += [f"{line}, wanted {goal.mean:g}"] if verdict == "short of" else []
+    return reached, lines
+
+
+def main() -> int:
+    """Print, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("reports", type=Path, nargs="+")
+    parser.add_argument("--backend", choices=sorted(GOALS), default="cuda")
+    args = parser.parse_args()
+    rows = read(args.reports)
+    print("\n".join(table(rows, args.backend)))
+    reached, lines = shortfalls(rows, args.backend)
+    print(
+        f"\n{reached} rows reach their target, {len(lines)} don't:" if lines else "\nall reached"
+    )
+    print("\n".join(lines))
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
