@@ -194,6 +194,7 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
     ("piece", "instead"),
     [
         ("mbarrier.wait(order_empty.index(slot), ((order // ORDERS) & 1) ^ 1)", "pass"),
+        ("mbarrier.wait(order_full.index(order % ORDERS), (order // ORDERS) & 1)", "pass"),
         ("mbarrier.wait(k_empty.index(slot), phase)", "pass"),
         ("mbarrier.wait(v_empty.index(slot), phase)", "pass"),
         ("mbarrier.wait(q_empty, (filled & 1) ^ 1)", "pass"),

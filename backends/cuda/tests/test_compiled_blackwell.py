@@ -40,6 +40,6 @@ def test_forward_compiles_for_sm_100_within_its_memories_with_products_of_tcgen0
         # Of two groups, each with another one where steps may have dead pairs.
         assert facts["loops"] in (2, 4), facts
         # With Triton 3.6 a loop loads and stores what its branch's reduction leaves undefined;
-        # with 3.9 the mask that reads captured tensors spills a few keys' places.
-        most = (32, 4) if TRITON.startswith("3.6.") else (96, 32)
+        # newer ones spill a few keys' places for the mask that reads captured tensors.
+        most = (32, 4) if TRITON.startswith("3.6.") else (160, 32)
         assert facts["spills"] <= most[0] and facts["local"] <= most[1], facts
