@@ -79,6 +79,8 @@ class Box:
 class Pointer:
     """To elements of an array."""
 
+    dtype = SimpleNamespace(element_ty=None)
+
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
         self.array, self.at = array.reshape(-1), at
 

@@ -166,7 +166,7 @@ def load_step(
 
 
 @gluon.jit
-def load_part(
+def load_steps(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
     v_empty, orders, order_full, order_empty, runs, order, step, first_step, filled, b, h, kv_b,
     kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, PART: gl.constexpr,
@@ -272,13 +272,13 @@ def produce(
         )
         first_step = step
         if MASKED:
-            order, step = load_part(
+            order, step = load_steps(
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
                 v_full, v_empty, orders, order_full, order_empty, runs, order, step, first_step,
                 filled, b, h, kv_b, kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, 0,
                 HAS_MASK, KV_BLOCK, STAGES, BLOCK_N, D, DV,
             )
-        order, step = load_part(
+        order, step = load_steps(
             q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, orders, order_full, order_empty, runs, order, step, first_step,
             filled, b, h, kv_b, kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, 1,
