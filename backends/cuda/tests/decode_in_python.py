@@ -30,6 +30,8 @@ from anyflex_cuda import (
     forward_call,
     hopper_decode,
     hopper_forward,
+    spoken_words,
+    step_scores,
     strange_values,
 )
 from anyflex_cuda.gluon_program import GluonProgram
@@ -39,7 +41,7 @@ from anyflex_triton.launch import Program
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten
 
-CALLED = (tiles, forward, decode_steps, strange_values, hopper_forward)
+CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
 PARTS = ("decode_kernel", "combine_kernel")
 
 

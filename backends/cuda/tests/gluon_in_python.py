@@ -1,24 +1,26 @@
 """Runs a Gluon kernel's own source in Python: every partition a thread, in random order.
 
-What a device does on its own, copies by TMA and products by wgmma, happens here at a random time
-between its issue and the wait for it, and reads its operands then. So a barrier that is missing
-gives wrong sums, with some order; one that nobody arrives at is reported. Shared memory begins as
-NaN. All floats are float64 or what numpy makes of them: rounding isn't simulated, nor are fences
-between the proxies.
+What a device does on its own, copies by TMA and products by wgmma or tcgen05, happens here at a
+random time between its issue and the wait for it, and reads its operands then. So a barrier that
+is missing gives wrong sums, with some order; one that nobody arrives at is reported. Products that
+one partition issues happen in that order, which PTX says of wgmma and tcgen05 alike. Shared and
+tensor memory begin as NaN. All floats are float64 or what numpy makes of them: rounding isn't
+simulated, nor are fences between the proxies.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Box", "Pointer", "Stuck", "run_kernel"]
+__all__ = ["Box", "Pointer", "Stuck", "run_kernel", "runs_of"]
 
 _LIMIT = 20_000
 """Steps in a row in which nobody got on."""
@@ -77,6 +79,8 @@ class Box:
 class Pointer:
     """To elements of an array."""
 
+    dtype = SimpleNamespace(element_ty=None)
+
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
         self.array, self.at = array.reshape(-1), at
 
@@ -112,6 +116,44 @@ class Shared:
     def store(self, x: Any) -> None:
         assert x.shape == self.array.shape
         self.array[...] = x
+
+
+class TensorMemory:
+    """Tensor memory of sm_100, or a view of it: columns of 32 bits, or of 16, two to one of those.
+    What is written as one kind is NaN as the other."""
+
+    def __init__(
+        self, words: np.ndarray, halves: np.ndarray, begin: int, length: int, *, narrow: bool
+    ) -> None:
+        self.words, self.halves = words, halves
+        self.begin, self.length, self.narrow = begin, length, narrow
+
+    def index(self, i: int) -> TensorMemory:
+        return TensorMemory(self.words[i], self.halves[i], 0, self.length, narrow=False)
+
+    def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> TensorMemory:
+        assert not self.narrow and shape[-1] == 2 * self.length
+        return TensorMemory(self.words, self.halves, 2 * self.begin, shape[-1], narrow=True)
+
+    def slice(self, start: int, length: int) -> TensorMemory:
+        assert start + length <= self.length
+        return TensorMemory(
+            self.words, self.halves, self.begin + start, length, narrow=self.narrow
+        )
+
+    def load(self, layout: object = None) -> Any:
+        columns = slice(self.begin, self.begin + self.length)
+        return tile((self.halves if self.narrow else self.words)[:, columns].copy())
+
+    def store(self, x: Any) -> None:
+        assert x.shape == (self.words.shape[0], self.length)
+        end = self.begin + self.length
+        if self.narrow:
+            self.halves[:, self.begin : end] = x
+            self.words[:, self.begin // 2 : -(-end // 2)] = np.nan
+        else:
+            self.words[:, self.begin : end] = x
+            self.halves[:, 2 * self.begin : 2 * end] = np.nan
 
 
 class Barrier:
@@ -197,6 +239,9 @@ class Device:
         self.programs = programs
         self.own = threading.local()
         self.meetings: dict[object, list[int]] = {}
+        kinds = ("loads", "stores", "products", "tensor products")
+        # Of one that happens now; some devices are slow.
+        self.chances = {kind: self.threads.random.choice((0.3, 0.3, 0.02)) for kind in kinds}
 
     # Asynchronous work
 
@@ -211,12 +256,12 @@ class Device:
 
     def _some(self, got_on: bool = True) -> None:
         """Some of what is in flight happens."""
-        for kind in ("loads", "stores", "products"):
+        for kind, chance in self.chances.items():
             queue = self._queue(kind)
-            while queue and self.threads.random.random() < 0.3:
+            while queue and self.threads.random.random() < chance:
                 # Copies overtake each other.
-                last = 0 if kind == "products" else self.threads.random.randrange(len(queue))
-                queue.pop(last)()
+                copies = not kind.endswith("products")
+                queue.pop(self.threads.random.randrange(len(queue)) if copies else 0)()
                 got_on = True
         self.threads.step(got_on)
 
@@ -287,6 +332,29 @@ class Device:
         assert all(x is not None for x in values), "a product is used that nobody waited for"
         return values if len(values) > 1 else values[0]
 
+    # tcgen05
+
+    def tensor_mma(self, a: Any, b: Shared, acc: TensorMemory, *, use_acc: bool = True) -> None:
+        def work() -> None:
+            left = a.array if isinstance(a, Shared) else a.load()
+            found = np.asarray(left) @ b.array
+            acc.store(acc.load() + found if use_acc else found)
+
+        self._issue("tensor products", work)
+
+    def tensor_memory(self, dtype: object, shape: Sequence[int], layout: object) -> TensorMemory:
+        words, halves = np.full(shape, np.nan), np.full((*shape[:-1], 2 * shape[-1]), np.nan)
+        return TensorMemory(words, halves, 0, shape[-1], narrow=False)
+
+    def tensor_commit(self, barrier: Barrier) -> None:
+        """Arrives when what was issued before is done."""
+
+        def work() -> None:
+            barrier.pending -= 1
+            barrier.check()
+
+        self._issue("tensor products", work)
+
     def meet(self, name: str) -> None:
         """The named barrier of both consumers."""
         state = self.meetings.setdefault((self.own.program, name), [0, 0])
@@ -311,6 +379,8 @@ class Device:
                 # No kernel ends before its copies; nobody waits for its loads.
                 assert kind == "loads" or not self._queue(kind), f"{kind} in flight at the end"
                 self._drain(kind, 0)
+            # Another partition waits for these.
+            self._drain("tensor products", 0)
 
         workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
         while any(worker in self.threads.turns for worker in workers):
@@ -346,6 +416,9 @@ class Device:
 
             return called
 
+        def larger(x: Any, y: Any, propagate_nan: str | None = None) -> Any:
+            return plain(np.maximum if propagate_nan == "all" else np.fmax)(x, y)
+
         # As a device's, it leaves NaN out.
         def maximum(x: Any, axis: int) -> Any:
             found = np.fmax.reduce(x, axis=axis)
@@ -365,9 +438,11 @@ class Device:
             full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
             convert_layout=lambda x, layout: x, cast=lambda x, dtype: x,
-            max=maximum, sum=total,
-            minimum=plain(np.fmin), maximum=plain(np.fmax), where=plain(np.where),
-            exp2=plain(np.exp2), abs=plain(np.abs), floor=plain(np.floor), load=load, store=store,
+            max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
+            reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
+            minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
+            exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
+            load=load, store=store,
             atomic_add=atomic_add, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
             thread_barrier=nothing, warp_specialize=self.warp_specialize,
@@ -388,6 +463,7 @@ def run_kernel(
     seed: int,
     changed: tuple[str, str] = ("", ""),
     more: Sequence[ModuleType] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> None:
     """Run `programs` programs of a kernel.
 
@@ -398,6 +474,7 @@ def run_kernel(
         seed: another one is another order of what happens.
         changed: a piece of the source, and what stands there instead.
         more: modules of functions that the kernel calls, each before those that call it.
+        given: what else it imports, by name.
 
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
@@ -427,6 +504,11 @@ def run_kernel(
         "fence_async_shared": lambda: None,
         "warpgroup_mma": device.mma, "warpgroup_mma_wait": device.mma_wait,
         "mma_v2": lambda a, b, acc: tile(np.asarray(a, float) @ np.asarray(b, float) + acc),
+        "TensorMemoryLayout": lambda *_, **__: None,
+        "allocate_tensor_memory": device.tensor_memory,
+        "tensor_memory_descriptor": TensorMemory,
+        "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,
+        **(given or {}),
     }  # fmt: skip
     names["tl"] = names["gl"]
     for other in more:
@@ -448,6 +530,28 @@ def run_kernel(
             worker.join()
     if device.threads.failed is not None:
         raise Stuck(f"with seed {seed}") from device.threads.failed
+
+
+def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets [B', H', rows + 1], runs [n, 3]) of kinds [B', H', rows, columns], 0 for none."""
+    offsets, runs = [], []
+    for row in blocks.reshape(-1, blocks.shape[-1]):
+        offsets.append(len(runs))
+        begin = 0
+        while begin < len(row):
+            end = begin + 1
+            # A run may also end before the kind changes.
+            while end < len(row) and row[end] == row[begin] and generator.random() < 0.9:
+                end += 1
+            if row[begin]:
+                runs.append((begin, end, row[begin]))
+            begin = end
+    rows = blocks.shape[2]
+    starts = np.array([*offsets, len(runs)])
+    # One more than the rows for each head; a row ends where the next begins, a head's last too.
+    found = [starts[i * rows : (i + 1) * rows + 1] for i in range(len(offsets) // rows)]
+    edges = np.array(found).reshape(*blocks.shape[:2], rows + 1)
+    return edges, np.array(runs or [(0, 0, 1)])
 
 
 def _body_of(module: ModuleType) -> str:

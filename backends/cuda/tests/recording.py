@@ -1,4 +1,4 @@
-"""A made-up Hopper GPU: kernels aren't run, what would be launched is noted."""
+"""Made-up GPUs, a Hopper and a Blackwell: kernels aren't run, what would be launched is noted."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ class OnHopper(CudaBackend):
         return "hopper"
 
 
+class OnBlackwell(OnHopper):
+    def target(self) -> Any:
+        return "blackwell"
+
+
 @contextmanager
 def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
-    """CPU tensors are a Hopper GPU's. Yields what is launched: program, grid, values."""
+    """CPU tensors are the GPU's. Yields what is launched: program, grid, values."""
     launched: list[tuple[Program, int, Mapping[str, object]]] = []
 
     def note(

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import Box, Pointer, Stuck, run_kernel
+from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
 from anyflex_cuda import hopper_backward
 
@@ -25,28 +25,6 @@ def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 
 def softcap_backward(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return grad * (1.0 - np.tanh(score / 3.0) ** 2)
-
-
-def runs_of(blocks: np.ndarray, generator: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets [B', H', rows + 1], runs [n, 3]) of kinds [B', H', rows, columns], 0 for none."""
-    offsets, runs = [], []
-    for row in blocks.reshape(-1, blocks.shape[-1]):
-        offsets.append(len(runs))
-        begin = 0
-        while begin < len(row):
-            end = begin + 1
-            # A run may also end before the kind changes.
-            while end < len(row) and row[end] == row[begin] and generator.random() < 0.9:
-                end += 1
-            if row[begin]:
-                runs.append((begin, end, row[begin]))
-            begin = end
-    rows = blocks.shape[2]
-    starts = np.array([*offsets, len(runs)])
-    # One more than the rows for each head; a row ends where the next begins, a head's last too.
-    found = [starts[i * rows : (i + 1) * rows + 1] for i in range(len(offsets) // rows)]
-    edges = np.array(found).reshape(*blocks.shape[:2], rows + 1)
-    return edges, np.array(runs or [(0, 0, 1)])
 
 
 class Case:

@@ -12,10 +12,17 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Box, Pointer, Stuck, run_kernel
 
-from anyflex_cuda import decode_steps, hopper_decode, hopper_forward, strange_values
+from anyflex_cuda import (
+    decode_steps,
+    hopper_decode,
+    hopper_forward,
+    spoken_words,
+    step_scores,
+    strange_values,
+)
 from anyflex_triton import forward, tiles
 
-CALLED = (tiles, forward, decode_steps, strange_values, hopper_forward)
+CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
 FULL = 1
 
 

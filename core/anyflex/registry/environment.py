@@ -279,6 +279,7 @@ def unknown_variables() -> list[tuple[str, str | None]]:
     others = {
         "ANYFLEX_CPU_ISA",
         "ANYFLEX_CPU_REQUIRE_LIBRARY",
+        "ANYFLEX_CUDA_BLACKWELL",
         "ANYFLEX_RELEASE",
         "ANYFLEX_TORCH",
         "ANYFLEX_XPU_IPEX",

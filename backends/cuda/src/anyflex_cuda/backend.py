@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
+from anyflex_cuda.blackwell_choice import VARIABLE, blackwell_refused, unread_value
 from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backend import TritonBackend, checksum_of
 
@@ -27,7 +28,9 @@ class CudaBackend(TritonBackend):
     priority = 0
     options: ClassVar[Mapping[str, Option]] = {
         **TritonBackend.options,
-        "hopper": Option(bool, True, "Hopper's own kernels, where they take a call"),
+        "hopper": Option(
+            bool, True, "Hopper's own kernels, or Blackwell's, where they take a call"
+        ),
         "fast_tanh": Option(
             bool,
             False,
@@ -42,31 +45,50 @@ class CudaBackend(TritonBackend):
         return super().probe()
 
     def notes(self) -> list[str]:
-        """What doctor says beside the state: a Triton that Hopper's kernels aren't taken with."""
+        """What doctor says beside the state: what Hopper's and Blackwell's kernels aren't taken
+        for."""
+        lines = [line for line in (unread_value(),) if line is not None]
         try:
             reason = untried_triton(importlib.metadata.version("triton"))
         except importlib.metadata.PackageNotFoundError:
             # `probe` says so.
-            return []
-        return [] if reason is None else [f"Hopper's kernels aren't taken: {reason}"]
+            return lines
+        if reason is not None:
+            lines.append(f"Hopper's and Blackwell's kernels aren't taken: {reason}")
+        elif self.target() == "blackwell":
+            refused = blackwell_refused()
+            lines.append(
+                f"Blackwell's forward is taken, and was never run by the project: {VARIABLE}=1"
+                if refused is None
+                else f"Blackwell's forward isn't taken: {refused}"
+            )
+        return lines
 
     def fingerprint(self) -> str:
         """The portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
     def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
-        """Hopper's kernels and the portable ones on a Hopper, the portable ones elsewhere. Gluon
-        is imported for a Hopper alone, and from a Triton that was tried."""
+        """Hopper's kernels and the portable ones on a Hopper, on a Blackwell its forward where the
+        user asks for it, the portable ones elsewhere. Gluon is imported where its kernels may be
+        taken alone, and from a Triton that was tried."""
         import triton
 
         options = dict(spec.options)
-        if target != "hopper" or not options.get("hopper", True):
+        if target not in ("hopper", "blackwell") or not options.get("hopper", True):
             return super().kernel(spec, source, target, tuner)
+        whose = "Hopper's" if target == "hopper" else "Blackwell's"
         reason = untried_triton(triton.__version__)
+        if target == "blackwell":
+            reason = blackwell_refused() or reason
         if reason is not None:
             from anyflex_cuda.untried_kernel import UntriedKernel
 
-            return UntriedKernel(spec, source, target, options, tuner, reason)
+            return UntriedKernel(spec, source, target, options, tuner, whose, reason)
+        if target == "blackwell":
+            from anyflex_cuda.blackwell_kernel import BlackwellKernel
+
+            return BlackwellKernel(spec, source, target, options, tuner)
         from anyflex_cuda.kernel import CudaKernel
 
         return CudaKernel(spec, source, target, options, tuner)

@@ -1,4 +1,7 @@
-"""Launching forward on Hopper: which calls its kernel takes, and with which tiles."""
+"""Launching forward on Hopper: which calls its kernel takes, and with which tiles.
+
+`blackwell_call` shares what doesn't depend on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,16 @@ from anyflex_cuda.gluon_program import (
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import Launch, Options, Program
+from anyflex_triton.launch import Launch, Options, Program, Types
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
     "Fit",
     "Tiles",
+    "boxed_arguments",
+    "boxed_launch",
+    "boxes_for",
     "cores",
     "fit_of",
     "launch_forward",
@@ -33,6 +39,7 @@ __all__ = [
     "refusal",
     "refused_spec",
     "tiles_for",
+    "width",
     "workspace",
 ]
 
@@ -125,9 +132,50 @@ def workspace(fit: Fit, device: torch.device) -> tuple[TensorSpec, ...]:
     return _COUNTER if fit.tiles > cores(device) else ()
 
 
-def _width(dim: int) -> int:
+def width(dim: int) -> int:
     """Columns of a tile in shared memory, and of a product."""
     return 64 if dim <= 64 else 128 if dim <= 128 else 256
+
+
+def boxed_arguments(
+    made: GluonPrograms, boxes: Mapping[str, tuple[int, ...]], score_mod: object,
+    mask_mod: object, even: bool, lse: bool, max_scores: bool, rest: bool,
+) -> tuple[dict[str, Types], dict[str, object]]:  # fmt: skip
+    """(types, constants) that forward's kernels in Gluon have in common. Arguments as of
+    `program_for`; boxes of `boxes_for`."""
+    spec = made.spec
+    # What isn't there has no descriptor: to encode one takes the host a microsecond.
+    absent = () if rest else ("r_desc", "rest", "r_strides")
+    types = {
+        **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
+        **made.pointers("query", "key", "value", "out", "rest"),
+        **dict.fromkeys(
+            ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
+        ),
+        **float_pointers("lse", "max_scores"),
+        "counter": "*i32",
+        **made.common_types,
+        **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
+    }
+    constants: dict[str, object] = {
+        **dict.fromkeys(absent),
+        "SCORE_MOD": score_mod,
+        "MASK_MOD": mask_mod,
+        "HAS_MASK": spec.mask_kind == "runs",
+        "Q_BLOCK": spec.block_size[0],
+        "KV_BLOCK": spec.block_size[1],
+        "GROUP": spec.gqa_ratio,
+        "KV_SHARED": spec.kv_broadcast,
+        "DIM": spec.head_dim,
+        "VALUE_DIM": spec.value_head_dim,
+        "D": width(spec.head_dim),
+        "DV": width(spec.value_head_dim),
+        "WANT_LSE": lse,
+        "WANT_MAX": max_scores,
+        "WANT_REST": rest,
+        "EVEN": even,
+    }
+    return {name: given for name, given in types.items() if name not in absent}, constants
 
 
 def program_for(
@@ -146,42 +194,16 @@ def program_for(
     program = made.existing.get(key)
     if program is not None:
         return program
-    d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
-    boxes = _boxes(tiles, spec)
-    # What isn't there has no descriptor: to encode one takes the host a microsecond.
-    absent = () if rest else ("r_desc", "rest", "r_strides")
-    types = {
-        **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-        **made.pointers("query", "key", "value", "out", "rest"),
-        **dict.fromkeys(
-            ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
-        ),
-        **float_pointers("lse", "max_scores"),
-        "counter": "*i32",
-        **made.common_types,
-        **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
-    }
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    types, constants = boxed_arguments(
+        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+    )
     return made.program(
         key,
         hopper_forward.forward_kernel,
-        {name: given for name, given in types.items() if name not in absent},
+        types,
         {
-            **dict.fromkeys(absent),
-            "SCORE_MOD": score_mod,
-            "MASK_MOD": mask_mod,
-            "HAS_MASK": spec.mask_kind == "runs",
-            "Q_BLOCK": spec.block_size[0],
-            "KV_BLOCK": spec.block_size[1],
-            "GROUP": spec.gqa_ratio,
-            "KV_SHARED": spec.kv_broadcast,
-            "DIM": spec.head_dim,
-            "VALUE_DIM": spec.value_head_dim,
-            "D": d,
-            "DV": dv,
-            "WANT_LSE": lse,
-            "WANT_MAX": max_scores,
-            "WANT_REST": rest,
-            "EVEN": even,
+            **constants,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
             "PINNED": tiles.pinned,
@@ -197,8 +219,9 @@ def program_for(
     )
 
 
-def _boxes(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
-    d, dv = _width(spec.head_dim), _width(spec.value_head_dim)
+def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+    """What one load or store moves, by names of descriptors."""
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),
@@ -229,13 +252,16 @@ class Fit(NamedTuple):
 
 
 def fit_of(
-    made: GluonPrograms, tiles: Tiles, query: Lengths, q_strides: Lengths, key: Lengths,
-    k_strides: Lengths, value: Lengths, v_strides: Lengths,
+    made: GluonPrograms, block_m: int, block_n: int, boxes: Mapping[str, tuple[int, ...]],
+    query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths,
+    v_strides: Lengths,
 ) -> Fit | None:  # fmt: skip
     """Return what a call's tensors are to the kernel, or None where `refusal` has a reason that
     isn't their pointers'.
 
     Args:
+        block_m, block_n: query rows of a tile, keys of a step.
+        boxes: of `boxes_for`.
         query, key, value: shapes.
     """
     spec = made.spec
@@ -243,17 +269,16 @@ def fit_of(
     layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
     if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
         return None
-    boxes = _boxes(tiles, spec)
     described = [
         boxes_of(shape, strides, size, boxes[name])
         for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True)
     ]
     batch, heads, length, _ = query
     keys = key[2]
-    count = -(-length // tiles.block_m)
+    count = -(-length // block_m)
     return Fit(
         count * batch * heads,
-        keys % tiles.block_n == 0 and spec.block_size[1] % tiles.block_n == 0,
+        keys % block_n == 0 and spec.block_size[1] % block_n == 0,
         described[0],
         described[1],
         described[2],
@@ -284,6 +309,14 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
+    boxed_launch(made, program, fit, call, out).run(call.query.device)
+
+
+def boxed_launch(
+    made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
+) -> Launch:
+    """The launch of a kernel with `boxed_arguments`."""
+    rest = out.saved[0] if out.saved else None
     values = {
         **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
         **fit.values,
@@ -304,7 +337,7 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         values["r_desc"] = descriptor(rest, fit.out_box)
         values["rest"] = rest
         values["r_strides"] = rest.stride()[:3]
-    Launch(program, min(fit.tiles, cores(call.query.device)), values).run(call.query.device)
+    return Launch(program, min(fit.tiles, cores(call.query.device)), values)
 
 
 @lru_cache

@@ -22,7 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.decode_steps import ALL, EACH, NONE, share_of, total_steps
-from anyflex_cuda.hopper_forward import ROWS, said, say
+from anyflex_cuda.hopper_forward import ROWS
+from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.tiles import masked_scores, strange

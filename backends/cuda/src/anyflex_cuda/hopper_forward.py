@@ -20,9 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.spoken_words import WORDS, said, say
+from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, masked_scores, strange
+from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, strange
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -35,24 +37,6 @@ _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 ROWS = gl.constexpr(64)
 """Of a consumer: what one warpgroup's product has."""
-WORDS = gl.constexpr(8)
-"""Room for what is said of a tile, or of a step."""
-
-
-# What the producer says, by words of shared memory
-
-@gluon.jit
-def say(words, at, value):
-    """In the producer."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    words.index(at).store(gl.full([1], value, gl.int32, layout=LAYOUT))
-
-
-@gluon.jit
-def said(words, at):
-    """In a consumer."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(words.index(at).load(LAYOUT), 0)
 
 
 # Turns of two consumers, by barriers 8 and 9 of the hardware, which Triton leaves free
@@ -302,22 +286,10 @@ def weights_of(
     Args:
         masked: whether some pair of the step may be dead, where MASKED.
     """
-    scores = raw
-    if MASKED or SCORE_MOD is not None:
-        keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
-        keys = gl.expand_dims(keys, 0)
-        if MASKED and not EVEN:
-            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
-        else:
-            kv_idx = keys + shifts[3]
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
-    if MASKED:  # noqa: SIM102  as above
-        if masked:
-            inside = None if EVEN else keys < end
-            scores = masked_scores(
-                scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
-            )
+    scores = scores_of_step(
+        raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+        MASKED, EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
+    )
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)

@@ -24,6 +24,7 @@ from anyflex_cuda.decode_call import (
 )
 from anyflex_cuda.forward_call import (
     Fit,
+    boxes_for,
     fit_of,
     launch_forward,
     refusal,
@@ -74,7 +75,10 @@ class CudaKernel(TritonKernel):
             spec
         )
         self._hopper = GluonPrograms(spec, source, overrides)
-        self._fits = lru_cache(_FITS)(partial(fit_of, self._hopper, self._tiles))
+        boxes = boxes_for(self._tiles, spec)
+        self._fits = lru_cache(_FITS)(
+            partial(fit_of, self._hopper, self._tiles.block_m, self._tiles.block_n, boxes)
+        )
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and

@@ -22,7 +22,7 @@ __all__ = ["KEYS", "PART", "load_part", "place_of", "seen_strange", "write_stran
 KEYS = gl.constexpr(16)
 """Of a step."""
 PART = gl.constexpr(32)
-"""Columns at a time."""
+"""Columns at a time, where nothing else is said."""
 
 
 @gluon.jit
@@ -34,15 +34,16 @@ def place_of(strides, b, h):
 @gluon.jit
 def load_part(
     base, stride, first, end, first_column, DIM: gl.constexpr, ROWS: gl.constexpr,
-    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr,
+    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
-    """[ROWS, PART] from a row and a column on, or its transpose; 0 from `end` and from DIM on."""
+    """[ROWS, COLUMNS] from a row and a column on, or its transpose; 0 from `end` and from DIM
+    on."""
     if TRANSPOSED:
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        columns = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT)), 1)
+        columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, LAYOUT)), 1)
     else:
         rows = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-        columns = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        columns = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)), 0)
     columns += first_column
     at = base + rows.to(gl.int64) * stride + columns
     return gl.load(at, mask=(rows < end) & (columns < DIM), other=0.0)
@@ -50,10 +51,11 @@ def load_part(
 
 @gluon.jit
 def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
-    """Sums [ROWS, PART] over keys that a row sees of what isn't finite in v: 0, an infinity, NaN.
+    """Sums [ROWS, columns] over keys that a row sees of what isn't finite in v: 0, an infinity,
+    NaN.
 
     Args:
-        seen: [ROWS, KEYS], in LAYOUT; v: [KEYS, PART], its right operand.
+        seen: [ROWS, KEYS], in LAYOUT; v: [KEYS, columns], its right operand.
     """
     # Infinities count 1 / 256, negative ones 1, NaNs 256: one product of halves counts all three.
     counted = gl.where(v == float("inf"), 0.00390625, 0.0)
@@ -61,7 +63,7 @@ def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
     counted = gl.where(v != v, 256.0, counted).to(gl.float16)
     count = mma_v2(
         gl.convert_layout(seen.to(gl.float16), gl.DotOperandLayout(0, LAYOUT, 2)), counted,
-        gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT),
+        gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
     )
     mixed = (count >= 256.0) | ((count >= 1.0) & (count != gl.floor(count)))
     found = gl.where(count > 0.0, float("inf"), 0.0)
@@ -76,7 +78,7 @@ def write_strange_rows(
     ints, floats, shifts, scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr,
-    WANT_REST: gl.constexpr,
+    WANT_REST: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
     """Writes out, and rest, of ROWS rows from `first_row` on.
 
@@ -84,6 +86,7 @@ def write_strange_rows(
         top: of each row the largest score, in powers of two.
         inverse: of the sum of its weights; `dead`: it has none.
         query, key, value, out, rest: strides (b, h, row) in elements; columns are contiguous.
+        COLUMNS: at a time.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
@@ -109,17 +112,20 @@ def write_strange_rows(
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     unit = unit_of_scores(scale, SCORE_MOD)
-    for first_column in range(0, VALUE_DIM, PART):
-        acc = gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT)
+    for first_column in range(0, VALUE_DIM, COLUMNS):
+        acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, KEYS):
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
-                for d in range(0, DIM, PART):
+                for d in range(0, DIM, COLUMNS):
                     q = load_part(
                         q_base, q_strides[2], first_row, q_length, d, DIM, ROWS, LEFT, False,
+                        COLUMNS,
                     )
-                    k = load_part(k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True)
+                    k = load_part(
+                        k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True, COLUMNS,
+                    )
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
                 keys = gl.expand_dims(keys, 0)
@@ -135,12 +141,13 @@ def write_strange_rows(
                 weights = gl.exp2(scores * unit - shift)
                 v = load_part(
                     v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
+                    COLUMNS,
                 )
                 finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
                 acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
         acc = gl.where(dead, 0.0, acc * inverse)
-        columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
+        columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
         there = (rows < q_length) & (columns < VALUE_DIM)
         rounded = acc.to(out.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""Which Tritons Hopper's kernels were tried with: Gluon isn't stable, and changes names."""
+"""Which Tritons the kernels in Gluon were tried with: Gluon isn't stable, and changes names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRIED = "3.6 to 3.9"
 
 
 def untried_triton(version: str) -> str | None:
-    """Return why Hopper's kernels aren't taken with a Triton, or None.
+    """Return why kernels in Gluon aren't taken with a Triton, or None.
 
     Args:
         version: its, ``"3.6.0"``; what follows the first two numbers doesn't count.

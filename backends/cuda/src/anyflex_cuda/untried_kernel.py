@@ -1,4 +1,4 @@
-"""A spec compiled for Hopper with a Triton that its own kernels weren't tried with."""
+"""A spec compiled for a GPU whose own kernels aren't trusted here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class UntriedKernel(TritonKernel):
 
     Args:
         spec, source, target, overrides, tuner: as `TritonKernel`'s.
-        reason: of `untried_triton`.
+        whose: kernels those are, ``"Hopper's"``.
+        reason: why they aren't taken.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class UntriedKernel(TritonKernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None,
+        whose: str,
         reason: str,
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
-        self._reason = reason
+        self._why = f"not {whose} kernel: {reason}"
 
     def describe(self, call: Call) -> str:
         """What the portable kernels say, and the reason."""
-        return f"{super().describe(call)} (not Hopper's kernel: {self._reason})"
+        return f"{super().describe(call)} ({self._why})"

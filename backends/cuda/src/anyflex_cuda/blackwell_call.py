@@ -1,0 +1,114 @@
+"""Launching forward on Blackwell: which specs its kernel takes, and with which tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anyflex.plugin import Call, Outputs, Spec
+from anyflex_cuda import blackwell_forward
+from anyflex_cuda.forward_call import Fit, boxed_arguments, boxed_launch, width
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.launch import Options, Program
+
+__all__ = [
+    "BLOCK_M",
+    "Tiles",
+    "boxes_for",
+    "launch_forward",
+    "program_for",
+    "refused_spec",
+    "tiles_for",
+]
+
+_ROWS = 128
+"""Of a group."""
+BLOCK_M = 2 * _ROWS
+"""Query rows of a tile."""
+
+
+class Tiles(NamedTuple):
+    """How the kernel is compiled.
+
+    Args:
+        block_n: keys of a step.
+        piece: columns that a thread has at a time.
+        stages: steps whose keys and values are in shared memory.
+        registers: of a thread of a group, of the other warps'.
+    """
+
+    block_n: int
+    piece: int
+    stages: int
+    registers: tuple[int, int]
+
+
+def tiles_for(spec: Spec) -> Tiles:
+    """Return the spec's tiles: what fits a multiprocessor's 227 KB, and a thread's registers: what
+    mods read for each key stands there beside the scores."""
+    wide = max(spec.head_dim, spec.value_head_dim) > 64
+    return Tiles(128, 32 if spec.captured else 64, 2 if wide else 3, (240, 24))
+
+
+def refused_spec(spec: Spec) -> str | None:
+    """Return why no call of a spec takes Blackwell's kernel, or None."""
+    if spec.dtype.itemsize != 2:
+        return f"{spec.dtype}: it takes bfloat16 and float16"
+    if max(spec.head_dim, spec.value_head_dim) > 128:
+        return "head dims above 128: scores and sums don't fit tensor memory"
+    if spec.value_head_dim * spec.dtype.itemsize % 16:
+        return "rows of out aren't multiples of 16 bytes"
+    if spec.mask_kind == "runs" and spec.block_size[0] % _ROWS:
+        return f"the mask's blocks of {spec.block_size[0]} rows aren't multiples of {_ROWS}"
+    return None
+
+
+def program_for(
+    made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
+    even: bool, lse: bool, max_scores: bool, rest: bool,
+) -> Program:  # fmt: skip
+    """Return the compiled kernel for a class of calls. Arguments as of Hopper's `program_for`."""
+    spec = made.spec
+    key = ("blackwell forward", tiles, mods_of, even, lse, max_scores, rest)
+    program = made.existing.get(key)
+    if program is not None:
+        return program
+    types, constants = boxed_arguments(
+        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+    )
+    return made.program(
+        key,
+        blackwell_forward.forward_kernel,
+        types,
+        {
+            **constants,
+            "STAGES": tiles.stages,
+            "BLOCK_N": tiles.block_n,
+            "PIECE": tiles.piece,
+            "GROUP_REGISTERS": tiles.registers[0],
+            "OTHER_REGISTERS": tiles.registers[1],
+        },
+        (),
+        Options(4, 1),
+    )
+
+
+def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
+    """What one load or store moves, by names of descriptors."""
+    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    return {
+        "q_desc": (1, 1, _ROWS, d),
+        "k_desc": (1, 1, tiles.block_n, d),
+        "v_desc": (1, 1, tiles.block_n, dv),
+        "o_desc": (1, 1, _ROWS, tiles.piece),
+        "r_desc": (1, 1, _ROWS, tiles.piece),
+    }
+
+
+def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+    """Launch the kernel for a call that has a `Fit`, on the current stream."""
+    mods = made.mods(call, fit.even)
+    program = program_for(
+        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
+        out.max_scores is not None, bool(out.saved),
+    )  # fmt: skip
+    boxed_launch(made, program, fit, call, out).run(call.query.device)

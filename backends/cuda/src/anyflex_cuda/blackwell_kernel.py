@@ -1,0 +1,96 @@
+"""A spec compiled for Blackwell, where the user asks for its own forward: that where it takes a
+call, else the portable kernels. Backward is the portable kernels'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex_cuda.blackwell_call import (
+    BLOCK_M,
+    boxes_for,
+    launch_forward,
+    refused_spec,
+    tiles_for,
+)
+from anyflex_cuda.forward_call import Fit, fit_of, refusal, workspace
+from anyflex_cuda.gluon_program import is_aligned
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
+from anyflex_triton.configs import Target
+from anyflex_triton.kernel import TritonKernel
+from anyflex_triton.tuning import Tuner
+
+__all__ = ["BlackwellKernel"]
+
+_FITS = 1024
+"""Shapes and strides of a spec whose `Fit` is kept."""
+
+
+class BlackwellKernel(TritonKernel):
+    """Chooses and launches.
+
+    Args:
+        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        source: str,
+        target: Target,
+        overrides: Mapping[str, Any],
+        tuner: Tuner | None,
+    ) -> None:
+        super().__init__(spec, source, target, overrides, tuner)
+        self._tiles = tiles_for(spec)
+        self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
+        self._blackwell = GluonPrograms(spec, source, overrides)
+        boxes = boxes_for(self._tiles, spec)
+        self._fits = lru_cache(_FITS)(
+            partial(fit_of, self._blackwell, BLOCK_M, self._tiles.block_n, boxes)
+        )
+
+    def describe(self, call: Call) -> str:
+        """``blackwell 256x128, never run by the project``, or what the portable kernels say and
+        why they are taken."""
+        portable = super().describe(call)
+        if self._decodes(call):
+            return portable
+        reason = self._refused or refusal(call)
+        if reason is not None:
+            return f"{portable} (not Blackwell's kernel: {reason})"
+        backward = ", backward portable" if self.spec.needs_backward else ""
+        tiles = f"{BLOCK_M}x{self._tiles.block_n}"
+        return f"blackwell {tiles}, never run by the project{backward}"
+
+    def _fit(self, call: Call) -> Fit | None:
+        """What Blackwell's forward needs to know of a call's tensors, or None where it doesn't
+        take the call."""
+        if self._refused is not None or self._decodes(call):
+            return None
+        query, key, value = call.query, call.key, call.value
+        if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            return None
+        return self._fits(
+            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
+        )
+
+    def workspace(
+        self, call: Call, direction: Literal["forward", "backward"]
+    ) -> tuple[TensorSpec, ...]:
+        """Of Blackwell's forward a counter, or nothing; else as the portable kernels'."""
+        fit = self._fit(call) if direction == "forward" else None
+        if fit is not None:
+            return workspace(fit, call.query.device)
+        return super().workspace(call, direction)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        """Fill `out`."""
+        fit = self._fit(call)
+        if fit is not None:
+            launch_forward(self._blackwell, self._tiles, fit, call, out)
+        else:
+            super().forward(call, out)

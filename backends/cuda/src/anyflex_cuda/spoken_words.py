@@ -1,0 +1,25 @@
+"""Words of shared memory by which one warp says what it loads, so that the others needn't ask."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["WORDS", "said", "say"]
+
+WORDS = gl.constexpr(8)
+"""Room for what is said of a tile, or of a step."""
+
+
+@gluon.jit
+def say(words, at, value):
+    """In a warp of its own."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    words.index(at).store(gl.full([1], value, gl.int32, layout=LAYOUT))
+
+
+@gluon.jit
+def said(words, at, WARPS: gl.constexpr = 4):
+    """In a partition of WARPS warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.max(words.index(at).load(LAYOUT), 0)

@@ -1,0 +1,46 @@
+"""What the mods make of a step's scores, in any layout."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anyflex_triton.tiles import masked_scores
+
+__all__ = ["scores_of_step"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@gluon.jit
+def scores_of_step(
+    raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    """Scores of a step whose products are `raw`, [rows, BLOCK_N] of LAYOUT; -inf at dead pairs.
+    They are in `unit_of_scores`.
+
+    Args:
+        first, end: of its keys; `full`: the mask mod holds for all pairs. Used where needed.
+        b, h, q_idx: as mods see them; q_idx is [rows, 1].
+        masked: whether some pair may be dead, where MASKED.
+    """
+    scores = raw
+    if MASKED or SCORE_MOD is not None:
+        keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        keys = gl.expand_dims(keys, 0)
+        if MASKED and not EVEN:
+            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+        else:
+            kv_idx = keys + shifts[3]
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
+    if MASKED:  # noqa: SIM102  the other is known at run time alone
+        if masked:
+            inside = None if EVEN else keys < end
+            scores = masked_scores(
+                scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+            )
+    return scores

@@ -1,0 +1,110 @@
+"""Compiles forward for a Blackwell GPU that needn't be there; `test_compiled_blackwell` runs this.
+
+Prints a line of JSON a kernel: registers, bytes of spills, accesses to local memory within the
+groups' loops over keys, shared and tensor memory, and how many instructions there are by kind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from compiling_forward import BINARIES, spec_of
+from triton.backends.compiler import GPUTarget
+
+from anyflex_cuda.blackwell_call import program_for, tiles_for
+from anyflex_cuda.gluon_mods import gluon_source
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.module_files import load_module
+
+BLACKWELL = GPUTarget("cuda", 100, 32)
+KINDS = {
+    "products": "tcgen05.mma", "commits": "tcgen05.commit", "reads": "tcgen05.ld",
+    "writes": "tcgen05.st", "loads": "cp.async.bulk.tensor.4d.shared",
+    "stores": "cp.async.bulk.tensor.4d.global",
+}  # fmt: skip
+
+
+def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) -> dict[str, Any]:
+    """Compile the kernel of a class of calls, and read what became of it."""
+    spec = spec_of(name, dim, dtype)
+    source = write_source(spec)
+    made = GluonPrograms(spec, source, {})
+    functions = vars(
+        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+    )
+    program = program_for(
+        made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,
+        True, rest, rest,
+    )  # fmt: skip
+    compiled = triton.compile(
+        program.source(), target=BLACKWELL, options=program.options.keywords()
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        ptx.write_text(compiled.asm["ptx"])
+        cubin.write_bytes(compiled.asm["cubin"])
+        told = subprocess.run(
+            [BINARIES / "ptxas-blackwell", "-v", "--gpu-name=sm_100a", ptx, "-o", "/dev/null"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+        sass = subprocess.run(
+            [BINARIES / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
+        ).stdout
+    registers = re.search(r"Used (\d+) registers", told)
+    spills = re.search(r"(\d+) bytes spill stores", told)
+    loops = loops_of(sass)
+    return {
+        "registers": int(registers[1]) if registers else None,
+        "spills": int(spills[1]) if spills else 0,
+        "loops": len(loops),
+        "local": max(loop.count("LDL") + loop.count("STL") for loop in loops),
+        "shared": compiled.metadata.shared,
+        "tensor": compiled.metadata.tmem_size,
+        **{kind: compiled.asm["ptx"].count(text) for kind, text in KINDS.items()},
+    }
+
+
+def loops_of(sass: str) -> list[str]:
+    """The innermost loops that read tensor memory and make weights of all that they read."""
+    lines = sass.splitlines()
+    labels = {
+        line.split(":")[0].strip(): i for i, line in enumerate(lines) if line.startswith(".L")
+    }
+    found = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"BRA[^`]*`\((\.L_x_\d+)\)", line)
+        begin = labels.get(jump[1], i) if jump else i
+        text = lines[begin:i]
+        exponentials = sum("MUFU.EX2" in x for x in text)
+        # Fewer are those of values that aren't finite; who stores out has left the loop.
+        if exponentials > 100 and any("LDTM" in x for x in text) and "UTMASTG" not in str(text):
+            found.append((begin, i))
+    inner = [a for a in found if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in found)]
+    return ["\n".join(lines[begin : end + 1]) for begin, end in inner]
+
+
+def main() -> int:
+    cases = [
+        ("full", 128, torch.bfloat16, True, False), ("causal", 128, torch.float16, True, True),
+        ("documents", 128, torch.bfloat16, False, True),
+        ("alibi", 64, torch.bfloat16, True, False),
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for name, dim, dtype, even, rest in cases:
+            found = facts_of(name, dim, dtype, even, rest)
+            print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

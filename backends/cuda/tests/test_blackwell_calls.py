@@ -1,0 +1,118 @@
+"""Whole forward calls on a made-up Blackwell GPU, whose kernel runs in Python, against the
+reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gluon_in_python import Box, Pointer, run_kernel
+from recording import OnBlackwell, recording
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex_cuda import (
+    blackwell_forward,
+    forward_call,
+    spoken_words,
+    step_scores,
+    strange_values,
+)
+from anyflex_cuda.blackwell_choice import VARIABLE
+from anyflex_triton import forward, tiles
+from anyflex_triton.launch import Program
+
+
+def bent(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return score * 0.5 + (k - q) * 0.01
+
+
+def causal(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return q >= k
+
+
+def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """Documents of 170 tokens."""
+    return (q // 170 == k // 170) & (q >= k)
+
+
+def whole(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """Blocks that are all live, or not at all: none asks."""
+    return (q // 128 + k // 128) % 3 != 1
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """All elements from its first on, in the order of addresses."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    return tensor.as_strided((count,), (1,))
+
+
+CASES = {
+    # rows, keys, head dims, score mod, mask mod, block size
+    "plain": (300, 200, (64, 64), None, None, 128),
+    "causal": (600, 600, (96, 96), None, causal, 128),
+    "causal, larger blocks": (520, 520, (64, 128), bent, causal, 256),
+    "packed": (640, 640, (128, 64), bent, packed, (128, 64)),
+    "whole blocks": (512, 640, (64, 64), None, whole, 128),
+    "packed, not finite": (300, 300, (72, 40), bent, packed, 128),
+    "not finite": (130, 200, (64, 64), None, None, 128),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    rows, keys, dims, score, mask_mod, block = CASES[name]
+    ran = []
+
+    def launch(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        """The kernel, with the case's mods in numpy."""
+        given: dict[str, Any] = {**program.constants, "SCORE_MOD": score, "MASK_MOD": mask_mod}
+        for key, value in values.items():
+            if hasattr(value, "block_shape"):
+                array = value.base.numpy()
+                strides = [stride * array.itemsize for stride in value.strides]
+                view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
+                given[key] = Box(view, value.block_shape, array.itemsize)
+            elif isinstance(value, Tensor):
+                given[key] = Pointer(in_memory(value).numpy())
+            else:
+                given[key] = value
+        modules = (tiles, forward, spoken_words, step_scores, strange_values)
+        run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)
+        ran.append(program.function.__name__)
+
+    torch.manual_seed(0)
+    q = torch.randn(2, rows, 4, dims[0]).half().transpose(1, 2)
+    k, v = (torch.randn(2, 2, keys, d).half() for d in dims)
+    if name.endswith("not finite"):
+        k[0, 1, 130, 5] = torch.nan
+        v[0, 0, 20, 7], v[1, 1, 90, 1] = torch.nan, -torch.inf
+    mask = None
+    if mask_mod is not None:
+        mask = anyflex.create_block_mask(mask_mod, None, None, rows, keys, BLOCK_SIZE=block)
+    with isolated():
+        register("cuda", OnBlackwell)
+        few = mock.patch.object(forward_call, "cores", lambda device: 5)
+        with recording(), few, mock.patch.object(Program, "launch", launch):
+            out, lse = anyflex.flex_attention(
+                q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="cuda"
+            )
+    assert ran == ["forward_kernel"]
+    wanted, wanted_lse = anyflex.flex_attention(
+        q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="reference"
+    )
+    same: Any = partial(torch.testing.assert_close, equal_nan=True)
+    same(out, wanted, atol=3e-3, rtol=3e-3)
+    same(lse, wanted_lse, atol=1e-4, rtol=1e-4)
