@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -277,3 +278,33 @@ def test_a_dimension_of_one_element_may_have_any_stride() -> None:
     assert strides[2:] == [128, 1] and all(
         stride % 8 == 0 and stride > 0 for stride in strides[:3]
     )
+
+
+def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+def small_blocks() -> anyflex.BlockMask:
+    length = SHAPE[2]
+    return anyflex.create_block_mask(causal, 1, 1, length, length, BLOCK_SIZE=(64, 128))
+
+
+def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
+    fast: dict[str, Any] = {"score_mod": softcap, "kernel_options": {"cuda": {"fast_tanh": True}}}
+    launched, said = launches(*drawn(*[SHAPE] * 3), **fast)
+    assert "hopper 192x128 fast tanh" in said
+    assert "fast_tanh_capped" in inspect.getsource(launched[0][0].constants["SCORE_MOD"].fn)
+    launched, said = launches(*drawn(*[SHAPE] * 3), score_mod=softcap)
+    assert "fast tanh" not in said
+    assert "fast_tanh" not in inspect.getsource(launched[0][0].constants["SCORE_MOD"].fn)
+    # In training a part that is portable would compute other weights.
+    for more, taken in (({}, True), ({"block_mask": small_blocks()}, False)):
+        leaves = [x.requires_grad_() for x in drawn(*[SHAPE] * 3)]
+        _, said = launches(*leaves, **fast, **more)
+        assert ("fast tanh" in said) == taken, said
+    torch.use_deterministic_algorithms(True)
+    try:
+        _, said = launches(*[x.requires_grad_() for x in drawn(*[SHAPE] * 3)], **fast)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "dq portable" in said and "fast tanh" not in said

@@ -34,7 +34,8 @@ class CudaBackend(TritonBackend):
         "fast_tanh": Option(
             bool,
             False,
-            "in Hopper's own kernels, soft caps by the GPU's instruction for tanh, 2^-11 off",
+            "soft caps of Hopper's own kernels may take the GPU's instruction for tanh: scores "
+            "are then off by 2^-11 of the cap",
         ),
     }
 

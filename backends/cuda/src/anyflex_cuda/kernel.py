@@ -64,17 +64,21 @@ class CudaKernel(TritonKernel):
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
         self._tiles = tiles_for(spec)
-        self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(
-            spec, self._tiles
-        )
         self._decode_tiles = decode_tiles(spec)
-        self._refused_decode = refused_options(overrides, FORWARD_OPTIONS) or refused_decode_spec(
-            spec
-        )
+        of_portable = refused_options(overrides, FORWARD_OPTIONS)
+        self._refused = of_portable or refused_spec(spec, self._tiles)
+        self._refused_decode = of_portable or refused_decode_spec(spec)
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec
         )
-        self._hopper = GluonPrograms(spec, source, overrides)
+        # Weights that backward computes again must be those that forward had: where a part of a
+        # training call is the portable kernels', its tanh is exact throughout.
+        whole = not spec.needs_backward or (
+            (self._refused or self._refused_decode or self._refused_backward) is None
+            and ("q" not in spec.gradients or makes_dq(spec))
+        )
+        self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
+        self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
         boxes = boxes_for(self._tiles, spec)
         self._fits = lru_cache(_FITS)(
             partial(fit_of, self._hopper, self._tiles.block_m, self._tiles.block_n, boxes)
@@ -87,7 +91,7 @@ class CudaKernel(TritonKernel):
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
-        reason = self._refused_backward or refusal(call)
+        reason = self._refused_backward_of(call)
         if reason is not None:
             return f"{forward}, backward portable (not Hopper's kernel: {reason})"
         rest = ", dq portable" if "q" in self.spec.gradients and not makes_dq(self.spec) else ""
@@ -97,9 +101,10 @@ class CudaKernel(TritonKernel):
         reason = self._refused_forward(call)
         if reason is not None:
             return f"{super().describe(call)} (not Hopper's kernel: {reason})"
+        fast = " fast tanh" if self._fast_tanh else ""
         if self._decodes(call):
-            return f"hopper decode programs={program_count(call, self._decode_tiles)}"
-        return f"hopper {self._tiles.block_m}x{self._tiles.block_n}"
+            return f"hopper decode programs={program_count(call, self._decode_tiles)}{fast}"
+        return f"hopper {self._tiles.block_m}x{self._tiles.block_n}{fast}"
 
     def _refused_forward(self, call: Call) -> str | None:
         """Why forward takes the portable kernels, or None."""
@@ -124,9 +129,12 @@ class CudaKernel(TritonKernel):
         """Whether Hopper's decoding takes the call."""
         return self._decodes(call) and self._refused_forward(call) is None
 
-    def _is_hoppers_backward(self, call: Call) -> bool:
-        """Whether backward takes Hopper's kernel."""
-        return self._refused_backward is None and refusal(call) is None
+    def _refused_backward_of(self, call: Call) -> str | None:
+        """Why backward takes the portable kernels, or None."""
+        reason = self._refused_backward or refusal(call)
+        if reason is None and self._fast_tanh and self._refused_forward(call) is not None:
+            return "forward is portable, and its tanh exact"
+        return reason
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
@@ -140,7 +148,7 @@ class CudaKernel(TritonKernel):
                 return workspace(fit, call.query.device)
             if self._takes_decode(call):
                 return decode_workspace(self.spec, call, self._decode_tiles)
-        if direction == "forward" or not self._is_hoppers_backward(call):
+        if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
         if makes_dq(self.spec):
@@ -159,7 +167,7 @@ class CudaKernel(TritonKernel):
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        if not self._is_hoppers_backward(call):
+        if self._refused_backward_of(call) is not None:
             super().backward(call, saved, grad, grads)
             return
         if not is_boxed(grad.dout):
