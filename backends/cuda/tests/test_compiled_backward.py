@@ -13,8 +13,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = {128: 400, 64: 700}
-"""Bytes by head dim: scalars of the loops over runs and heads, and what masks read."""
+SPILLED = {128: 600, 64: 700}
+"""Bytes by head dim: scalars of the loops over runs and heads, what masks read, and with a soft cap
+some 45 registers in the loop of steps that have a mask."""
+REPAIRED = 700
+"""Of the kernel that makes again what isn't finite, which is seldom."""
 
 
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
@@ -40,5 +43,5 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
             # Two passes of each of two consumers and of the producer. Triton 3.6 may take every
             # run for the first one, where a run's bounds are loaded a run ahead.
             assert loops == "6/6", (case, loops)
-        limit = SPILLED[128 if "128" in case else 64] if kernel == "backward_kernel" else 600
+        limit = SPILLED[128 if "128" in case else 64] if kernel == "backward_kernel" else REPAIRED
         assert int(spilled) <= limit, (case, kernel, spilled)
