@@ -101,7 +101,8 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     """Hopper's kernel of a launch, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
-    for name, value in values.items():
+    for name in program.types:
+        value = values[name]
         if hasattr(value, "block_shape"):
             array = value.base.numpy()
             strides = [stride * array.itemsize for stride in value.strides]

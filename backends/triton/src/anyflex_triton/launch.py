@@ -215,7 +215,7 @@ class Program:
         """Run `grid` programs on the current stream of the current device.
 
         Args:
-            values: of all arguments that aren't constants.
+            values: of all arguments that aren't constants. There may be more: another kernel's.
         """
         arguments = self._ordered({**self.constants, **values})
         if INTERPRETED:
@@ -261,7 +261,7 @@ class Launch(NamedTuple):
     """A program with what it runs on.
 
     Args:
-        values: of all arguments that aren't constants.
+        values: as `Program.launch`'s.
         sums: tensors that are zeros before and are added to; others are overwritten.
     """
 
