@@ -58,8 +58,8 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
     # Heads lie 128 elements apart, in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
-    assert values["partial_out"].shape == (2 * CORES + 4, 4, 128)
-    assert values["partial_sums"].shape == (2 * CORES + 4, 4, 3)
+    # Values, then sums.
+    assert values["partial_out"].shape == ((2 * CORES + 4) * 4 * (128 + 3),)
     assert sums[1] == 2 * 8 and sums[2]["programs"] == grid
 
 
@@ -79,8 +79,8 @@ def test_steps_of_a_mask_are_listed_before() -> None:
     assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
     (steps, parts, sums), _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
-    assert steps[1] == 3 and steps[2]["steps"].shape == (2, 256, 2)
-    assert steps[2]["edges"].shape == (3,) and sums[2]["edges"] is steps[2]["edges"]
+    assert steps[1] == 3 and steps[2]["edges"].shape == (3 + 2 * 256 * 2,)
+    assert sums[2]["edges"] is parts[2]["edges"] is steps[2]["edges"]
     assert parts[0].constants["PLAN"] == sums[0].constants["PLAN"] == EACH.value
     assert parts[0].constants["SCORE_MOD"] is not None
 
@@ -88,7 +88,7 @@ def test_steps_of_a_mask_are_listed_before() -> None:
 def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
     mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
     (steps, parts, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
-    assert steps[2]["steps"].shape == (2, 256 + 512, 2)
+    assert steps[2]["edges"].shape == (3 + 2 * (256 + 512) * 2,)
     assert parts[0].constants["EVEN"] is False
 
 

@@ -123,7 +123,7 @@ class DecodeFit(NamedTuple):
     """What follows from shapes and strides alone, of whichever call and mask.
 
     Args:
-        workspace: values and sums of units' parts; the steps that a mask leaves, and how many.
+        workspace: values and sums of units' parts; how many steps a mask leaves, and which.
         plan: whose the steps are, of `decode_steps`.
         even: as `decode_program`'s.
         programs: share the steps.
@@ -170,10 +170,7 @@ def decode_fit_of(
     programs = max(1, min(wanted, units * most // -(-_LEAST_SHARE // tiles.block_n)))
     plan, even = decode_steps.NONE.value, keys % tiles.block_n == 0
     places, unit_rows = programs + units, heads // key[1] * length
-    workspace = [
-        TensorSpec((places, unit_rows, spec.value_head_dim), torch.float32),
-        TensorSpec((places, unit_rows, 3), torch.float32),
-    ]
+    workspace = [TensorSpec((places * unit_rows * (spec.value_head_dim + 3),), torch.float32)]
     values = {
         "q_strides": layout_like(query, q_strides, size, True).strides[:3],
         "k_strides": k_strides[:3],
@@ -191,10 +188,7 @@ def decode_fit_of(
         entries = mask[0]
         plan = decode_steps.EACH.value if entries > 1 else decode_steps.ALL.value
         even = even and spec.block_size[1] % tiles.block_n == 0
-        workspace += [
-            TensorSpec((entries + 1,), torch.int32),
-            TensorSpec((entries, most, 2), torch.int32),
-        ]
+        workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
         values["entries"] = entries
     boxes = _boxes(spec, tiles)
     return DecodeFit(
@@ -236,9 +230,9 @@ def decode_program(
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
             **made.pointers("query", "key", "value"),
-            **float_pointers("partial_out", "partial_sums"),
+            **float_pointers("partial_out"),
             **dict.fromkeys(("q_strides", "k_strides", "v_strides"), ("i64",) * 3),
-            **dict.fromkeys(("edges", "steps"), "*i32"),
+            "edges": "*i32",
             **{name: made.common_types[name] for name in of_mods},
             **int32s("batch", "kv_heads", "q_length", "kv_length", "unit_steps", "most"),
         },
@@ -282,8 +276,7 @@ def launch_decode(
         portable: the spec's programs in plain Triton.
         fit: of the call's tensors.
     """
-    partial_out, partial_sums, *listed = out.workspace
-    edges, steps = listed or (partial_sums, partial_sums)
+    partial_out, edges = out.workspace[0], out.workspace[-1]
     rest = out.saved[0] if out.saved else None
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
@@ -305,13 +298,11 @@ def launch_decode(
         "key": call.key,
         "value": call.value,
         "partial_out": partial_out,
-        "partial_sums": partial_sums,
         "edges": edges,
-        "steps": steps,
         "out": out.out,
         "rest": or_else(rest, out.out),
-        "lse": or_else(out.lse, partial_sums),
-        "max_scores": or_else(out.max_scores, partial_sums),
+        "lse": or_else(out.lse, partial_out),
+        "max_scores": or_else(out.max_scores, partial_out),
         "o_strides": o_layout.strides,
     }
     launches = [Launch(parts, fit.programs, values), Launch(sums, fit.rows, values)]
@@ -321,8 +312,9 @@ def launch_decode(
         values["ends"] = rows.ends
         values["runs"] = rows.runs
         values["mask_strides"] = rows.strides
-        # A program each, and one that counts.
-        launches.insert(0, Launch(_steps_program(portable, tiles), edges.shape[0], values))
+        # A program for each entry, and one that counts.
+        entries = call.mask.offsets.shape[0]
+        launches.insert(0, Launch(_steps_program(portable, tiles), entries + 1, values))
     launch_all(launches, call.query.device)
 
 
@@ -335,7 +327,7 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
         key,
         decode_steps.steps_kernel,
         {
-            **dict.fromkeys(("offsets", "ends", "runs", "edges", "steps"), "*i32"),
+            **dict.fromkeys(("offsets", "ends", "runs", "edges"), "*i32"),
             "mask_strides": ("i32", "i32"),
             **int32s("entries", "most", "kv_length"),
         },
@@ -366,7 +358,7 @@ def _sums_program(
         key,
         decode_sums.combine_kernel,
         {
-            **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
+            **float_pointers("partial_out", "lse", "max_scores"),
             **made.pointers("out", "rest"),
             **strides("o_strides"),
             "edges": "*i32",
