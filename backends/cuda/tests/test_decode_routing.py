@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ import anyflex
 from anyflex.plugin import isolated, register
 from anyflex_cuda.decode_call import DecodeTiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
+from anyflex_cuda.kernel import CudaKernel
 
 KERNELS = ["anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"]
 STEPS = "anyflex_cuda.decode_steps"
@@ -216,6 +218,35 @@ def test_what_is_kept_of_a_call_holds_none_of_its_tensors() -> None:
                 del tensors, out
                 launched.clear()
                 assert [tensor() for tensor in alive] == [None] * 5
+
+
+def test_a_call_is_run_as_itself_whoever_asked_in_between() -> None:
+    given: list[Any] = []
+
+    def noted(kernel: CudaKernel, call: Any, out: Any) -> None:
+        given.append((kernel, call, out))
+
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            with mock.patch.object(CudaKernel, "forward", noted):
+                for name in ("contiguous", "more keys", "queries elsewhere in memory"):
+                    tensors = IN_TURN[name]()
+                    anyflex.flex_attention(*tensors, backend="cuda", enable_gqa=True)
+            kernel = given[0][0]
+            assert all(other is kernel for other, _, _ in given[:2])
+            found = []
+            for _, call, out in (*given[:2], *given):
+                given[1][0].workspace(given[1][1], "forward")
+                launched.clear()
+                kernel.forward(call, out)
+                found.append([facts(launch) for launch in launched])
+            alone = [
+                [facts(launch) for launch in decoded(*IN_TURN[name]())[0]]
+                for name in ("contiguous", "more keys")
+            ]
+    assert found[:2] == found[2:4] == alone
+    assert {module for module, *_ in found[4]} == PORTABLE
 
 
 def test_an_option_of_the_portable_kernels_is_not_ignored() -> None:
