@@ -74,7 +74,7 @@ def launched(early: bool) -> Iterator[dict[str, Any]]:
         return kv_idx < 100 + 100 * b
 
     mask = anyflex.create_block_mask(documents, 2, None, 1, 500)
-    tiles = replace(decode_tiles(spec_of("full", 128)), early=early)
+    tiles = decode_tiles(spec_of("full", 128))._replace(early=early)
     with isolated(), mock.patch.object(kernel, "decode_tiles", lambda spec: tiles):
         register("cuda", OnHopper)
         with recording() as launches:

@@ -103,7 +103,8 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     """Hopper's kernel of a launch, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
-    for name, value in values.items():
+    for name in program.types:
+        value = values[name]
         if hasattr(value, "block_shape"):
             array = value.base.numpy()
             strides = [stride * array.itemsize for stride in value.strides]
@@ -203,11 +204,11 @@ def check_steps(seed: int) -> None:
                 wanted.append(steps)
         offsets.append(len(runs))
     most = max(map(len, wanted))
-    edges = torch.full((entries + 1,), -7, dtype=torch.int32)
-    listed = torch.full((entries, most, 2), -7, dtype=torch.int32)
+    written = torch.full((entries + 1 + entries * most * 2,), -7, dtype=torch.int32)
+    edges, listed = written[: entries + 1], written[entries + 1 :].view(entries, most, 2)
     begins = torch.tensor(offsets, dtype=torch.int32)
     decode_steps.steps_kernel[(entries + 1,)](
-        begins, begins[1:], torch.tensor(runs, dtype=torch.int32), (rows + 1, 0), edges, listed,
+        begins, begins[1:], torch.tensor(runs, dtype=torch.int32), (rows + 1, 0), written,
         entries, most, length, kv_block, block_n,
     )  # fmt: skip
     assert edges.tolist() == np.cumsum([0, *map(len, wanted)]).tolist()

@@ -17,7 +17,7 @@ from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
 UNREAD = (
-    "offsets", "ends", "runs", "lse", "max_scores", "counter", "edges", "steps",
+    "offsets", "ends", "runs", "lse", "max_scores", "counter", "edges",
 )  # fmt: skip
 """Others stand in for them where there are none."""
 

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
 SPILLED = {128: 600, 64: 700}
-"""Bytes by head dim: scalars of the loops over runs and heads, what masks read, and with a soft cap
-some 45 registers in the loop of steps that have a mask."""
+"""Bytes by head dim: scalars of the loops over runs and heads, what masks read, and with a soft
+cap some 45 registers in the loop of steps that have a mask."""
 REPAIRED = 700
 """Of the kernel that makes again what isn't finite, which is seldom."""
 

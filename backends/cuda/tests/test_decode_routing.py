@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +13,23 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from recording import CORES
-from test_routing import drawn, launches, of
+from recording import CORES, OnHopper, recording
+from test_routing import (
+    drawn,
+    each_of,
+    facts,
+    heads_last,
+    launches,
+    of,
+    off_by_two_bytes,
+    strided,
+)
 
 import anyflex
+from anyflex.plugin import isolated, register
 from anyflex_cuda.decode_call import DecodeTiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
+from anyflex_cuda.kernel import CudaKernel
 
 KERNELS = ["anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"]
 STEPS = "anyflex_cuda.decode_steps"
@@ -47,8 +60,8 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
     # Heads lie 128 elements apart, in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
-    assert values["partial_out"].shape == (2 * CORES + 4, 4, 128)
-    assert values["partial_sums"].shape == (2 * CORES + 4, 4, 3)
+    # Values, then sums.
+    assert values["partial_out"].shape == ((2 * CORES + 4) * 4 * (128 + 3),)
     assert sums[1] == 2 * 8 and sums[2]["programs"] == grid
 
 
@@ -68,8 +81,8 @@ def test_steps_of_a_mask_are_listed_before() -> None:
     assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
     (steps, parts, sums), _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
-    assert steps[1] == 3 and steps[2]["steps"].shape == (2, 256, 2)
-    assert steps[2]["edges"].shape == (3,) and sums[2]["edges"] is steps[2]["edges"]
+    assert steps[1] == 3 and steps[2]["edges"].shape == (3 + 2 * 256 * 2,)
+    assert sums[2]["edges"] is parts[2]["edges"] is steps[2]["edges"]
     assert parts[0].constants["PLAN"] == sums[0].constants["PLAN"] == EACH.value
     assert parts[0].constants["SCORE_MOD"] is not None
 
@@ -77,7 +90,7 @@ def test_steps_of_a_mask_are_listed_before() -> None:
 def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
     mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
     (steps, parts, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
-    assert steps[2]["steps"].shape == (2, 256 + 512, 2)
+    assert steps[2]["edges"].shape == (3 + 2 * (256 + 512) * 2,)
     assert parts[0].constants["EVEN"] is False
 
 
@@ -112,6 +125,128 @@ def test_what_it_does_not_take_is_portable_and_explain_says_why(name: str) -> No
     launched, said = decoded(*arguments())
     assert {of(launch) for launch in launched} == PORTABLE
     assert "not Hopper's kernel" in said and reason in said
+
+
+# One kernel serves them all; what one call was answered must not answer the next.
+IN_TURN: dict[str, Callable[[], list[Tensor]]] = {
+    "contiguous": lambda: drawn((2, 8, 1, 64), *[(2, 2, 512, 64)] * 2),
+    "queries heads last": lambda: [
+        heads_last(2, 8, 1, 64),
+        *drawn(*[(2, 2, 512, 64)] * 2),
+    ],
+    "keys heads last": lambda: [
+        *drawn((2, 8, 1, 64)), *each_of(2, heads_last, 2, 2, 512, 64),
+    ],
+    "only values heads last": lambda: [
+        *drawn((2, 8, 1, 64), (2, 2, 512, 64)), heads_last(2, 2, 512, 64),
+    ],
+    "more keys": lambda: drawn((2, 8, 1, 64), *[(2, 2, 1024, 64)] * 2),
+    "odd keys": lambda: drawn((2, 8, 1, 64), *[(2, 2, 500, 64)] * 2),
+    "more heads": lambda: drawn((2, 16, 1, 64), *[(2, 4, 512, 64)] * 2),
+    "larger batch": lambda: drawn((3, 8, 1, 64), *[(3, 2, 512, 64)] * 2),
+    "one entry": lambda: drawn((1, 8, 1, 64), *[(1, 2, 512, 64)] * 2),
+    "rows": lambda: drawn((2, 8, 3, 64), *[(2, 2, 512, 64)] * 2),
+    "more rows": lambda: drawn((2, 8, 5, 64), *[(2, 2, 512, 64)] * 2),
+    "half of each row": lambda: [
+        strided((2, heads, rows, 64), 128) for heads, rows in ((8, 1), (2, 512), (2, 512))
+    ],
+    "queries elsewhere in memory": lambda: [
+        off_by_two_bytes(2, 8, 1, 64), *drawn(*[(2, 2, 512, 64)] * 2),
+    ],
+    "values elsewhere in memory": lambda: [
+        *drawn((2, 8, 1, 64), (2, 2, 512, 64)), off_by_two_bytes(2, 2, 512, 64),
+    ],
+    "many rows": lambda: drawn((2, 8, 128, 64), *[(2, 2, 512, 64)] * 2),
+}  # fmt: skip
+
+
+def row_by_row(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k < 300 + q + h + b
+
+
+MASKS: dict[str, Callable[[int, int, int], tuple[Any, ...]]] = {
+    "no mask": lambda batch, rows, keys: (),
+    "for all": lambda batch, rows, keys: (None, mask_of(None, None, rows, keys)),
+    "for each entry": lambda batch, rows, keys: (None, mask_of(batch, None, rows, keys)),
+    "for each head": lambda batch, rows, keys: (None, mask_of(None, 8, rows, keys)),
+}
+
+
+def mask_of(*sizes: Any) -> Any:
+    return anyflex.create_block_mask(row_by_row, *sizes)
+
+
+def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves() -> None:
+    def posed(name: str, mask: str) -> tuple[Any, ...]:
+        q, k, v = IN_TURN[name]()
+        if q.shape[1] != 8:
+            mask = "no mask"
+        return q, k, v, *MASKS[mask](q.shape[0], q.shape[2], k.shape[2])
+
+    posing = [(name, mask) for name in IN_TURN for mask in MASKS]
+    alone = {key: [facts(launch) for launch in decoded(*posed(*key))[0]] for key in posing}
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for key in [*posing, *reversed(posing)]:
+                launched.clear()
+                anyflex.flex_attention(*posed(*key), backend="cuda", enable_gqa=True)
+                assert [facts(launch) for launch in launched] == alone[key], key
+    modules = {key: {module for module, *_ in found} for key, found in alone.items()}
+    for name, mask in posing:
+        if "elsewhere" in name or (
+            mask == "for each head" and name not in ("more heads", "many rows")
+        ):
+            assert modules[name, mask] == PORTABLE, (name, mask)
+    assert modules["contiguous", "no mask"] == set(KERNELS)
+    assert modules["rows", "for each entry"] == {STEPS, *KERNELS}
+    assert modules["many rows", "for all"] == {"anyflex_cuda.hopper_forward"}
+    unmasked = [alone[name, "no mask"] for name in IN_TURN if "elsewhere" not in name]
+    assert all(a != b for i, a in enumerate(unmasked) for b in unmasked[:i])
+
+
+def test_what_is_kept_of_a_call_holds_none_of_its_tensors() -> None:
+    mask = anyflex.create_block_mask(first_half, None, None, 1, 16384)
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for mods in ((), (None, mask)):
+                tensors = drawn(ONE, MANY, MANY)
+                out = anyflex.flex_attention(*tensors, *mods, backend="cuda", enable_gqa=True)
+                alive = [weakref.ref(tensor) for tensor in (*tensors, out)]
+                alive += [weakref.ref(launched[0][2]["partial_out"])]
+                del tensors, out
+                launched.clear()
+                assert [tensor() for tensor in alive] == [None] * 5
+
+
+def test_a_call_is_run_as_itself_whoever_asked_in_between() -> None:
+    given: list[Any] = []
+
+    def noted(kernel: CudaKernel, call: Any, out: Any) -> None:
+        given.append((kernel, call, out))
+
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            with mock.patch.object(CudaKernel, "forward", noted):
+                for name in ("contiguous", "more keys", "queries elsewhere in memory"):
+                    tensors = IN_TURN[name]()
+                    anyflex.flex_attention(*tensors, backend="cuda", enable_gqa=True)
+            kernel = given[0][0]
+            assert all(other is kernel for other, _, _ in given[:2])
+            found = []
+            for _, call, out in (*given[:2], *given):
+                given[1][0].workspace(given[1][1], "forward")
+                launched.clear()
+                kernel.forward(call, out)
+                found.append([facts(launch) for launch in launched])
+            alone = [
+                [facts(launch) for launch in decoded(*IN_TURN[name]())[0]]
+                for name in ("contiguous", "more keys")
+            ]
+    assert found[:2] == found[2:4] == alone
+    assert {module for module, *_ in found[4]} == PORTABLE
 
 
 def test_an_option_of_the_portable_kernels_is_not_ignored() -> None:

@@ -120,8 +120,11 @@ class Case:
         each = np.diff(edges) if self.plan else np.array([unit_steps])
         counts = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
         places = self.programs + self.batch * self.kv_heads
-        partial_out = np.full((places, self.group * rows, self.value_dim), 1e9)
-        partial_sums = np.full((places, self.group * rows, 3), 1e9)
+        partial = np.full(places * self.group * rows * (self.value_dim + 3), 1e9)
+        partial_out, partial_sums = (
+            found.reshape(places, self.group * rows, -1)
+            for found in np.split(partial, [places * self.group * rows * self.value_dim])
+        )
         even = keys % self.block_n == 0 and (not self.plan or self.kv_block % self.block_n == 0)
         # Rows of queries lie 8 elements apart, or a multiple.
         padded = np.full((*q.shape[:3], self.width), np.nan)
@@ -134,11 +137,11 @@ class Case:
                 "k_desc": Box(k, (1, 1, self.block_n, self.width)),
                 "v_desc": Box(v, (1, 1, self.block_n, self.value_width)),
                 "query": Pointer(padded), "key": Pointer(k), "value": Pointer(v),
-                "partial_out": Pointer(partial_out), "partial_sums": Pointer(partial_sums),
+                "partial_out": Pointer(partial),
                 "q_strides": tuple(stride // 64 for stride in padded.strides[:3]),
                 "k_strides": tuple(stride // 8 for stride in k.strides[:3]),
                 "v_strides": tuple(stride // 8 for stride in v.strides[:3]),
-                "edges": Pointer(edges), "steps": Pointer(steps), "tables": (), "ints": (),
+                "edges": Pointer(np.concatenate([edges, steps.ravel()])), "tables": (), "ints": (),
                 "floats": (), "shifts": shifts, "scale": scale, "batch": self.batch,
                 "kv_heads": self.kv_heads, "q_length": rows, "kv_length": keys,
                 "unit_steps": unit_steps, "most": steps.shape[1],

@@ -15,7 +15,7 @@ from anyflex_cuda.blackwell_call import (
     refused_spec,
     tiles_for,
 )
-from anyflex_cuda.forward_call import Fit, fit_of, refusal, workspace
+from anyflex_cuda.forward_call import Fit, fit_of, refusal
 from anyflex_cuda.gluon_program import is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
@@ -47,7 +47,9 @@ class BlackwellKernel(TritonKernel):
         super().__init__(spec, source, target, overrides, tuner)
         self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
-        self._blackwell = GluonPrograms(spec, source, overrides)
+        # Backward is portable, and its tanh exact.
+        fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
+        self._blackwell = GluonPrograms(spec, source, {**overrides, "fast_tanh": fast_tanh})
         boxes = boxes_for(self._tiles, spec)
         self._fits = lru_cache(_FITS)(
             partial(fit_of, self._blackwell, BLOCK_M, self._tiles.block_n, boxes)
@@ -75,7 +77,13 @@ class BlackwellKernel(TritonKernel):
         if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
             return None
         return self._fits(
-            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
+            query.device,
+            query.shape,
+            query.stride(),
+            key.shape,
+            key.stride(),
+            value.shape,
+            value.stride(),
         )
 
     def workspace(
@@ -84,7 +92,7 @@ class BlackwellKernel(TritonKernel):
         """Of Blackwell's forward a counter, or nothing; else as the portable kernels'."""
         fit = self._fit(call) if direction == "forward" else None
         if fit is not None:
-            return workspace(fit, call.query.device)
+            return fit.workspace
         return super().workspace(call, direction)
 
     def forward(self, call: Call, out: Outputs) -> None:

@@ -3,19 +3,20 @@ programs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_steps, decode_sums, forward_call, hopper_decode
-from anyflex_cuda.gluon_program import descriptor, descriptor_type
+from anyflex_cuda.forward_call import BoxArguments, Lengths
+from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import layout_of
+from anyflex_triton.arguments import Boxes, layout_like, layout_of
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
-    MaskRows,
     Programs,
     float_pointers,
     int32s,
@@ -25,12 +26,12 @@ from anyflex_triton.programs import (
 )
 
 __all__ = [
+    "DecodeFit",
     "DecodeTiles",
+    "decode_fit_of",
     "decode_program",
     "decode_tiles",
-    "decode_workspace",
     "launch_decode",
-    "program_count",
     "refused_decode",
     "refused_decode_spec",
 ]
@@ -41,8 +42,7 @@ _MOST_PARTS = 64
 """Of a unit, that are added up at a time."""
 
 
-@dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(NamedTuple):
     """How the kernels are compiled.
 
     Args:
@@ -87,54 +87,121 @@ def refused_decode_spec(spec: Spec) -> str | None:
     return None
 
 
-def refused_decode(call: Call, tiles: DecodeTiles) -> str | None:
+def refused_decode(
+    spec: Spec, tiles: DecodeTiles, query: Lengths, key: Lengths, mask: Lengths | None
+) -> str | None:
     """Return why a call takes the portable kernel although its spec doesn't have to and TMA loads
-    its tensors, or None."""
-    if call.mask is not None and call.mask.offsets.shape[1] > 1:
+    its tensors, or None.
+
+    Args:
+        query, key: shapes.
+        mask: of `mask_shape`.
+    """
+    if mask is not None and mask[1] > 1:
         return "each head has a mask of its own, and its tile is of all that share a key head"
-    if _units(call) * _most_steps(call, tiles) >= 1 << 31:
+    if _units(query, key) * _most_steps(spec, tiles, key) >= 1 << 31:
         return "more steps than 32 bits count"
     return None
 
 
-def _units(call: Call) -> int:
+def _units(query: Lengths, key: Lengths) -> int:
     """Key heads of all batch entries."""
-    return call.query.shape[0] * call.key.shape[1]
+    return query[0] * key[1]
 
 
-def _most_steps(call: Call, tiles: DecodeTiles) -> int:
+def _most_steps(spec: Spec, tiles: DecodeTiles, key: Lengths) -> int:
     """Of a unit: known before the mask is read."""
-    keys = call.key.shape[2]
+    keys = key[2]
     steps = -(-keys // tiles.block_n)
-    if call.mask is not None and call.mask.block_size[1] % tiles.block_n:
+    if spec.mask_kind == "runs" and spec.block_size[1] % tiles.block_n:
         # Each run may end within a step.
-        steps += -(-keys // call.mask.block_size[1])
+        steps += -(-keys // spec.block_size[1])
     return steps
 
 
-def program_count(call: Call, tiles: DecodeTiles) -> int:
-    """How many programs share a call's steps."""
-    wanted = forward_call.cores(call.query.device) * tiles.programs
-    least = -(-_LEAST_SHARE // tiles.block_n)
-    return max(1, min(wanted, _units(call) * _most_steps(call, tiles) // least))
+class DecodeFit(NamedTuple):
+    """What follows from shapes and strides alone, of whichever call and mask.
+
+    Args:
+        workspace: values and sums of units' parts; how many steps a mask leaves, and which.
+        plan: whose the steps are, of `decode_steps`.
+        even: as `decode_program`'s.
+        programs: share the steps.
+        at_once: parts of a unit that are added up at a time.
+        rows: of queries, in all heads.
+        key, value: of their descriptors.
+        values: arguments of the kernels.
+    """
+
+    workspace: tuple[TensorSpec, ...]
+    plan: int
+    even: bool
+    programs: int
+    at_once: int
+    rows: int
+    key: BoxArguments
+    value: BoxArguments
+    values: Mapping[str, object]
 
 
-def decode_workspace(spec: Spec, call: Call, tiles: DecodeTiles) -> tuple[TensorSpec, ...]:
-    """Values and sums of units' parts; the steps that a mask leaves, and how many."""
-    heads, length = call.query.shape[1:3]
-    rows = heads // call.key.shape[1] * length
-    places = program_count(call, tiles) + _units(call)
-    parts = (
-        TensorSpec((places, rows, spec.value_head_dim), torch.float32),
-        TensorSpec((places, rows, 3), torch.float32),
-    )
-    if call.mask is None:
-        return parts
-    entries = call.mask.offsets.shape[0]
-    return (
-        *parts,
-        TensorSpec((entries + 1,), torch.int32),
-        TensorSpec((entries, _most_steps(call, tiles), 2), torch.int32),
+def decode_fit_of(
+    made: GluonPrograms, tiles: DecodeTiles, device: torch.device, query: Lengths,
+    q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths, v_strides: Lengths,
+    mask: Lengths | None,
+) -> DecodeFit | None:  # fmt: skip
+    """Return what a call's tensors are to the kernels, or None where `refused_decode` has a reason
+    against it, or `forward_call.refusal` one that isn't their pointers'.
+
+    Args:
+        query, key, value: shapes.
+        mask: of `mask_shape`.
+    """
+    spec = made.spec
+    size = spec.dtype.itemsize
+    layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
+    if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
+        return None
+    if refused_decode(spec, tiles, query, key, mask) is not None:
+        return None
+    batch, heads, length, _ = query
+    keys = key[2]
+    units, most = _units(query, key), _most_steps(spec, tiles, key)
+    wanted = forward_call.cores(device) * tiles.programs
+    programs = max(1, min(wanted, units * most // -(-_LEAST_SHARE // tiles.block_n)))
+    plan, even = decode_steps.NONE.value, keys % tiles.block_n == 0
+    places, unit_rows = programs + units, heads // key[1] * length
+    workspace = [TensorSpec((places * unit_rows * (spec.value_head_dim + 3),), torch.float32)]
+    values = {
+        "q_strides": layout_like(query, q_strides, size, True).strides[:3],
+        "k_strides": k_strides[:3],
+        "v_strides": v_strides[:3],
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": key[1],
+        "q_length": length,
+        "kv_length": keys,
+        "unit_steps": most,
+        "most": most,
+        "programs": programs,
+    }
+    if mask is not None:
+        entries = mask[0]
+        plan = decode_steps.EACH.value if entries > 1 else decode_steps.ALL.value
+        even = even and spec.block_size[1] % tiles.block_n == 0
+        workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
+        values["entries"] = entries
+    boxes = _boxes(spec, tiles)
+    return DecodeFit(
+        tuple(workspace),
+        plan,
+        even,
+        programs,
+        # As many as a unit has where all have equally many steps.
+        min(_MOST_PARTS, max(4, 1 << (programs // units + 1).bit_length())),
+        batch * heads * length,
+        boxes_of(key, k_strides, size, boxes["k_desc"]),
+        boxes_of(value, v_strides, size, boxes["v_desc"]),
+        values,
     )
 
 
@@ -163,9 +230,9 @@ def decode_program(
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
             **made.pointers("query", "key", "value"),
-            **float_pointers("partial_out", "partial_sums"),
+            **float_pointers("partial_out"),
             **dict.fromkeys(("q_strides", "k_strides", "v_strides"), ("i64",) * 3),
-            **dict.fromkeys(("edges", "steps"), "*i32"),
+            "edges": "*i32",
             **{name: made.common_types[name] for name in of_mods},
             **int32s("batch", "kv_heads", "q_length", "kv_length", "unit_steps", "most"),
         },
@@ -199,156 +266,117 @@ def _boxes(spec: Spec, tiles: DecodeTiles) -> dict[str, tuple[int, ...]]:
 
 
 def launch_decode(
-    portable: Programs, made: GluonPrograms, tiles: DecodeTiles, call: Call, out: Outputs
-) -> None:
+    portable: Programs, made: GluonPrograms, tiles: DecodeTiles, fit: DecodeFit, call: Call,
+    out: Outputs,
+) -> None:  # fmt: skip
     """Launch what lists a mask's steps, if there is one, the programs that share the steps, and
     what adds up their sums, on the current stream.
 
     Args:
         portable: the spec's programs in plain Triton.
-        call: neither `refused_decode` nor `forward_call.refusal` has a reason against it.
+        fit: of the call's tensors.
     """
-    _, stand_in, *listed = out.workspace
-    before = []
-    plan, even = decode_steps.NONE.value, call.key.shape[2] % tiles.block_n == 0
-    most = _most_steps(call, tiles)
-    edges = steps = stand_in
+    partial_out, edges = out.workspace[0], out.workspace[-1]
+    rest = out.saved[0] if out.saved else None
+    o_layout = layout_of(out.out)
+    mods = made.mods(call, fit.even)
+    parts = decode_program(
+        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.even,
+        out.max_scores is not None,
+    )  # fmt: skip
+    sums = _sums_program(
+        portable, tiles, fit, o_layout.unit, out.lse is not None, out.max_scores is not None,
+        rest is not None,
+    )  # fmt: skip
+    # Of all kernels: what one of them calls a name is the same to another.
+    values = {
+        **fit.values,
+        **made.mod_values(call),
+        "k_desc": Boxes(call.key, *fit.key),
+        "v_desc": Boxes(call.value, *fit.value),
+        "query": call.query,
+        "key": call.key,
+        "value": call.value,
+        "partial_out": partial_out,
+        "edges": edges,
+        "out": out.out,
+        "rest": or_else(rest, out.out),
+        "lse": or_else(out.lse, partial_out),
+        "max_scores": or_else(out.max_scores, partial_out),
+        "o_strides": o_layout.strides,
+    }
+    launches = [Launch(parts, fit.programs, values), Launch(sums, fit.rows, values)]
     if call.mask is not None:
-        edges, steps = listed
         rows = mask_rows(call.mask)
-        each = steps.shape[0] > 1
-        plan = decode_steps.EACH.value if each else decode_steps.ALL.value
-        even = even and rows.block_size[1] % tiles.block_n == 0
-        before.append(_steps_launch(portable, tiles, call, rows, edges, steps))
-    launch_all(
-        [
-            *before,
-            _parts_launch(made, tiles, call, plan, even, most, out, edges, steps),
-            _sums_launch(portable, tiles, call, plan, most, out, edges),
-        ],
-        call.query.device,
+        values["offsets"] = rows.offsets
+        values["ends"] = rows.ends
+        values["runs"] = rows.runs
+        values["mask_strides"] = rows.strides
+        # A program for each entry, and one that counts.
+        entries = call.mask.offsets.shape[0]
+        launches.insert(0, Launch(_steps_program(portable, tiles), entries + 1, values))
+    launch_all(launches, call.query.device)
+
+
+def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
+    key = ("hopper decode steps", tiles.block_n)
+    program = made.existing.get(key)
+    if program is not None:
+        return program
+    return made.program(
+        key,
+        decode_steps.steps_kernel,
+        {
+            **dict.fromkeys(("offsets", "ends", "runs", "edges"), "*i32"),
+            "mask_strides": ("i32", "i32"),
+            **int32s("entries", "most", "kv_length"),
+        },
+        {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
+        (),
+        Options(4, 1),
     )
 
 
-def _steps_launch(
-    made: Programs,
-    tiles: DecodeTiles,
-    call: Call,
-    rows: MaskRows,
-    edges: torch.Tensor,
-    steps: torch.Tensor,
-) -> Launch:
-    key = ("hopper decode steps", tiles.block_n)
-    program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            decode_steps.steps_kernel,
-            {
-                **dict.fromkeys(("offsets", "ends", "runs", "edges", "steps"), "*i32"),
-                "mask_strides": ("i32", "i32"),
-                **int32s("entries", "most", "kv_length"),
-            },
-            {"KV_BLOCK": rows.block_size[1], "BLOCK_N": tiles.block_n},
-            (),
-            Options(4, 1),
-        )
-    entries, most = steps.shape[:2]
-    return Launch(
-        program,
-        entries + 1,
-        {
-            "offsets": rows.offsets, "ends": rows.ends, "runs": rows.runs,
-            "mask_strides": rows.strides, "edges": edges, "steps": steps,
-            "entries": entries, "most": most, "kv_length": call.key.shape[2],
-        },
-    )  # fmt: skip
+def _sums_program(
+    made: Programs, tiles: DecodeTiles, fit: DecodeFit, unit: int, lse: bool, max_scores: bool,
+    rest: bool,
+) -> Program:  # fmt: skip
+    """Return what adds up the sums of a class of calls.
 
-
-def _parts_launch(
-    made: GluonPrograms, tiles: DecodeTiles, call: Call, plan: int, even: bool, most: int,
-    out: Outputs, edges: torch.Tensor, steps: torch.Tensor,
-) -> Launch:  # fmt: skip
-    mods = made.mods(call, even)
-    boxes = _boxes(made.spec, tiles)
-    q_strides = layout_of(call.query).strides
-    partial_out, partial_sums = out.workspace[:2]
-    values = made.common_values(call, None)
-    of_mods = ("tables", "ints", "floats", "shifts", "scale")
-    program = decode_program(
-        made, tiles, plan, mods.key, mods.score_mod, mods.mask_mod, even,
-        out.max_scores is not None,
-    )  # fmt: skip
-    return Launch(
-        program,
-        program_count(call, tiles),
-        {
-            **{name: values[name] for name in of_mods},
-            "k_desc": descriptor(call.key, boxes["k_desc"]),
-            "v_desc": descriptor(call.value, boxes["v_desc"]),
-            "query": call.query, "key": call.key, "value": call.value,
-            "partial_out": partial_out, "partial_sums": partial_sums,
-            "q_strides": q_strides[:3], "k_strides": call.key.stride()[:3],
-            "v_strides": call.value.stride()[:3], "edges": edges, "steps": steps,
-            "batch": call.query.shape[0], "kv_heads": call.key.shape[1],
-            "q_length": call.query.shape[2], "kv_length": call.key.shape[2],
-            "unit_steps": most, "most": most,
-        },
-    )  # fmt: skip
-
-
-def _sums_launch(
-    made: Programs, tiles: DecodeTiles, call: Call, plan: int, most: int, out: Outputs,
-    edges: torch.Tensor,
-) -> Launch:  # fmt: skip
-    spec = made.spec
-    batch, heads, length = call.query.shape[:3]
-    programs = program_count(call, tiles)
-    o_layout = layout_of(out.out)
-    partial_out, partial_sums = out.workspace[:2]
-    rest = out.saved[0] if out.saved else None
-    # As many as a unit has where all have equally many steps.
-    parts = min(_MOST_PARTS, max(4, 1 << (programs // _units(call) + 1).bit_length()))
+    Args:
+        unit: of out's `Layout`.
+        lse, max_scores, rest: which outputs beside out are wanted.
+    """
     key = (
-        "hopper decode sums", tiles.early, plan, parts, o_layout.unit, out.lse is not None,
-        out.max_scores is not None, rest is not None,
+        "hopper decode sums", tiles.early, fit.plan, fit.at_once, unit, lse, max_scores, rest,
     )  # fmt: skip
     program = made.existing.get(key)
-    if program is None:
-        program = made.program(
-            key,
-            decode_sums.combine_kernel,
-            {
-                **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
-                **made.pointers("out", "rest"),
-                **strides("o_strides"),
-                "edges": "*i32",
-                **int32s("batch", "heads", "q_length", "unit_steps", "programs"),
-            },
-            {
-                "GROUP": spec.gqa_ratio,
-                "PLAN": plan,
-                "VALUE_DIM": spec.value_head_dim,
-                "DV": padded(spec.value_head_dim),
-                "PARTS": parts,
-                "UNIT": o_layout.unit,
-                "WANT_LSE": out.lse is not None,
-                "WANT_MAX": out.max_scores is not None,
-                "WANT_REST": rest is not None,
-                "EARLY": tiles.early,
-            },
-            ("partial_out",),
-            # A warp adds up a few parts without waiting for others.
-            Options(1 if parts <= 16 else 4, 1, (("launch_pdl", True),) if tiles.early else ()),
-        )
-    return Launch(
-        program,
-        batch * heads * length,
+    if program is not None:
+        return program
+    spec = made.spec
+    return made.program(
+        key,
+        decode_sums.combine_kernel,
         {
-            "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
-            "rest": or_else(rest, out.out), "lse": or_else(out.lse, partial_sums),
-            "max_scores": or_else(out.max_scores, partial_sums),
-            "o_strides": o_layout.strides, "edges": edges, "batch": batch, "heads": heads,
-            "q_length": length, "unit_steps": most, "programs": programs,
+            **float_pointers("partial_out", "lse", "max_scores"),
+            **made.pointers("out", "rest"),
+            **strides("o_strides"),
+            "edges": "*i32",
+            **int32s("batch", "heads", "q_length", "unit_steps", "programs"),
         },
-    )  # fmt: skip
+        {
+            "GROUP": spec.gqa_ratio,
+            "PLAN": fit.plan,
+            "VALUE_DIM": spec.value_head_dim,
+            "DV": padded(spec.value_head_dim),
+            "PARTS": fit.at_once,
+            "UNIT": unit,
+            "WANT_LSE": lse,
+            "WANT_MAX": max_scores,
+            "WANT_REST": rest,
+            "EARLY": tiles.early,
+        },
+        ("partial_out",),
+        # A warp adds up a few parts without waiting for others.
+        Options(1 if fit.at_once <= 16 else 4, 1, (("launch_pdl", True),) if tiles.early else ()),
+    )

@@ -20,6 +20,8 @@ __all__ = [
     "share_of",
     "steps_kernel",
     "steps_of_unit",
+    "steps_place",
+    "sums_place",
     "total_steps",
 ]
 
@@ -84,6 +86,22 @@ def steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN: tl.constexpr):
 
 
 @triton.jit
+def sums_place(programs, units, rows, VALUE_DIM: tl.constexpr):
+    """Where the sums of parts begin: behind their values.
+
+    Args:
+        rows: of a unit.
+    """
+    return tl.cast(programs + units, tl.int64) * (rows * VALUE_DIM)
+
+
+@triton.jit
+def steps_place(entries):
+    """Where the steps of a mask begin: behind the edges of its entries."""
+    return entries + 1
+
+
+@triton.jit
 def keys_of(runs, run, there, kv_length, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, 1 if FULL, steps) of runs, whose steps are 0 where they aren't `there`."""
     begin = tl.load(runs + run * 3, mask=there, other=0) * KV_BLOCK
@@ -94,7 +112,7 @@ def keys_of(runs, run, there, kv_length, KV_BLOCK: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def steps_kernel(
-    offsets, ends, runs, mask_strides, edges, steps, entries, most, kv_length,
+    offsets, ends, runs, mask_strides, edges, entries, most, kv_length,
     KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Programs one for each batch entry of the mask, which writes its steps, and a last one for
@@ -103,11 +121,12 @@ def steps_kernel(
     Args:
         offsets, ends, runs, mask_strides: as `anyflex_triton.forward`'s; the first row of blocks
             of the first head is read.
-        edges: int32 [entries + 1], steps of the batch entries before.
-        steps: int32 [entries, most, 2], of each: its first key; twice its keys, plus 1 if they are
-            a FULL run's.
+        edges: int32 [entries + 1], steps of the batch entries before. Behind it, `steps_place`,
+            steps: [entries, most, 2], of each: its first key; twice its keys, plus 1 if they are a
+            FULL run's.
     """
     b = tl.program_id(0)
+    steps = edges + steps_place(entries)
     lanes = tl.arange(0, 32)
     if b < entries:
         run, last_run = mask_row(offsets, ends, mask_strides, b, 0, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_cuda.decode_steps import program_of, steps_of_unit, total_steps
+from anyflex_cuda.decode_steps import program_of, steps_of_unit, sums_place, total_steps
 from anyflex_triton.decode import store_row
 
 __all__ = ["combine_kernel"]
@@ -24,15 +24,15 @@ def await_last():
 
 @triton.jit
 def combine_kernel(
-    partial_out, partial_sums, out, rest, lse, max_scores, o_strides, edges, batch, heads,
-    q_length, unit_steps, programs, GROUP: tl.constexpr, PLAN: tl.constexpr,
+    partial_out, out, rest, lse, max_scores, o_strides, edges, batch, heads, q_length, unit_steps,
+    programs, GROUP: tl.constexpr, PLAN: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
     Args:
-        partial_out, partial_sums, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
+        partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
         programs: of that kernel.
         EARLY: launched while that one still runs.
     """
@@ -43,6 +43,8 @@ def combine_kernel(
     h = bh % heads
     kv_heads = heads // GROUP
     kv_head = h // GROUP
+    places = sums_place(programs, batch * kv_heads, GROUP * q_length, VALUE_DIM)
+    partial_sums = partial_out + places
     if EARLY:
         await_last()
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)

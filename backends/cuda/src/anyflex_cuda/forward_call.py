@@ -28,6 +28,7 @@ from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
     "Fit",
+    "Lengths",
     "Tiles",
     "boxed_arguments",
     "boxed_launch",
@@ -40,13 +41,14 @@ __all__ = [
     "refused_spec",
     "tiles_for",
     "width",
-    "workspace",
 ]
 
 _ROWS = 64
 """Of a consumer."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
+"""Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
+calls of the driver."""
 
 Lengths = tuple[int, ...]
 """Of a tensor's dimensions, or from one element of each to the next."""
@@ -124,12 +126,6 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
         return f"the mask's blocks of {spec.block_size[0]} rows aren't made of whole tiles"
     return None
-
-
-def workspace(fit: Fit, device: torch.device) -> tuple[TensorSpec, ...]:
-    """The counter of tiles, where programs take more than one: to allocate it and to set it to
-    zero are two more calls of the driver."""
-    return _COUNTER if fit.tiles > cores(device) else ()
 
 
 def width(dim: int) -> int:
@@ -235,14 +231,16 @@ class Fit(NamedTuple):
     """What follows from shapes and strides alone, of whichever call and mask.
 
     Args:
-        tiles: of all heads.
+        programs: take the tiles of all heads.
+        workspace: the counter of tiles, or nothing.
         even: as `program_for`'s.
         query, key, value: of their descriptors.
         out_box: of out's and rest's.
         values: arguments of the kernel.
     """
 
-    tiles: int
+    programs: int
+    workspace: tuple[TensorSpec, ...]
     even: bool
     query: BoxArguments
     key: BoxArguments
@@ -253,8 +251,8 @@ class Fit(NamedTuple):
 
 def fit_of(
     made: GluonPrograms, block_m: int, block_n: int, boxes: Mapping[str, tuple[int, ...]],
-    query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths, value: Lengths,
-    v_strides: Lengths,
+    device: torch.device, query: Lengths, q_strides: Lengths, key: Lengths, k_strides: Lengths,
+    value: Lengths, v_strides: Lengths,
 ) -> Fit | None:  # fmt: skip
     """Return what a call's tensors are to the kernel, or None where `refusal` has a reason that
     isn't their pointers'.
@@ -276,8 +274,10 @@ def fit_of(
     batch, heads, length, _ = query
     keys = key[2]
     count = -(-length // block_m)
+    programs = min(count * batch * heads, cores(device))
     return Fit(
-        count * batch * heads,
+        programs,
+        _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
         described[0],
         described[1],
@@ -337,7 +337,7 @@ def boxed_launch(
         values["r_desc"] = descriptor(rest, fit.out_box)
         values["rest"] = rest
         values["r_strides"] = rest.stride()[:3]
-    return Launch(program, min(fit.tiles, cores(call.query.device)), values)
+    return Launch(program, fit.programs, values)
 
 
 @lru_cache

@@ -21,7 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.decode_steps import ALL, EACH, NONE, share_of, total_steps
+from anyflex_cuda.decode_steps import (
+    ALL,
+    EACH,
+    NONE,
+    share_of,
+    steps_place,
+    sums_place,
+    total_steps,
+)
 from anyflex_cuda.hopper_forward import ROWS
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
@@ -345,13 +353,12 @@ def let_next_begin():
 
 @gluon.jit
 def decode_kernel(
-    k_desc, v_desc, query, key, value, partial_out, partial_sums, q_strides, k_strides, v_strides,
-    edges, steps, tables, ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length,
-    unit_steps, most, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr,
-    EARLY: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    k_desc, v_desc, query, key, value, partial_out, q_strides, k_strides, v_strides, edges, tables,
+    ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The sums of each unit's part of each program's share.
 
@@ -361,15 +368,19 @@ def decode_kernel(
         query: its strides (b, h, row) are counted in 8 elements.
         key, value: for `write_strange_part`, with strides (b, h, row).
         partial_out: [programs + units, GROUP * L, VALUE_DIM], float32, relative to its own top: of
-            program p and unit u at p + u.
-        partial_sums: [programs + units, GROUP * L, 3], float32: top in powers of two, sum; where
-            WANT_MAX, 1 if a score is NaN.
-        edges, steps: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
+            program p and unit u at p + u. Behind it, `decode_steps.sums_place`, partial_sums:
+            [programs + units, GROUP * L, 3], float32: top in powers of two, sum; where WANT_MAX, 1
+            if a score is NaN. To allocate one tensor less saves the host two microseconds.
+        edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
         EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
         EARLY: the next kernel may begin as soon as there is room for its programs.
     """
+    partial_sums = partial_out + sums_place(
+        gl.num_programs(0), batch * kv_heads, GROUP * q_length, VALUE_DIM,
+    )
+    steps = edges + steps_place(batch if PLAN == EACH else 1)
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_desc.dtype)

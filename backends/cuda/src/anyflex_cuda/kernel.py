@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Literal
+from weakref import ref
+
+import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
@@ -15,28 +18,29 @@ from anyflex_cuda.backward_call import (
     work_of,
 )
 from anyflex_cuda.decode_call import (
+    DecodeFit,
+    decode_fit_of,
     decode_tiles,
-    decode_workspace,
     launch_decode,
-    program_count,
     refused_decode,
     refused_decode_spec,
 )
 from anyflex_cuda.forward_call import (
     Fit,
+    Lengths,
     boxes_for,
     fit_of,
     launch_forward,
     refusal,
     refused_spec,
     tiles_for,
-    workspace,
 )
 from anyflex_cuda.gluon_program import is_aligned, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
+from anyflex_triton.forward_call import mask_shape
 from anyflex_triton.kernel import TritonKernel, cut
 from anyflex_triton.launch import launch_all
 from anyflex_triton.tuning import Tuner
@@ -45,6 +49,10 @@ __all__ = ["CudaKernel"]
 
 _FITS = 1024
 """Shapes and strides of a spec whose `Fit` is kept."""
+
+
+def _nobody() -> None:
+    """As a reference to a call that is gone."""
 
 
 class CudaKernel(TritonKernel):
@@ -79,10 +87,9 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
-        boxes = boxes_for(self._tiles, spec)
-        self._fits = lru_cache(_FITS)(
-            partial(fit_of, self._hopper, self._tiles.block_m, self._tiles.block_n, boxes)
-        )
+        self._boxes = boxes_for(self._tiles, spec)
+        self._fits = lru_cache(_FITS)(self._fit_of)
+        self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
@@ -98,36 +105,63 @@ class CudaKernel(TritonKernel):
         return f"{forward}, backward hopper{rest}"
 
     def _describe_forward(self, call: Call) -> str:
-        reason = self._refused_forward(call)
-        if reason is not None:
+        fit = self._fit(call)
+        if fit is None:
+            reason = self._refused_forward(call)
             return f"{super().describe(call)} (not Hopper's kernel: {reason})"
         fast = " fast tanh" if self._fast_tanh else ""
-        if self._decodes(call):
-            return f"hopper decode programs={program_count(call, self._decode_tiles)}{fast}"
+        if isinstance(fit, DecodeFit):
+            return f"hopper decode programs={fit.programs}{fast}"
         return f"hopper {self._tiles.block_m}x{self._tiles.block_n}{fast}"
 
     def _refused_forward(self, call: Call) -> str | None:
         """Why forward takes the portable kernels, or None."""
         if self._decodes(call):
-            reason = self._refused_decode or refusal(call)
-            return reason or refused_decode(call, self._decode_tiles)
+            return (
+                self._refused_decode
+                or refusal(call)
+                or refused_decode(
+                    self.spec,
+                    self._decode_tiles,
+                    call.query.shape,
+                    call.key.shape,
+                    mask_shape(call),
+                )
+            )
         return self._refused or refusal(call)
 
-    def _fit(self, call: Call) -> Fit | None:
-        """What Hopper's forward of many query rows needs to know of a call's tensors, or None
-        where it doesn't take the call."""
-        if self._refused is not None or self._decodes(call):
+    def _fit(self, call: Call) -> Fit | DecodeFit | None:
+        """What Hopper's forward or its decoding needs to know of a call's tensors, or None where
+        neither takes the call."""
+        if self._refused is not None and self._refused_decode is not None:
             return None
+        # A call is asked for its workspace, then run. One tuple: threads may do so at once.
+        last, fit = self._last
+        if last() is call:
+            return fit
         query, key, value = call.query, call.key, call.value
-        if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
-            return None
-        return self._fits(
-            query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride()
-        )
+        fit = None
+        if is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+            fit = self._fits(
+                query.device, query.shape, query.stride(), key.shape, key.stride(), value.shape,
+                value.stride(), mask_shape(call),
+            )  # fmt: skip
+        self._last = (ref(call), fit)
+        return fit
 
-    def _takes_decode(self, call: Call) -> bool:
-        """Whether Hopper's decoding takes the call."""
-        return self._decodes(call) and self._refused_forward(call) is None
+    def _fit_of(
+        self, device: torch.device, query: Lengths, q_strides: Lengths, key: Lengths,
+        k_strides: Lengths, value: Lengths, v_strides: Lengths, mask: Lengths | None,
+    ) -> Fit | DecodeFit | None:  # fmt: skip
+        layouts = (query, q_strides, key, k_strides, value, v_strides)
+        if self._decodes_rows(query[2], mask):
+            if self._refused_decode is not None:
+                return None
+            return decode_fit_of(self._hopper, self._decode_tiles, device, *layouts, mask)
+        if self._refused is not None:
+            return None
+        tiles = self._tiles
+        return fit_of(self._hopper, tiles.block_m, tiles.block_n, self._boxes, device, *layouts)
 
     def _refused_backward_of(self, call: Call) -> str | None:
         """Why backward takes the portable kernels, or None."""
@@ -139,15 +173,13 @@ class CudaKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Hopper's forward a counter, or nothing; of its decoding `decode_workspace`; of its
-        backward `backward_workspace`, then what the portable pass over query rows takes where
+        """Of Hopper's forward a counter, or nothing; of its decoding what its `DecodeFit` says; of
+        its backward `backward_workspace`, then what the portable pass over query rows takes where
         that makes dQ; else as the portable kernels'."""
         if direction == "forward":
             fit = self._fit(call)
             if fit is not None:
-                return workspace(fit, call.query.device)
-            if self._takes_decode(call):
-                return decode_workspace(self.spec, call, self._decode_tiles)
+                return fit.workspace
         if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
         ours = backward_workspace(self.spec, call)
@@ -158,12 +190,12 @@ class CudaKernel(TritonKernel):
     def forward(self, call: Call, out: Outputs) -> None:
         """Fill `out`."""
         fit = self._fit(call)
-        if fit is not None:
-            launch_forward(self._hopper, self._tiles, fit, call, out)
-        elif self._takes_decode(call):
-            launch_decode(self._made, self._hopper, self._decode_tiles, call, out)
-        else:
+        if fit is None:
             super().forward(call, out)
+        elif isinstance(fit, DecodeFit):
+            launch_decode(self._made, self._hopper, self._decode_tiles, fit, call, out)
+        else:
+            launch_forward(self._hopper, self._tiles, fit, call, out)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""

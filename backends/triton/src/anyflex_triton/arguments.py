@@ -19,6 +19,7 @@ __all__ = [
     "is_blocked",
     "is_described",
     "is_described_whole",
+    "layout_like",
     "layout_of",
     "row_strides",
 ]
@@ -49,13 +50,21 @@ class Layout:
 
 def layout_of(tensor: Tensor) -> Layout:
     """Return the layout of a 4-D tensor."""
-    return _layout(
+    return layout_like(
         tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr() % _BYTES == 0
     )
 
 
 @lru_cache(_KEPT)
-def _layout(sizes: tuple[int, ...], strides: tuple[int, ...], size: int, aligned: bool) -> Layout:
+def layout_like(
+    sizes: tuple[int, ...], strides: tuple[int, ...], size: int, aligned: bool
+) -> Layout:
+    """`layout_of` a tensor of such shape and strides.
+
+    Args:
+        size: bytes of an element.
+        aligned: its pointer is a multiple of 16 bytes.
+    """
     b, h, row, column = strides
     # The stride of a dimension of one element is never used, and may be anything.
     if sizes[0] <= 1:

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from anyflex.plugin import Call, Outputs
+from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import layout_of
 from anyflex_triton.configs import Config
@@ -25,25 +25,32 @@ from anyflex_triton.programs import (
     tile_count,
 )
 
-__all__ = ["launch_decode", "launch_prefill", "packed_heads", "split_count"]
+__all__ = ["launch_decode", "launch_prefill", "mask_shape", "packed_heads", "split_count"]
 
 _PROGRAMS_A_CORE = 4
 _LEAST_SPLIT = 256
 """Keys: a shorter split isn't worth its combination."""
 
 
-def packed_heads(made: Programs, call: Call) -> int:
+def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
     """Query heads that share the rows of a decoding tile: those of a key head, if their rows
-    of blocks are the same."""
-    if call.mask is not None and call.mask.offsets.shape[1] > 1:
-        return 1
-    return made.spec.gqa_ratio
+    of blocks are the same.
+
+    Args:
+        mask: of `mask_shape`.
+    """
+    return spec.gqa_ratio if mask is None or mask[1] == 1 else 1
+
+
+def mask_shape(call: Call) -> tuple[int, ...] | None:
+    """Of the mask's offsets, or None."""
+    return None if call.mask is None else call.mask.offsets.shape
 
 
 def split_count(made: Programs, call: Call) -> int:
     """How many splits the keys of a decoding call are cut into."""
     batch, heads = call.query.shape[:2]
-    units = batch * (heads // packed_heads(made, call))
+    units = batch * (heads // packed_heads(made.spec, mask_shape(call)))
     keys = call.key.shape[2]
     wanted = -(-_PROGRAMS_A_CORE * _cores(call.query.device) // max(units, 1))
     return max(1, min(wanted, keys // _LEAST_SPLIT))
@@ -152,7 +159,7 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
-    packed = packed_heads(made, call)
+    packed = packed_heads(made.spec, mask_shape(call))
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)

@@ -13,7 +13,13 @@ from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
-from anyflex_triton.forward_call import launch_decode, launch_prefill, packed_heads, split_count
+from anyflex_triton.forward_call import (
+    launch_decode,
+    launch_prefill,
+    mask_shape,
+    packed_heads,
+    split_count,
+)
 from anyflex_triton.launch import Launch, launch_all
 from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
 from anyflex_triton.programs import Programs
@@ -61,12 +67,15 @@ class TritonKernel(Kernel):
         return f"prefill {config.block_m}x{config.block_n}{state}"
 
     def _decodes(self, call: Call) -> bool:
-        length = call.query.shape[2]
-        if length == 0 or length > _SHORT_ROWS:
+        return self._decodes_rows(call.query.shape[2], mask_shape(call))
+
+    def _decodes_rows(self, length: int, mask: tuple[int, ...] | None) -> bool:
+        """Whether calls of so many query rows are decoded, with masks of that `mask_shape`."""
+        if not 0 < length <= _SHORT_ROWS:
             return False
-        if packed_heads(self._made, call) * length > _SHORT_ROWS:
+        if packed_heads(self.spec, mask) * length > _SHORT_ROWS:
             return False
-        return call.mask is None or length <= call.mask.block_size[0]
+        return mask is None or length <= self.spec.block_size[0]
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
         """What rounding took from out: backward's delta needs those digits."""

@@ -167,8 +167,14 @@ class Program:
                 f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
             )
         self._order = tuple(function.arg_names)
-        # A kernel has more arguments than one.
-        self._ordered = itemgetter(*self._order)
+        # Constants come last, but those that stand for an argument that other kernels have.
+        count = len(self._order)
+        while count and self._order[count - 1] in self.constants:
+            count -= 1
+        self._last = tuple(self.constants[name] for name in self._order[count:])
+        self._between = {n: self.constants[n] for n in self._order[:count] if n in self.constants}
+        # A kernel has more arguments than one that aren't.
+        self._ordered = itemgetter(*self._order[:count])
         # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
@@ -226,9 +232,11 @@ class Program:
         """Run `grid` programs on the current stream of the current device.
 
         Args:
-            values: of all arguments that aren't constants.
+            values: of all arguments that aren't constants. There may be more: another kernel's.
         """
-        arguments = self._ordered({**self.constants, **values})
+        if self._between:
+            values = {**values, **self._between}
+        arguments = self._ordered(values) + self._last
         if INTERPRETED:
             with _interpreter:
                 self.function[(grid,)](*arguments, **self.options.keywords())
@@ -270,7 +278,7 @@ class Launch(NamedTuple):
     """A program with what it runs on.
 
     Args:
-        values: of all arguments that aren't constants.
+        values: as `Program.launch`'s.
         sums: tensors that are zeros before and are added to; others are overwritten.
     """
 

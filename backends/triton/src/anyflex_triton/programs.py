@@ -380,16 +380,22 @@ class Programs:
         }
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
+        return {
+            "offsets": call.query if rows is None else rows.offsets,
+            "ends": call.query if rows is None else rows.ends,
+            "runs": call.query if rows is None else rows.runs,
+            "mask_strides": (0, 0) if rows is None else rows.strides,
+            **self.mod_values(call),
+        }
+
+    def mod_values(self, call: Call) -> dict[str, object]:
+        """What mods are given."""
         types = self.common_types
         tables, ints = call.captured, call.ints
         if tables:
             sizes = [number for t in tables for number in (*t.shape, *t.stride())]
             tables, ints = without_bools(tables), (*sizes, *ints)
         return {
-            "offsets": call.query if rows is None else rows.offsets,
-            "ends": call.query if rows is None else rows.ends,
-            "runs": call.query if rows is None else rows.runs,
-            "mask_strides": (0, 0) if rows is None else rows.strides,
             "tables": tables,
             "ints": ints[: len(types["ints"])],
             "floats": call.floats[: len(types["floats"])],
