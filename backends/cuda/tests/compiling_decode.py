@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -24,7 +23,6 @@ from torch import Tensor
 
 import anyflex
 from anyflex.plugin import Spec, isolated, register
-from anyflex_cuda import kernel
 from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
 from anyflex_cuda.gluon_mods import gluon_source
@@ -66,7 +64,7 @@ def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> dict[str,
     }
 
 
-def launched(early: bool) -> Iterator[dict[str, Any]]:
+def launched() -> Iterator[dict[str, Any]]:
     """Compile all that a call with a mask launches."""
     q, k, v = (torch.zeros(2, h, n, 128).bfloat16() for h, n in ((8, 1), (2, 500), (2, 500)))
 
@@ -74,8 +72,7 @@ def launched(early: bool) -> Iterator[dict[str, Any]]:
         return kv_idx < 100 + 100 * b
 
     mask = anyflex.create_block_mask(documents, 2, None, 1, 500)
-    tiles = decode_tiles(spec_of("full", 128))._replace(early=early)
-    with isolated(), mock.patch.object(kernel, "decode_tiles", lambda spec: tiles):
+    with isolated():
         register("cuda", OnHopper)
         with recording() as launches:
             anyflex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, backend="cuda")
@@ -87,8 +84,6 @@ def launched(early: bool) -> Iterator[dict[str, Any]]:
             "name": program.function.__name__,
             "grid": grid,
             "spills": spills_of(told_of(compiled)[0]),
-            "early": bool(compiled.metadata.launch_pdl),
-            "depends": re.findall(r"griddepcontrol\.\w+", compiled.asm["ptx"]),
         }
 
 
@@ -106,9 +101,8 @@ def main() -> int:
             spec = replace(spec, gqa_ratio=4)
             found = facts_of(spec, decode_tiles(spec), plan, even)
             print(json.dumps({"name": f"{name} {dim} {plan} {even}", **found}), flush=True)
-        for early in (False, True):
-            for found in launched(early):
-                print(json.dumps(found), flush=True)
+        for found in launched():
+            print(json.dumps(found), flush=True)
     return 0
 
 

@@ -58,6 +58,7 @@ class Case:
         rest: what rounding takes from out is wanted, too.
         transposed: rows of heads lie beside each other.
         cores: multiprocessors.
+        most_parts: of a head, that are added up at a time.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Case:
     rest: bool = False
     transposed: bool = False
     cores: int = 3
+    most_parts: int = 64
 
 
 def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -88,6 +90,8 @@ def lengths(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 CASES = [
     Case("plain"),
     Case("many programs", batch=1, keys=2048, cores=30),
+    # Lengths of its own: what is known of those of others would be taken again.
+    Case("more parts than at a time", batch=1, keys=1984, cores=30, most_parts=2),
     Case("one program", batch=3, keys=512, cores=1, heads=(2, 2)),
     Case("other dims", dims=(40, 72), rows=3, heads=(8, 1)),
     Case("score mod", score=scaled, rows=2),
@@ -167,7 +171,10 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
 
 
 def check(case: Case) -> None:
-    with mock.patch.object(forward_call, "cores", lambda device: case.cores):
+    with (
+        mock.patch.object(forward_call, "cores", lambda device: case.cores),
+        mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
+    ):
         ours, names = outputs(case, "cuda.python")
         again, _ = outputs(case, "cuda.python")
     steps = () if case.mask is None else ("steps_kernel",)

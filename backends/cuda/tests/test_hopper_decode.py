@@ -149,7 +149,7 @@ class Case:
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "PLAN": self.plan,
                 "GROUP": self.group, "KV_SHARED": self.kv_shared, "DIM": self.dim,
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
-                "WANT_MAX": True, "EARLY": False, "EVEN": even, "STAGES": self.stages,
+                "WANT_MAX": True, "EVEN": even, "STAGES": self.stages,
                 "BLOCK_N": self.block_n, "PRODUCER_REGISTERS": 24,
             },
             self.seed,

@@ -25,4 +25,4 @@ def test_calls_give_the_reference_s_outputs_where_nothing_is_finite_too() -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count(": right") == 11, done.stdout
+    assert done.stdout.count(": right") == 12, done.stdout

@@ -49,13 +49,11 @@ class DecodeTiles(NamedTuple):
         block_n: keys of a step.
         stages: steps whose keys and values are in shared memory, or on their way there.
         programs: of a multiprocessor, which share its memory.
-        early: the sums are launched before the programs end, which they wait for on their own.
     """
 
     block_n: int
     stages: int
     programs: int
-    early: bool = False
 
     @property
     def most_registers(self) -> int:
@@ -190,14 +188,15 @@ def decode_fit_of(
         even = even and spec.block_size[1] % tiles.block_n == 0
         workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
         values["entries"] = entries
+    # Of a unit. Where units have their own counts of steps, one may have nearly all.
+    parts = programs if plan == decode_steps.EACH.value else programs // units + 2
     boxes = _boxes(spec, tiles)
     return DecodeFit(
         tuple(workspace),
         plan,
         even,
         programs,
-        # As many as a unit has where all have equally many steps.
-        min(_MOST_PARTS, max(4, 1 << (programs // units + 1).bit_length())),
+        min(_MOST_PARTS, max(4, 1 << (parts - 1).bit_length())),
         batch * heads * length,
         boxes_of(key, k_strides, size, boxes["k_desc"]),
         boxes_of(value, v_strides, size, boxes["v_desc"]),
@@ -248,7 +247,6 @@ def decode_program(
             "DV": _columns(spec.value_head_dim),
             "WANT_MAX": max_scores,
             "EVEN": even,
-            "EARLY": tiles.early,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
@@ -348,7 +346,7 @@ def _sums_program(
         lse, max_scores, rest: which outputs beside out are wanted.
     """
     key = (
-        "hopper decode sums", tiles.early, fit.plan, fit.at_once, unit, lse, max_scores, rest,
+        "hopper decode sums", fit.plan, fit.at_once, unit, lse, max_scores, rest,
     )  # fmt: skip
     program = made.existing.get(key)
     if program is not None:
@@ -374,9 +372,8 @@ def _sums_program(
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
-            "EARLY": tiles.early,
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        Options(1 if fit.at_once <= 16 else 4, 1, (("launch_pdl", True),) if tiles.early else ()),
+        Options(1 if fit.at_once <= 16 else 4, 1),
     )

@@ -15,26 +15,17 @@ __all__ = ["combine_kernel"]
 
 
 @triton.jit
-def await_last():
-    """Wait until the kernel before has ended, and what it wrote is there."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-    )
-
-
-@triton.jit
 def combine_kernel(
     partial_out, out, rest, lse, max_scores, o_strides, edges, batch, heads, q_length, unit_steps,
     programs, GROUP: tl.constexpr, PLAN: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr, EARLY: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
     Args:
         partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
         programs: of that kernel.
-        EARLY: launched while that one still runs.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length
@@ -45,8 +36,6 @@ def combine_kernel(
     kv_head = h // GROUP
     places = sums_place(programs, batch * kv_heads, GROUP * q_length, VALUE_DIM)
     partial_sums = partial_out + places
-    if EARLY:
-        await_last()
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     begin, count = steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN)
     first_program = program_of(begin, programs, total_count)

@@ -342,22 +342,12 @@ def consume(
 
 
 @gluon.jit
-def let_next_begin():
-    """For a kernel that was launched to begin before this one ends."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;", "=r,r",
-        [gl.arange(0, 128, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1,
-    )
-
-
-@gluon.jit
 def decode_kernel(
     k_desc, v_desc, query, key, value, partial_out, q_strides, k_strides, v_strides, edges, tables,
     ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr, EARLY: gl.constexpr,
+    DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The sums of each unit's part of each program's share.
@@ -375,7 +365,6 @@ def decode_kernel(
         unit_steps: of a unit, if PLAN is NONE.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
         EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
-        EARLY: the next kernel may begin as soon as there is room for its programs.
     """
     partial_sums = partial_out + sums_place(
         gl.num_programs(0), batch * kv_heads, GROUP * q_length, VALUE_DIM,
@@ -396,8 +385,6 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
-    if EARLY:
-        let_next_begin()
     gl.warp_specialize([
         (consume, (
             q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
