@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from scripts_beside import printed_by
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -21,20 +17,8 @@ REPAIRED = 700
 
 
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
-    here = Path(__file__).parent
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    paths = [*(path for path in sys.path if path), str(here)]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    done = subprocess.run(
-        [sys.executable, str(here / "compiling_backward.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    found = [line.split() for line in done.stdout.splitlines()]
+    lines = printed_by("compiling_backward.py")
+    found = [line.split() for line in lines]
     assert sum(line[1] == "backward_kernel" for line in found) == 13
     for case, kernel, shared, spilled, products, loops in found:
         assert products == "free", (case, kernel)

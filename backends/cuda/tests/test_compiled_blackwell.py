@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts_beside import printed_by
 
 TRITON = pytest.importorskip("triton", reason="triton is not installed").__version__
+
 SHARED = 232_448
 """Bytes that a program can have on Blackwell."""
 TENSOR = 512
@@ -18,19 +16,8 @@ TENSOR = 512
 
 
 def test_forward_compiles_for_sm_100_within_its_memories_with_products_of_tcgen05() -> None:
-    here = Path(__file__).parent
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, str(here / "compiling_blackwell.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = printed_by("compiling_blackwell.py")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == 4
     for facts in found:
         assert facts["shared"] <= SHARED and facts["tensor"] <= TENSOR, facts

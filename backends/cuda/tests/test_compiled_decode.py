@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts_beside import printed_by
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -17,19 +14,8 @@ SHARED = 228 * 1024 // 2 - 1024
 
 
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
-    here = Path(__file__).parent
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, str(here / "compiling_decode.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = printed_by("compiling_decode.py")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
     of_steps, of_calls = found[:9], found[9:]
     for facts in of_steps:
         assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from scripts_beside import printed_by
 
 TRITON = pytest.importorskip("triton", reason="triton is not installed").__version__
+
 SHARED = 232_448
 """Bytes that a program can have on Hopper."""
 
 
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
-    here = Path(__file__).parent
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(here), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, str(here / "compiling_forward.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = printed_by("compiling_forward.py")
+    found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == 9
     for facts in found:
         # Of about 600 instructions a loop three with Triton 3.9.

@@ -1,0 +1,34 @@
+"""Runs a script of this folder in a process of its own: compilers and the interpreter of Triton
+keep what they are told for the whole of a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["printed_by"]
+
+
+def printed_by(script: str, *, interpreted: bool = False) -> list[str]:
+    """The lines that it prints; it has to end well.
+
+    Args:
+        interpreted: with TRITON_INTERPRET=1; else without, whatever this process has.
+    """
+    here = Path(__file__).parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, sys.path), str(here)])
+    done = subprocess.run(
+        [sys.executable, str(here / script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout.splitlines()
