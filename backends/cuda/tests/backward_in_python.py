@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gluon_in_python import Box, Pointer, run_kernel
+from gluon_in_python import in_numpy, run_kernel
 from torch import Tensor
 
 import anyflex
@@ -110,16 +110,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
         "SCORE_MOD_BACKWARD": case.score_backward,
         "MASK_MOD": case.mask,
     }
-    for name, value in values.items():
-        if hasattr(value, "block_shape"):
-            array = value.base.numpy()
-            strides = [stride * array.itemsize for stride in value.strides]
-            view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
-            given[name] = Box(view, value.block_shape, array.itemsize)
-        elif isinstance(value, Tensor):
-            given[name] = Pointer(value.numpy())
-        else:
-            given[name] = value
+    given |= in_numpy(values)
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0)
 
 

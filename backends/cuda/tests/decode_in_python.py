@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from backward_in_python import InPython, Mod, scaled
-from gluon_in_python import Box, Pointer, run_kernel
+from gluon_in_python import in_numpy, run_kernel
 from torch import Tensor
 
 import anyflex
@@ -107,18 +107,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     """Hopper's kernel of a launch, with the case's mods in numpy."""
     given: dict[str, Any] = {**program.constants}
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
-    for name in program.types:
-        value = values[name]
-        if hasattr(value, "block_shape"):
-            array = value.base.numpy()
-            strides = [stride * array.itemsize for stride in value.strides]
-            view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
-            given[name] = Box(view, value.block_shape, array.itemsize)
-        elif isinstance(value, Tensor):
-            # Whatever the order of its dimensions.
-            given[name] = Pointer(value.detach().as_strided((value.numel(),), (1,)).numpy())
-        else:
-            given[name] = value
+    given |= in_numpy({name: values[name] for name in program.types})
     run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
 
 

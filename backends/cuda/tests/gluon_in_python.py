@@ -19,8 +19,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-__all__ = ["Box", "Pointer", "Stuck", "run_kernel", "runs_of"]
+__all__ = ["Box", "Pointer", "Stuck", "in_numpy", "run_kernel", "runs_of"]
 
 _LIMIT = 20_000
 """Steps in a row in which nobody got on."""
@@ -453,6 +454,25 @@ class Device:
                 nothing,
             ),
         )  # fmt: skip
+
+
+def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A launch's values as `run_kernel` takes them: boxes for descriptors, for tensors pointers
+    into their memory, whatever the order of their dimensions."""
+    given: dict[str, Any] = {}
+    for name, value in values.items():
+        if hasattr(value, "block_shape"):
+            array = value.base.numpy()
+            strides = [stride * array.itemsize for stride in value.strides]
+            view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
+            given[name] = Box(view, value.block_shape, array.itemsize)
+        elif isinstance(value, Tensor):
+            memory = value.untyped_storage().nbytes() // value.element_size()
+            count = memory - value.storage_offset()
+            given[name] = Pointer(value.detach().as_strided((count,), (1,)).numpy())
+        else:
+            given[name] = value
+    return given
 
 
 def run_kernel(

@@ -8,8 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
-from anyflex.plugin import Accepted, Decision
+import anyflex
+from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import forward_call
 from anyflex_cuda.backend import CudaBackend
@@ -33,6 +35,22 @@ class OnHopper(CudaBackend):
 class OnBlackwell(OnHopper):
     def target(self) -> Any:
         return "blackwell"
+
+
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+def launches_on(
+    backend: type[CudaBackend], q: Tensor, k: Tensor, v: Tensor, *mods: Any, **more: Any
+) -> tuple[list[Any], str]:
+    """(what a call launches, what explain says its kernel is)."""
+    with isolated():
+        register("cuda", backend)
+        with recording() as launched:
+            anyflex.flex_attention(q, k, v, *mods, backend="cuda", **more)
+            found = anyflex.explain(q, k, v, *mods, backend="cuda", **more)
+            return launched, str(found)
 
 
 @contextmanager

@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import Box, Pointer, run_kernel
+from gluon_in_python import in_numpy, run_kernel
 from recording import OnBlackwell, recording
 
 import anyflex
@@ -50,12 +48,6 @@ def whole(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (q // 128 + k // 128) % 3 != 1
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """All elements from its first on, in the order of addresses."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
-    return tensor.as_strided((count,), (1,))
-
-
 CASES = {
     # rows, keys, head dims, score mod, mask mod, block size
     "plain": (300, 200, (64, 64), None, None, 128),
@@ -79,16 +71,7 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
     ) -> None:
         """The kernel, with the case's mods in numpy."""
         given: dict[str, Any] = {**program.constants, "SCORE_MOD": score, "MASK_MOD": mask_mod}
-        for key, value in values.items():
-            if hasattr(value, "block_shape"):
-                array = value.base.numpy()
-                strides = [stride * array.itemsize for stride in value.strides]
-                view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
-                given[key] = Box(view, value.block_shape, array.itemsize)
-            elif isinstance(value, Tensor):
-                given[key] = Pointer(in_memory(value).numpy())
-            else:
-                given[key] = value
+        given |= in_numpy(values)
         modules = (tiles, forward, spoken_words, step_scores, strange_values)
         run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)
         ran.append(program.function.__name__)

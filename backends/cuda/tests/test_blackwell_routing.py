@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from recording import CORES, OnBlackwell, recording
+from recording import CORES, OnBlackwell, drawn, launches_on, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
@@ -22,18 +23,7 @@ PORTABLE = "anyflex_triton.forward"
 SHAPE = (1, 2, 512, 64)
 
 
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
-
-
-def launches(q: Tensor, k: Tensor, v: Tensor, *mods: Any, **more: Any) -> tuple[list[Any], str]:
-    """(what a call launches, what explain says its kernel is)."""
-    with isolated():
-        register("cuda", OnBlackwell)
-        with recording() as launched:
-            anyflex.flex_attention(q, k, v, *mods, backend="cuda", **more)
-            found = anyflex.explain(q, k, v, *mods, backend="cuda", **more)
-            return launched, str(found)
+launches = partial(launches_on, OnBlackwell)
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from recording import CORES, OnHopper, recording
+from recording import CORES, OnHopper, drawn, launches_on, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
@@ -24,18 +25,7 @@ HOPPERS = "anyflex_cuda.hopper_forward"
 PORTABLE = "anyflex_triton.forward"
 
 
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
-
-
-def launches(q: Tensor, k: Tensor, v: Tensor, *mods: Any, **more: Any) -> tuple[list[Any], str]:
-    """(what a call launches, what explain says its kernel is)."""
-    with isolated():
-        register("cuda", OnHopper)
-        with recording() as launched:
-            anyflex.flex_attention(q, k, v, *mods, backend="cuda", **more)
-            found = anyflex.explain(q, k, v, *mods, backend="cuda", **more)
-            return launched, str(found)
+launches = partial(launches_on, OnHopper)
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
