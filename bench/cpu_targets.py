@@ -379,7 +379,12 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
     target = group.target.get(kind)
     ratios: dict[str, float | None] = {}
     for case in group.cases:
-        of_case = [row for row in rows if row["case"] == case.name]
+        # Forward's case, and that of forward and backward, have one name.
+        of_case = [
+            row
+            for row in rows
+            if row["case"] == case.name and row.get("direction", "forward") in case.directions
+        ]
         ours = [row["median_ms"] for row in of_case if row["contender"] == "cpu"]
         theirs = [
             row["median_ms"]

@@ -190,6 +190,7 @@ def test_the_table_and_the_picture_show_each_row(
         (("--shape", "1x2x8x8", "--direction", "sideways"), 2, "forward, backward, both"),
         (("--mask", "causal"), 2, "--mask: belongs to --shape"),
         (("--case", "nothing*"), 2, "matches none of: full B1"),
+        (("--clock", "graph"), 2, "CUDA graphs are of NVIDIA's GPUs; the device is cpu"),
         (("--rounds", "0"), 2, "--rounds 0: must be at least 1"),
         (("--plot", "plot.png"), 2, "the picture is SVG"),
         (("--device", "xpu"), 3, "torch sees no such device"),

@@ -11,7 +11,7 @@ from torch import Tensor
 import anyflex
 from anyflex.bench.case import BenchCase, Inputs, make_inputs
 from anyflex.bench.check import Formula, worst_error
-from anyflex.bench.clock import Timed, WallClock
+from anyflex.bench.clock import GraphClock, Timed, WallClock
 from anyflex.bench.contenders import Contender
 from anyflex.bench.measure import measure_case
 from anyflex.bench.peers import peers
@@ -72,6 +72,49 @@ def test_the_clock_is_read_around_all_calls() -> None:
     assert WallClock(CPU).once(Timed(calls.append, before=lambda: 2)) > 0
     assert WallClock(CPU).seconds(Timed(calls.append, before=lambda: 3), 2) > 0
     assert calls == [1] * 5 + [2] + [3] * 2
+
+
+class Readying(WallClock):
+    """A clock that times something else, as one that captures does."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__(CPU)
+        self.fails = fails
+        self.replayed = 0
+
+    def readied(self, timed: Timed) -> Timed:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        def replay(_: object) -> None:
+            self.replayed += 1
+
+        return Timed(replay)
+
+
+def test_a_clock_may_time_something_made_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyflex.bench.measure._CALLS", 2)
+    calls: list[str] = []
+    clock = Readying(fails=False)
+    racers = [recording("a", calls)]
+    (measured,) = measure_case(CASE, racers, CPU, clock, 5, lambda text: None)
+    # First call and check; then nothing but replays, three of them to warm up.
+    assert measured.status == "measured" and len(calls) == 2 and clock.replayed == 3 + 5 * 2
+
+
+def test_a_call_that_cannot_be_captured_failed_and_others_go_on() -> None:
+    racers = [recording("a", [])]
+    (row,) = measure_case(CASE, racers, CPU, Readying(fails=True), 1, lambda text: None)
+    assert row.status == "failed" and row.samples_ms == []
+    assert row.detail == "RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_no_graph_is_made_of_a_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(CASE, directions=("backward",))
+    clock = WallClock(CPU)
+    monkeypatch.setattr(clock, "refusal", GraphClock.refusal.__get__(clock))
+    (row,) = measure_case(case, [recording("a", [])], CPU, clock, 1, lambda text: None)
+    assert row.status == "refused" and row.detail == "no CUDA graph of a backward alone"
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])

@@ -1,4 +1,5 @@
-"""Clocks: wall time on the CPU, events on the device elsewhere."""
+"""Clocks: wall time on the CPU, events on the device elsewhere, around calls or a CUDA graph of
+one."""
 
 from __future__ import annotations
 
@@ -6,11 +7,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["Clock", "DeviceClock", "Timed", "WallClock", "clock_of"]
+__all__ = ["Clock", "ClockName", "DeviceClock", "GraphClock", "Timed", "WallClock", "clock_of"]
 
 _FLUSHED = 256 << 20
 """Bytes that are written between two calls, so that no input waits in a cache: more than any
@@ -43,6 +44,14 @@ class Clock:
     def seconds(self, timed: Timed, count: int) -> float:
         """Return the mean seconds of `count` calls."""
         raise NotImplementedError
+
+    def refusal(self, timed: Timed) -> str | None:
+        """Return why it can't be timed, or None."""
+        return None
+
+    def readied(self, timed: Timed) -> Timed:
+        """Return what is timed in place of a call that has been made once."""
+        return timed
 
     def wait(self) -> None:
         """Wait until the device has done what it was given."""
@@ -108,6 +117,35 @@ class DeviceClock(Clock):
         return math.fsum(begin.elapsed_time(end) for begin, end in pairs) / count / 1e3
 
 
-def clock_of(device: torch.device, *, wall: bool = False) -> Clock:
-    """Return the clock for calls on `device`: events, except on the CPU or if `wall` asks."""
-    return WallClock(device) if wall or device.type == "cpu" else DeviceClock(device)
+class GraphClock(DeviceClock):
+    """Two events around the replay of a CUDA graph of one call: what the device takes, and nothing
+    of the host, however small the call."""
+
+    name = "device events around a CUDA graph of one call, caches flushed"
+
+    def refusal(self, timed: Timed) -> str | None:
+        """A backward's graph would read a forward that is made once."""
+        return None if timed.before is None else "no CUDA graph of a backward alone"
+
+    def readied(self, timed: Timed) -> Timed:
+        """Capture the call. Raises what it raises if it can't be captured."""
+        # What is left to be made at a second call, as capturing wants: on another stream.
+        beside = torch.cuda.Stream(self.device)
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(beside):
+            timed.call(None)
+        torch.cuda.current_stream(self.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            timed.call(None)
+        return Timed(lambda _: graph.replay())
+
+
+ClockName = Literal["device", "wall", "graph"]
+
+
+def clock_of(device: torch.device, name: ClockName = "device") -> Clock:
+    """Return a clock for calls on `device`; on the CPU there is one, whatever the name."""
+    if name == "wall" or device.type == "cpu":
+        return WallClock(device)
+    return GraphClock(device) if name == "graph" else DeviceClock(device)

@@ -167,6 +167,10 @@ def _admitted(
         # The first call is the real one: a compiler that saw the small one before would make
         # code for both.
         timed = _timed(contender, inputs, direction)
+        refusal = clock.refusal(timed)
+        if refusal is not None:
+            measured.status, measured.detail = "refused", refusal
+            return None
         measured.first_call_s = clock.once(timed)
         measured.worst, measured.error = worst_error(contender, formula)
     except BackendRefused as error:
@@ -187,7 +191,13 @@ def _admitted(
             f"{limit:.0e}"
         )
         return None
-    return timed
+    try:
+        return clock.readied(timed)
+    # As above: not everybody can be captured.
+    except Exception as error:  # noqa: BLE001
+        measured.status = "failed"
+        measured.detail = f"{type(error).__name__}: {_first_line(error)}"
+        return None
 
 
 def _timed(contender: Contender, inputs: Inputs, direction: Direction) -> Timed:

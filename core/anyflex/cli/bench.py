@@ -75,9 +75,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--rounds", type=int, default=7, help="default: 7")
     parser.add_argument(
         "--clock",
-        choices=("device", "wall"),
+        choices=("device", "wall", "graph"),
         default="device",
-        help="on accelerators: time on the device (default), or of calls back to back on the host",
+        help="on accelerators: time on the device (default), of calls back to back on the host, "
+        "or on the device of a CUDA graph of one call",
     )
     parser.add_argument("--json", metavar="FILE", help="write the results; - for standard output")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="write a picture, FILE.svg")
@@ -113,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
     # A preset for one device says so by its name.
     of_preset = "cuda" if (args.preset or "").startswith("h200") else "cpu"
     device = present_device(args.device or of_preset)
+    if args.clock == "graph" and device.type != "cuda":
+        raise WrongUsage(f"--clock graph: CUDA graphs are of NVIDIA's GPUs; the device is {device}")
     contenders = chosen_contenders(device, [name for name in args.backend.split(",") if name])
     if args.list:
         from anyflex.bench.presets import PRESETS
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Output while something is timed costs time: only a terminal's line.
     progress = ProgressLine(sys.stderr, math.inf)
-    clock = clock_of(device, wall=args.clock == "wall")
+    clock = clock_of(device, args.clock)
     begin = time.perf_counter()
     measurements: list[Measurement] = []
 

@@ -1,0 +1,194 @@
+"""What a GPU backend costs before its kernels work: first calls, and how often it compiles.
+
+    python bench/gpu_first_calls.py [--backend cuda] [--repeat 3] [--json FILE]
+
+A causal soft cap, bfloat16, B2 H8 S2048 D128, forward and then backward, each time in a process of
+its own, in which torch has its context of the device. In a *fresh* process the clock starts before
+anyflex and Triton are imported; a *running* one has made a call without mods before. *cold*: the
+caches on disk are empty but for what that call left there; *warm*: an earlier process has made the
+same calls. Medians of --repeat processes. Then, in one process, calls of many lengths and batches,
+with every compilation counted by Triton's listener. Exits with 1 if a limit isn't met, or a kernel
+is compiled twice for one class of calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LIMITS", "CLASSES", "faults", "main"]
+
+LIMITS = {"fresh, cold": 2.0, "running, cold": 2.0, "fresh, warm": 1.2, "running, warm": 0.06}
+"""Seconds of a first call, forward or backward."""
+CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
+    "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
+    "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (65, 128, 1000, 2048, 4096)),
+}
+"""(batch, queries, keys) of calls for which each kernel is compiled once."""
+
+
+def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return 20 * torch.tanh(score / 20)
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def drawn(batch: int, queries: int, keys: int, device: str, *, learns: bool) -> list[Tensor]:
+    """Query, key and value."""
+    return [
+        torch.randn(
+            batch, 8, length, 128, dtype=torch.bfloat16, device=device, requires_grad=learns
+        )
+        for length in (queries, keys, keys)
+    ]
+
+
+def process_of_first_calls(kind: str, backend: str, device: str) -> dict[str, float]:
+    """Seconds of one process's first forward and backward."""
+    tensors = drawn(2, 2048, 2048, device, learns=True)
+    dout = torch.randn_like(tensors[0])
+    torch.accelerator.synchronize()
+
+    def calls(mod: Callable[..., Tensor] | None) -> dict[str, float]:
+        began = time.perf_counter()
+        import anyflex
+
+        mask = None
+        if mod is not None:
+            mask = anyflex.create_block_mask(causal, None, None, 2048, 2048, device=device)
+        out = anyflex.flex_attention(*tensors, mod, mask, backend=backend)
+        torch.accelerator.synchronize()
+        between = time.perf_counter()
+        out.backward(dout)
+        torch.accelerator.synchronize()
+        return {"forward": between - began, "backward": time.perf_counter() - between}
+
+    if kind == "running":
+        calls(None)
+    return calls(softcap)
+
+
+def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int]]:
+    """How often each kernel was compiled, by class of calls."""
+    import triton
+
+    import anyflex
+
+    found: dict[str, dict[str, int]] = {}
+    for name, sizes in CLASSES.items():
+        counted: Counter[str] = Counter()
+
+        def note(*, src: Any, cache_hit: bool, counted: Counter[str] = counted, **more: Any) -> None:
+            counted[src.name] += not cache_hit
+
+        triton.knobs.compilation.listener = note
+        for batch, queries, keys in sizes:
+            learns = name == "training"
+            tensors = drawn(batch, queries, keys, device, learns=learns)
+            mask = None
+            if learns:
+                mask = anyflex.create_block_mask(causal, None, None, queries, keys, device=device)
+            out = anyflex.flex_attention(*tensors, softcap, mask, backend=backend)
+            if learns:
+                out.sum().backward()
+        torch.accelerator.synchronize()
+        found[name] = dict(counted)
+    return found
+
+
+def in_a_process(kind: str, args: argparse.Namespace, folder: str) -> Any:
+    """Run this program as one of its processes, with its caches in `folder`."""
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "ANYFLEX_CACHE_DIR": f"{folder}/anyflex",
+    }
+    command = [sys.executable, __file__, "--process", kind, "--backend", args.backend]
+    done = subprocess.run(
+        [*command, "--device", args.device],
+        env=environment, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def faults(
+    seconds: Mapping[str, Sequence[Mapping[str, float]]],
+    compiled: Mapping[str, Mapping[str, int]],
+) -> list[str]:
+    """A line for each limit that isn't met."""
+    lines = []
+    for kind, limit in LIMITS.items():
+        for direction in ("forward", "backward"):
+            median = statistics.median(each[direction] for each in seconds[kind])
+            if median > limit:
+                lines.append(f"{kind}, {direction}: {median:.3f} s, at most {limit:g}")
+    for name, counted in compiled.items():
+        lines += [
+            f"{name}: {kernel} was compiled {count} times"
+            for kernel, count in counted.items()
+            if count > 1
+        ]
+        if not counted:
+            lines.append(f"{name}: nothing was compiled")
+    return lines
+
+
+def main() -> int:
+    """Measure, print, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--process", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.process == "classes":
+        print(json.dumps(compiled_in_each_class(args.backend, args.device)))
+        return 0
+    if args.process is not None:
+        print(json.dumps(process_of_first_calls(args.process, args.backend, args.device)))
+        return 0
+    seconds: dict[str, list[dict[str, float]]] = {kind: [] for kind in LIMITS}
+    for _ in range(args.repeat):
+        for kind in ("fresh", "running"):
+            with tempfile.TemporaryDirectory() as folder:
+                for state in ("cold", "warm"):
+                    seconds[f"{kind}, {state}"].append(in_a_process(kind, args, folder))
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = in_a_process("classes", args, folder)
+    for kind, samples in seconds.items():
+        for direction in ("forward", "backward"):
+            times = sorted(each[direction] for each in samples)
+            print(
+                f"{kind:14} {direction:8} median {statistics.median(times):6.3f} s, "
+                f"{times[0]:.3f} to {times[-1]:.3f}, limit {LIMITS[kind]:g}"
+            )
+    for name, counted in compiled.items():
+        each = ", ".join(f"{kernel} {count}" for kernel, count in counted.items())
+        print(f"compiled for {len(CLASSES[name])} calls, {name}: {each}")
+    if args.json is not None:
+        text = json.dumps({"seconds": seconds, "compiled": compiled}, indent=1)
+        args.json.write_text(text + "\n")
+    lines = faults(seconds, compiled)
+    print("\n".join(["not met:", *lines] if lines else ["all met"]))
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
