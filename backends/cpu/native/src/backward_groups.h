@@ -61,9 +61,16 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     const int64_t groups = ceil_div(at.rows, group);
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * group, from = live.begin[g], to = live.end[g];
+        const int64_t query_words = plan.head_dim / word, dout_words = plan.value_dim / word;
+        if (g + 1 < groups) {
+            const int64_t next = first + group;
+            prefetch_rows(at.operands.query + next * query_words, group * query_words * 4);
+            prefetch_rows(at.operands.dout + next * dout_words, group * dout_words * 4);
+        }
         clear_operands<PAIRS>(t, first, 0, from);
         clear_operands<PAIRS>(t, first, to, t.kv_rows);
         float* dq = at.dq ? at.dq + first * plan.head_dim : nullptr;
+        if (dq) prefetch_rows(dq, group * plan.head_dim * 4);
         if (from == to) {
             if (dq && at.dq_is_new) memset(dq, 0, group * plan.head_dim * 4);
             continue;
@@ -72,8 +79,8 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
             const int64_t end = smaller(c + t.strip, to), panels = (end - c) / NR;
             score_product<PAIRS>(at, t, first, c, end);
             multiply_rows<PAIRS, into::store>(
-                group, panels, value_k, at.operands.dout + first * plan.value_dim / word,
-                plan.value_dim / word, 1, t.kv.value_t + c * (value_k / word),
+                group, panels, value_k, at.operands.dout + first * dout_words, dout_words, 1,
+                t.kv.value_t + c * (value_k / word),
                 value_k / word * NR, t.grad, t.strip);
             if (bad_q) bad_rows(at).products(at, t, first, c, end);
             apply_mods<PAIRS>(at, t, first, c, end);
