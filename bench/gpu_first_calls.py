@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["LIMITS", "CLASSES", "faults", "main"]
+__all__ = ["CLASSES", "LIMITS", "faults", "main"]
 
 LIMITS = {"fresh, cold": 2.0, "running, cold": 2.0, "fresh, warm": 1.2, "running, warm": 0.06}
 """Seconds of a first call, forward or backward."""
@@ -94,7 +94,9 @@ def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int
     for name, sizes in CLASSES.items():
         counted: Counter[str] = Counter()
 
-        def note(*, src: Any, cache_hit: bool, counted: Counter[str] = counted, **more: Any) -> None:
+        def note(
+            *, src: Any, cache_hit: bool, counted: Counter[str] = counted, **more: Any
+        ) -> None:
             counted[src.name] += not cache_hit
 
         triton.knobs.compilation.listener = note

@@ -115,7 +115,9 @@ def run(args: argparse.Namespace) -> int:
     of_preset = "cuda" if (args.preset or "").startswith("h200") else "cpu"
     device = present_device(args.device or of_preset)
     if args.clock == "graph" and device.type != "cuda":
-        raise WrongUsage(f"--clock graph: CUDA graphs are of NVIDIA's GPUs; the device is {device}")
+        raise WrongUsage(
+            f"--clock graph: CUDA graphs are of NVIDIA's GPUs; the device is {device}"
+        )
     contenders = chosen_contenders(device, [name for name in args.backend.split(",") if name])
     if args.list:
         from anyflex.bench.presets import PRESETS
