@@ -4,8 +4,8 @@
 
 The calls are `gpu_random.py`'s, so each is compared with the float64 formula as well. They run
 once without the tool, which leaves their kernels in Triton's cache, and then under each of
-memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits with 1 if a tool
-reports an error, a result is wrong, or the tool doesn't end in its time.
+memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits with 1 if a
+tool reports an error, a result is wrong, or the tool doesn't end in its time.
 """
 
 from __future__ import annotations
