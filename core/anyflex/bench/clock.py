@@ -130,7 +130,7 @@ class GraphClock(DeviceClock):
     def readied(self, timed: Timed) -> Timed:
         """Capture the call. Raises what it raises if it can't be captured."""
         # What is left to be made at a second call, as capturing wants: on another stream.
-        beside = torch.cuda.Stream(self.device)
+        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
             timed.call(None)
