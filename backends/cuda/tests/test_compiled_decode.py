@@ -16,13 +16,19 @@ SHARED = 228 * 1024 // 2 - 1024
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    of_steps, of_calls = found[:9], found[9:]
+    of_steps, of_calls = found[:11], found[11:]
     for facts in of_steps:
         assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts
         assert facts["shared"] <= SHARED and facts["registers"] == 128, facts
         # Keys and values, in boxes of 64 columns.
         wide = " 128 " in facts["name"]
         assert facts["loads"] == (4 if wide else 2) and facts["products"] == (12 if wide else 8)
+        # A program that finds all others counted sees what they have written.
+        counting = ["atom.global.relaxed.gpu.cas.b64", "atom.global.gpu.acq_rel.add.u64"]
+        assert facts["atomics"] == (counting if facts["adds"] else []), facts
+        # All parts of a row are on their way at once.
+        loads = [32, 2 if wide else 4] if facts["adds"] else [0, 0]
+        assert facts["past_first_cache"] == loads, facts
     assert [facts["name"] for facts in of_calls] == [
         "steps_kernel", "decode_kernel", "combine_kernel",
     ]  # fmt: skip
