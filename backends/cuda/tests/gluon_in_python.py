@@ -459,7 +459,8 @@ class Device:
 
         workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
         while any(worker in self.threads.turns for worker in workers):
-            self.threads.step(False)
+            # What was loaded before arrives meanwhile.
+            self._some(False)
 
     def language(self) -> SimpleNamespace:
         """`triton.experimental.gluon.language`."""

@@ -108,30 +108,46 @@ def step_of(steps, b, most, i, kv_length, PLAN: gl.constexpr, BLOCK_N: gl.conste
 # The producer
 
 @gluon.jit
+def load_step(
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first,
+    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    kv_b = 0 * b if KV_SHARED else b
+    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
+    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
+    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
+    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+
+
+@gluon.jit
 def produce(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch, kv_heads,
-    kv_length, unit_steps, most, groups, PLAN: gl.constexpr, KV_SHARED: gl.constexpr,
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead, batch,
+    kv_heads, kv_length, unit_steps, most, groups, PLAN: gl.constexpr, KV_SHARED: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
+    """Args:
+        ahead: steps of its first unit that are on their way already.
+    """
     total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
-    step = gl.to_tensor(0)
+    step = ahead
+    skipped = ahead
     while at < end:
         b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 1)
-        kv_b = 0 * b if KV_SHARED else b
         part = gl.minimum(end - at, count - i)
-        for j in range(i, i + part):
+        for j in range(i + skipped, i + part):
             slot = step % STAGES
             first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             if PLAN != NONE:
                 say(words, slot * WORDS, first)
                 say(words, slot * WORDS + 1, kind)
-            mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-            _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-            mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-            _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+            load_step(
+                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first, KV_SHARED,
+                D, DV, BLOCK_N,
+            )
             step += 1
+        skipped = 0 * step
         at += part
 
 
@@ -478,6 +494,18 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
+    ahead = gl.to_tensor(0)
+    if PLAN == NONE:
+        # The first loads ask nobody where. So they don't wait until warps have got their parts.
+        total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
+        at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
+        b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
+        ahead = gl.minimum(gl.minimum(end - at, count - i), STAGES)
+        for s in range(0, ahead):
+            load_step(
+                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, s, b, kv_head, (i + s) * BLOCK_N,
+                KV_SHARED, D, DV, BLOCK_N,
+            )
     gl.warp_specialize([
         (consume, (
             q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
@@ -488,7 +516,8 @@ def decode_kernel(
             STAGES, BLOCK_N,
         )),
         (produce, (
-            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch,
-            kv_heads, kv_length, unit_steps, most, groups, PLAN, KV_SHARED, D, DV, STAGES, BLOCK_N,
+            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead,
+            batch, kv_heads, kv_length, unit_steps, most, groups, PLAN, KV_SHARED, D, DV, STAGES,
+            BLOCK_N,
         )),
     ], [1], [PRODUCER_REGISTERS])
