@@ -65,7 +65,7 @@ def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool, adds: bool) 
         "barriers": loop.count("BAR.SYNC"),
         "loads": len(re.findall(r"UTMALDG", sass)),
         "atomics": re.findall(r"\b(?:atom|red)\.\S+", ptx),
-        # Of parts that other programs wrote: their values, and tops and totals.
+        # Loads of what other programs wrote, by width.
         "past_first_cache": [
             len(re.findall(rf"ld\.global\.cg\.{kind}", ptx)) for kind in ("v4.b32", "b32")
         ],

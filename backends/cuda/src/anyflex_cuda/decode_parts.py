@@ -12,15 +12,23 @@ from triton.experimental.gluon import language as gl
 
 from anyflex_triton.tiles import LOG2E
 
-__all__ = ["MOST_COUNTED", "add_parts", "begin_count", "counted", "rows_of_unit", "write_rows"]
+__all__ = [
+    "MOST_COUNTED",
+    "add_parts",
+    "begin_count",
+    "counted",
+    "rows_of_unit",
+    "write_dead",
+    "write_rows",
+]
 
 # Argument lists would be a line an argument.
 # fmt: off
 
 MOST_COUNTED = gl.constexpr(1 << 16)
 """A mark is a multiple of it. Programs are fewer."""
-_AT_ONCE = gl.constexpr(32)
-"""Parts that are on their way at a time: as many as registers hold."""
+_AT_ONCE = gl.constexpr(16)
+"""Parts that are on their way at a time: twice as many leave no registers with some mods."""
 
 
 @gluon.jit
@@ -87,7 +95,7 @@ def add_parts(
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
     OF_PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     # A lane a part: each sum is loaded once.
-    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [1, 0])
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [1, 0])
     rows_a_unit = GROUP * q_length
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, TILE))
     columns = gl.expand_dims(gl.expand_dims(columns, 0), 0)
@@ -124,6 +132,27 @@ def add_parts(
             acc, top, total, nans, first_row, out, rest, lse, max_scores, o_strides, b, kv_head,
             kv_heads, q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX,
             WANT_REST, TILE,
+        )
+
+
+@gluon.jit
+def write_dead(
+    out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length, GROUP: gl.constexpr,
+    VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, WANT_LSE: gl.constexpr,
+    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+):
+    """Write a unit's rows, which see no key."""
+    LANES: gl.constexpr = DV // 4
+    TILE_ROWS: gl.constexpr = 128 // LANES
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
+    zeros = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
+    for first_row in range(0, GROUP * q_length, TILE_ROWS):
+        write_rows(
+            gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE),
+            gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS), zeros, zeros,
+            first_row, out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length,
+            TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST, TILE,
         )
 
 

@@ -26,6 +26,7 @@ from anyflex_cuda.decode_parts import (
     begin_count,
     counted,
     rows_of_unit,
+    write_dead,
     write_rows,
 )
 from anyflex_cuda.decode_steps import (
@@ -130,12 +131,15 @@ def produce(
     """
     total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
-    step = ahead
-    skipped = ahead
+    step = gl.to_tensor(0)
     while at < end:
         b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 1)
         part = gl.minimum(end - at, count - i)
-        for j in range(i + skipped, i + part):
+        begin = i
+        if PLAN == NONE and step == 0:
+            begin += ahead
+            step += ahead
+        for j in range(begin, i + part):
             slot = step % STAGES
             first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
@@ -147,7 +151,6 @@ def produce(
                 D, DV, BLOCK_N,
             )
             step += 1
-        skipped = 0 * step
         at += part
 
 
@@ -323,13 +326,9 @@ def consume(
             b = u // kv_heads
             _, count = steps_of_unit(edges, b, u % kv_heads, kv_heads, unit_steps, PLAN)
             if count == 0:
-                write_rows(
-                    gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT),
-                    gl.full([ROWS], float("-inf"), gl.float32, layout=OF_OUT),
-                    gl.full([ROWS], 0.0, gl.float32, layout=OF_OUT),
-                    gl.full([ROWS], 0, gl.int32, layout=OF_OUT), 0, out, rest, lse, max_scores,
-                    o_strides, b, u % kv_heads, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV,
-                    UNIT, WANT_LSE, WANT_MAX, WANT_REST, O_LAYOUT,
+                write_dead(
+                    out, rest, lse, max_scores, o_strides, b, u % kv_heads, kv_heads, q_length,
+                    GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
                 )
     step = gl.to_tensor(0)
     while at < last:
@@ -501,7 +500,7 @@ def decode_kernel(
         at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
         b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
         ahead = gl.minimum(gl.minimum(end - at, count - i), STAGES)
-        for s in range(0, ahead):
+        for s in range(ahead):
             load_step(
                 k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, s, b, kv_head, (i + s) * BLOCK_N,
                 KV_SHARED, D, DV, BLOCK_N,
