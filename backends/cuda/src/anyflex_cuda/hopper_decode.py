@@ -459,12 +459,14 @@ def decode_kernel(
             DV columns.
         query: its strides (b, h, row) are counted in 8 elements.
         key, value: for `write_strange_part`, with strides (b, h, row).
-        partial_out: [programs + units, GROUP * L, VALUE_DIM], float32, relative to its own top: of
-            program p and unit u at p + u. Behind it, `decode_steps.sums_place`, partial_sums:
-            [programs + units, GROUP * L, 3], float32: top in powers of two, sum; where WANT_MAX, 1
-            if a score is NaN. To allocate one tensor less saves the host two microseconds.
-        counts: int64 [units], in the same memory, with whatever that holds: how many parts of a
-            unit are written, `decode_parts.begin_count`. mark: as there.
+        partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
+            float32, relative to its own top: of program p and unit u at p + u. Behind it,
+            `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: top
+            in powers of two, sum; where WANT_MAX, 1 if a score is NaN.
+        counts: int64 [units], the begin of partial_out, with whatever that holds: how many parts
+            of a unit are written, `decode_parts.begin_count`. To allocate one tensor less saves
+            the host two microseconds.
+        mark: as `decode_parts.begin_count`'s.
         out, rest, lse, max_scores, o_strides: as `decode_sums.combine_kernel`'s, for ADDS, whose
             parts are added up here.
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
