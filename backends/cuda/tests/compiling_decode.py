@@ -31,7 +31,9 @@ from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
 
 
-def compiled_decode(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> Any:
+def compiled_decode(
+    spec: Spec, tiles: DecodeTiles, plan: int, even: bool, adds: bool = True
+) -> Any:
     """What Triton makes of a class of calls."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
@@ -40,16 +42,17 @@ def compiled_decode(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> An
     )
     program = decode_program(
         made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"), even,
-        False,
+        adds, 8, True, False, False,
     )  # fmt: skip
     return triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
 
 
-def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> dict[str, Any]:
+def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool, adds: bool) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
-    compiled = compiled_decode(spec, tiles, plan, even)
+    compiled = compiled_decode(spec, tiles, plan, even, adds)
     told, sass = told_of(compiled)
-    registers = re.search(r"\.maxnreg (\d+)", compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
+    registers = re.search(r"\.maxnreg (\d+)", ptx)
     (loop,) = loops_of(sass)
     return {
         "spills": spills_of(told),
@@ -61,17 +64,22 @@ def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> dict[str,
         "products": loop.count("HGMMA"),
         "barriers": loop.count("BAR.SYNC"),
         "loads": len(re.findall(r"UTMALDG", sass)),
+        "atomics": re.findall(r"\b(?:atom|red)\.\S+", ptx),
+        # Loads of what other programs wrote, by width.
+        "past_first_cache": [
+            len(re.findall(rf"ld\.global\.cg\.{kind}", ptx)) for kind in ("v4.b32", "b32")
+        ],
     }
 
 
 def launched() -> Iterator[dict[str, Any]]:
-    """Compile all that a call with a mask launches."""
-    q, k, v = (torch.zeros(2, h, n, 128).bfloat16() for h, n in ((8, 1), (2, 500), (2, 500)))
+    """Compile all that a call with a mask launches, of more rows than one program adds up."""
+    q, k, v = (torch.zeros(2, h, n, 128).bfloat16() for h, n in ((64, 1), (1, 9000), (1, 9000)))
 
     def documents(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx < 100 + 100 * b
 
-    mask = anyflex.create_block_mask(documents, 2, None, 1, 500)
+    mask = anyflex.create_block_mask(documents, 2, None, 1, 9000)
     with isolated():
         register("cuda", OnHopper)
         with recording() as launches:
@@ -90,17 +98,21 @@ def launched() -> Iterator[dict[str, Any]]:
 def main() -> int:
     none, one, each = (plan.value for plan in (NONE, ALL, EACH))
     cases = [
-        ("full", 128, none, True), ("full", 128, none, False), ("causal", 128, one, False),
-        ("documents", 128, each, True), ("alibi", 128, each, False), ("softcap", 128, one, True),
-        ("full", 64, none, True), ("window", 64, each, False), ("alibi", 64, one, True),
+        ("full", 128, none, True, True), ("full", 128, none, False, True),
+        ("causal", 128, one, False, True), ("documents", 128, each, True, True),
+        ("alibi", 128, each, False, True), ("softcap", 128, one, True, True),
+        ("full", 64, none, True, True), ("window", 64, each, False, True),
+        ("alibi", 64, one, True, True), ("full", 128, none, True, False),
+        ("documents", 64, each, False, False),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, dim, plan, even in cases:
+        for name, dim, plan, even, adds in cases:
             spec = spec_of(name, dim, torch.float16 if dim == 64 else torch.bfloat16)
             spec = replace(spec, gqa_ratio=4)
-            found = facts_of(spec, decode_tiles(spec), plan, even)
-            print(json.dumps({"name": f"{name} {dim} {plan} {even}", **found}), flush=True)
+            found = facts_of(spec, decode_tiles(spec), plan, even, adds)
+            name = f"{name} {dim} {plan} {even} {adds}"
+            print(json.dumps({"name": name, "adds": adds, **found}), flush=True)
         for found in launched():
             print(json.dumps(found), flush=True)
     return 0

@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from backward_in_python import InPython, Mod, scaled
-from gluon_in_python import in_numpy, run_kernel
+from gluon_in_python import Pointer, in_numpy, run_kernel
 from torch import Tensor
 
 import anyflex
@@ -26,6 +26,7 @@ from anyflex.plugin import isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import (
     decode_call,
+    decode_parts,
     decode_steps,
     forward_call,
     hopper_decode,
@@ -41,8 +42,10 @@ from anyflex_triton.launch import Program
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten
 
-CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
-PARTS = ("decode_kernel", "combine_kernel")
+CALLED = (
+    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
+    decode_parts,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Case:
         rest: what rounding takes from out is wanted, too.
         transposed: rows of heads lie beside each other.
         cores: multiprocessors.
-        most_parts: of a head, that are added up at a time.
+        most_parts: of a head, that are added up at a time, by a kernel of its own.
+        most_added: rows of parts that need no such kernel.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Case:
     transposed: bool = False
     cores: int = 3
     most_parts: int = 64
+    most_added: int = 320
 
 
 def window(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
@@ -91,7 +96,10 @@ CASES = [
     Case("plain"),
     Case("many programs", batch=1, keys=2048, cores=30),
     # Lengths of its own: what is known of those of others would be taken again.
-    Case("more parts than at a time", batch=1, keys=1984, cores=30, most_parts=2),
+    Case("summed after", batch=1, keys=2048, cores=30, most_added=0, rest=True),
+    Case("more parts than at a time", batch=1, keys=1984, cores=30, most_parts=2, most_added=0),
+    Case("mask, summed after", mask=lengths, each=True, batch=3, most_added=0, odd=True),
+    Case("groups of units and programs", batch=3, heads=(6, 6), keys=500, cores=6),
     Case("one program", batch=3, keys=512, cores=1, heads=(2, 2)),
     Case("other dims", dims=(40, 72), rows=3, heads=(8, 1)),
     Case("score mod", score=scaled, rows=2),
@@ -108,6 +116,8 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     given: dict[str, Any] = {**program.constants}
     given |= {"SCORE_MOD": case.score, "MASK_MOD": case.mask}
     given |= in_numpy({name: values[name] for name in program.types})
+    memory = given["counts"].array
+    given["counts"] = Pointer(memory[: memory.size // 2 * 2].view(np.int64))
     run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
 
 
@@ -163,11 +173,13 @@ def check(case: Case) -> None:
     with (
         mock.patch.object(forward_call, "cores", lambda device: case.cores),
         mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
+        mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
     ):
         ours, names = outputs(case, "cuda.python")
         again, _ = outputs(case, "cuda.python")
     steps = () if case.mask is None else ("steps_kernel",)
-    assert tuple(names) == (*steps, *PARTS), names
+    sums = () if case.most_added else ("combine_kernel",)
+    assert tuple(names) == (*steps, "decode_kernel", *sums), names
     wanted, _ = outputs(case, "reference")
     for found, same, right in zip(ours, again, wanted, strict=True):
         assert torch.equal(found.nan_to_num(7.0), same.nan_to_num(7.0))

@@ -3,8 +3,10 @@
 What a device does on its own, copies by TMA and products by wgmma or tcgen05, happens here at a
 random time between its issue and the wait for it, and reads its operands then. So a barrier that
 is missing gives wrong sums, with some order; one that nobody arrives at is reported. Products that
-one partition issues happen in that order, which PTX says of wgmma and tcgen05 alike. Shared and
-tensor memory begin as NaN. All floats are float64 or what numpy makes of them: rounding isn't
+one partition issues happen in that order, which PTX says of wgmma and tcgen05 alike. What a
+program stores by pointers others see at a random time, or after a barrier of all its threads and a
+release; a load that may come from a cache of its own has what was there before the kernel. Shared
+and tensor memory begin as NaN. All floats are float64 or what numpy makes of them: rounding isn't
 simulated, nor are fences between the proxies.
 """
 
@@ -83,7 +85,8 @@ class Pointer:
     dtype = SimpleNamespace(element_ty=None)
 
     def __init__(self, array: np.ndarray, at: Any = 0) -> None:
-        self.array, self.at = array.reshape(-1), at
+        # The same array throughout: see `Device.stored`.
+        self.array, self.at = array if array.ndim == 1 else array.reshape(-1), at
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.array, self.at + offset)
@@ -240,6 +243,8 @@ class Device:
         self.programs = programs
         self.own = threading.local()
         self.meetings: dict[object, list[int]] = {}
+        # By id of an array: what it held before, and which program has written each element.
+        self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         kinds = ("loads", "stores", "products", "tensor products")
         # Of one that happens now; some devices are slow.
         self.chances = {kind: self.threads.random.choice((0.3, 0.3, 0.02)) for kind in kinds}
@@ -271,6 +276,67 @@ class Device:
         while len(queue) > left:
             queue.pop(0)()
         self._some()
+
+    # Global memory, by pointers
+
+    def _stores(self, kind: str) -> list[tuple[np.ndarray, Any, Any]]:
+        """Of this thread: "own" are of any of a partition's threads, "met" of before a barrier."""
+        found: list[Any] = self.own.__dict__.setdefault("stores", {}).setdefault(kind, [])
+        return found
+
+    def thread_barrier(self) -> None:
+        self._stores("met").extend(self._stores("own"))
+        self._stores("own").clear()
+
+    def _show_stores(self, kind: str = "met") -> None:
+        """Others see them."""
+        for array, at, x in self._stores(kind):
+            if id(array) not in self.stored:
+                self.stored[id(array)] = array.copy(), np.full(array.shape, -1)
+            array[at] = x
+            self.stored[id(array)][1][at] = self.own.program
+        self._stores(kind).clear()
+
+    def store(self, pointer: Pointer, x: Any, mask: Any = True) -> None:
+        at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
+        self._stores("own").append((pointer.array, at[mask], x[mask]))
+        if self.threads.random.random() < 0.5:
+            self.thread_barrier()
+            self._show_stores()
+
+    def load(
+        self, pointer: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "",
+        volatile: bool = False,
+    ) -> Any:  # fmt: skip
+        for kind in ("met", "own"):
+            if any(array is pointer.array for array, _, _ in self._stores(kind)):
+                self._show_stores(kind)
+        at = np.where(mask, pointer.at, 0)
+        found = pointer.array[at]
+        if id(pointer.array) in self.stored and not (cache_modifier == ".cg" or volatile):
+            before, writers = self.stored[id(pointer.array)]
+            others = (writers[at] >= 0) & (writers[at] != self.own.program)
+            found = np.where(others, before[at], found)
+        found = np.where(mask, found, other)
+        return tile(found) if found.ndim else found.item()
+
+    def _atomic(self, pointer: Pointer, sem: str) -> int:
+        """What the word holds, and will until another thread runs."""
+        if sem == "acq_rel":
+            self._show_stores()
+        self._some()
+        return int(pointer.array[pointer.at])
+
+    def atomic_add(self, pointer: Pointer, x: int, sem: str) -> int:
+        before = self._atomic(pointer, sem)
+        pointer.array[pointer.at] = before + x
+        return before
+
+    def atomic_cas(self, pointer: Pointer, compared: int, x: int, sem: str) -> int:
+        before = self._atomic(pointer, sem)
+        if before == compared:
+            pointer.array[pointer.at] = x
+        return before
 
     # mbarrier
 
@@ -370,12 +436,20 @@ class Device:
 
     # Programs
 
+    def end(self) -> None:
+        """A kernel's end shows all that it has stored, some time after it."""
+        while self.threads.random.random() < 0.9:
+            self._some()
+        self.thread_barrier()
+        self._show_stores()
+
     def warp_specialize(self, partitions: Sequence[Any], *_: object) -> None:
         program = self.own.program
 
         def start(function: Any, arguments: tuple[Any, ...]) -> None:
             self.own.program = program
             function(*arguments)
+            self.end()
             for kind in ("loads", "stores", "products"):
                 # No kernel ends before its copies; nobody waits for its loads.
                 assert kind == "loads" or not self._queue(kind), f"{kind} in flight at the end"
@@ -385,25 +459,11 @@ class Device:
 
         workers = [self.threads.spawn(lambda f=f, a=a: start(f, a)) for f, a in partitions]
         while any(worker in self.threads.turns for worker in workers):
-            self.threads.step(False)
+            # What was loaded before arrives meanwhile.
+            self._some(False)
 
     def language(self) -> SimpleNamespace:
         """`triton.experimental.gluon.language`."""
-
-        def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
-            at = np.where(mask, pointer.at, 0)
-            found = np.where(mask, pointer.array[at], other)
-            return tile(found) if found.ndim else found.item()
-
-        def store(pointer: Pointer, x: Any, mask: Any = True) -> None:
-            at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
-            pointer.array[at[mask]] = x[mask]
-
-        def atomic_add(pointer: Pointer, x: int, sem: str) -> int:
-            before = int(pointer.array[pointer.at])
-            pointer.array[pointer.at] += x
-            self._some()
-            return before
 
         def shared(dtype: object, shape: Sequence[int], layout: object) -> Any:
             if layout == "barrier":
@@ -443,10 +503,10 @@ class Device:
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
             minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
-            load=load, store=store,
-            atomic_add=atomic_add, allocate_shared_memory=shared,
+            load=self.load, store=self.store, atomic_add=self.atomic_add,
+            atomic_cas=self.atomic_cas, allocate_shared_memory=shared,
             inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
-            thread_barrier=nothing, warp_specialize=self.warp_specialize,
+            thread_barrier=self.thread_barrier, warp_specialize=self.warp_specialize,
             NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
@@ -500,10 +560,8 @@ def run_kernel(
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
-    body = _body_of(module)
-    assert changed[0] in body, f"not in the source: {changed[0]}"
-    if changed[0]:
-        body = body.replace(*changed)
+    bodies = [(source, _body_of(source)) for source in (*more, module)]
+    assert any(changed[0] in body for _, body in bodies), f"not in the source: {changed[0]}"
 
     def init(barrier: Barrier, count: int) -> None:
         barrier.count = barrier.pending = count
@@ -531,14 +589,15 @@ def run_kernel(
         **(given or {}),
     }  # fmt: skip
     names["tl"] = names["gl"]
-    for other in more:
-        exec(compile(_body_of(other), other.__file__ or "", "exec", flags=_ANNOTATIONS), names)
-    exec(compile(body, module.__file__ or "", "exec", flags=_ANNOTATIONS), names)
+    for source, body in bodies:
+        text = body.replace(*changed) if changed[0] else body
+        exec(compile(text, source.__file__ or "", "exec", flags=_ANNOTATIONS), names)
     names["meet"] = device.meet
 
     def start(program: int) -> None:
         device.own.program = program
         names[name](**arguments)
+        device.end()
 
     # None runs before all are there.
     with np.errstate(all="ignore"):

@@ -19,9 +19,9 @@ from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
 UNREAD = (
-    "offsets", "ends", "runs", "lse", "max_scores", "counter", "edges",
+    "offsets", "ends", "runs", "lse", "max_scores", "counter", "counts", "edges",
 )  # fmt: skip
-"""Others stand in for them where there are none."""
+"""Others stand in for them where there are none; decoding's counts are in memory of floats."""
 
 
 class OnHopper(CudaBackend):

@@ -27,11 +27,12 @@ from test_routing import (
 
 import anyflex
 from anyflex.plugin import isolated, register
+from anyflex_cuda import decode_call
 from anyflex_cuda.decode_call import DecodeTiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
 from anyflex_cuda.kernel import CudaKernel
 
-KERNELS = ["anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"]
+KERNEL, SUMS = "anyflex_cuda.hopper_decode", "anyflex_cuda.decode_sums"
 STEPS = "anyflex_cuda.decode_steps"
 PORTABLE = {"anyflex_triton.decode"}
 ONE, MANY = (2, 8, 1, 128), (2, 2, 16384, 128)
@@ -47,49 +48,81 @@ def first_half(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def test_a_few_query_rows_are_decoded_by_two_programs_a_core() -> None:
-    launched, said = decoded(*drawn(ONE, MANY, MANY))
-    assert [of(launch) for launch in launched] == KERNELS
+    launched, said = decoded(*drawn((1, 24, 1, 128), *[(1, 6, 11264, 128)] * 2))
+    assert [of(launch) for launch in launched] == [KERNEL]
     assert f"hopper decode programs={2 * CORES}" in said
 
 
 def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
-    (parts, sums), _ = decoded(*drawn(ONE, MANY, MANY))
-    program, grid, values = parts
-    assert grid == 2 * CORES and program.constants["PLAN"] == NONE.value
+    ((program, grid, values),), _ = decoded(*drawn(ONE, MANY, MANY))
+    # Of 256 steps each, for which there are 66 programs: 64 have shares as long.
+    assert grid == 4 * 64 and values["groups"] == 4 and program.constants["ADDS"] is True
+    assert program.constants["PLAN"] == NONE.value
     assert (values["batch"], values["kv_heads"], values["unit_steps"]) == (2, 2, 16384 // 64)
     assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
     # Heads lie 128 elements apart, in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
-    # Values, then sums.
-    assert values["partial_out"].shape == ((2 * CORES + 4) * 4 * (128 + 3),)
-    assert sums[1] == 2 * 8 and sums[2]["programs"] == grid
+    # Counts in 64 bits, values, sums.
+    assert values["partial_out"].shape == (4 * 2 + (grid + 4) * 4 * (128 + 3),)
+    assert values["counts"] is values["partial_out"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "programs", "groups"),
+    [
+        (1, 32768, 256, 8),  # 32 programs a head, 16 steps each
+        (16, 8192, 256, 128),  # 2 a head
+        (64, 4096, 256, 256),  # 2 heads each
+        (16, 8200, 256, 128),
+        (12, 4096, 264, 24),  # 192, as many as heads divide, would be too few
+        (50, 4096, 264, 8),  # 400 heads
+    ],
+)
+def test_shares_end_where_heads_do_if_that_takes_most_programs(
+    batch: int, keys: int, programs: int, groups: int
+) -> None:
+    shapes = (batch, 32, 1, 128), *[(batch, 8, keys, 128)] * 2
+    ((_, grid, values),), _ = decoded(*(torch.empty(s, dtype=torch.bfloat16) for s in shapes))
+    assert (grid, values["groups"]) == (programs, groups)
+
+
+def test_where_a_heads_parts_have_many_rows_a_kernel_of_its_own_adds_them_up() -> None:
+    launched, _ = decoded(*drawn((1, 16, 4, 128), *[(1, 1, 16384, 128)] * 2))
+    assert [of(launch) for launch in launched] == [KERNEL, SUMS]
+    (parts, sums) = launched
+    assert parts[0].constants["ADDS"] is False and sums[1] == 64
+    assert sums[2]["programs"] == parts[1] and sums[2]["groups"] == 1
 
 
 def test_little_work_has_few_programs() -> None:
-    (parts, _), said = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 500, 128)] * 2))
+    (parts,), said = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 500, 128)] * 2))
     assert parts[1] == 2 * 8 * 64 // 128 and "programs=8" in said
     assert parts[0].constants["EVEN"] is False
-    (parts, _), _ = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 1, 128)] * 2))
+    (parts,), _ = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 1, 128)] * 2))
     assert parts[1] == 1
 
 
 def test_steps_of_a_mask_are_listed_before() -> None:
     mask = anyflex.create_block_mask(first_half, None, None, 1, 16384)
     q, k, v = drawn(ONE, MANY, MANY)
-    (steps, parts, _), _ = decoded(q, k, v, None, mask)
+    (steps, parts), _ = decoded(q, k, v, None, mask)
     assert of(steps) == STEPS and steps[1] == 2
     assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
-    (steps, parts, sums), _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
+    # Of one batch entry may be nearly all steps.
+    with mock.patch.object(decode_call, "_MOST_ADDED", (2 * CORES // 2 + 2) * 4 - 1):
+        launched, _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
+    steps, parts, sums = launched
     assert steps[1] == 3 and steps[2]["edges"].shape == (3 + 2 * 256 * 2,)
     assert sums[2]["edges"] is parts[2]["edges"] is steps[2]["edges"]
     assert parts[0].constants["PLAN"] == sums[0].constants["PLAN"] == EACH.value
     assert parts[0].constants["SCORE_MOD"] is not None
+    assert parts[1] == 2 * CORES and parts[2]["groups"] == 1
 
 
 def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
     mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
-    (steps, parts, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
+    (steps, parts, *_), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
     assert steps[2]["edges"].shape == (3 + 2 * (256 + 512) * 2,)
     assert parts[0].constants["EVEN"] is False
 
@@ -198,8 +231,8 @@ def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves() -
             mask == "for each head" and name not in ("more heads", "many rows")
         ):
             assert modules[name, mask] == PORTABLE, (name, mask)
-    assert modules["contiguous", "no mask"] == set(KERNELS)
-    assert modules["rows", "for each entry"] == {STEPS, *KERNELS}
+    assert modules["contiguous", "no mask"] == {KERNEL}
+    assert modules["rows", "for each entry"] == {STEPS, KERNEL}
     assert modules["many rows", "for all"] == {"anyflex_cuda.hopper_forward"}
     unmasked = [alone[name, "no mask"] for name in IN_TURN if "elsewhere" not in name]
     assert all(a != b for i, a in enumerate(unmasked) for b in unmasked[:i])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from gluon_in_python import Box, Pointer, Stuck, run_kernel
 
 from anyflex_cuda import (
+    decode_parts,
     decode_steps,
     hopper_decode,
     hopper_forward,
@@ -22,18 +24,23 @@ from anyflex_cuda import (
 )
 from anyflex_triton import forward, tiles
 
-CALLED = (tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward)
+CALLED = (
+    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
+    decode_parts,
+)  # fmt: skip
 FULL = 1
+MARK = 77 << 16
 
 
 def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return 3.0 * np.tanh(score / 3.0) + 0.01 * (k - q) * (h + 1)
 
 
-def share_of(program: int, programs: int, total: int) -> tuple[int, int]:
-    least, more = divmod(total, programs)
-    first = program * least + min(program, more)
-    return first, first + least + (program < more)
+def share_of(program: int, programs: int, total: int, groups: int) -> tuple[int, int]:
+    group, member = divmod(program, programs // groups)
+    least, more = divmod(total // groups, programs // groups)
+    first = group * (total // groups) + member * least + min(member, more)
+    return first, first + least + (member < more)
 
 
 class Case:
@@ -68,15 +75,20 @@ class Case:
         self.kv_block = drawn("kv_block", 16, 32, 24)
         self.has_mask_mod = self.plan > 0 and drawn("has_mask_mod", True, True, False)
         self.has_score_mod = drawn("has_score_mod", True, False)
-        self.programs = drawn("programs", 1, 2, 3, 5, 11)
+        self.programs = drawn("programs", 1, 2, 3, 5, 11, 12, 40)
+        self.adds = drawn("adds", True, True, False)
+        units = self.batch * self.kv_heads
+        self.groups = 1 if self.plan == 2 else math.gcd(units, self.programs)
         self.odd = drawn("odd", "", "", "value", "score")
         self.pick = pick
 
-    def run(self, changed: tuple[str, str] = ("", "")) -> None:
-        """Compare what the kernel's parts add up to with the formula.
+    def run(self, changed: tuple[str, str] = ("", ""), order: int = 0) -> np.ndarray:
+        """Compare what the kernel writes, or its parts add up to, with the formula. Return what
+        it writes.
 
         Args:
             changed: as `run_kernel` takes it.
+            order: of what happens, another one for each number.
         """
         numbers = np.random.default_rng(self.seed)
         heads, rows, keys = self.kv_heads * self.group, self.rows, self.keys
@@ -118,13 +130,20 @@ class Case:
 
         unit_steps = -(-keys // self.block_n)
         each = np.diff(edges) if self.plan else np.array([unit_steps])
-        counts = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
+        of_units = np.repeat(np.broadcast_to(each, self.batch), self.kv_heads)
         places = self.programs + self.batch * self.kv_heads
-        partial = np.full(places * self.group * rows * (self.value_dim + 3), 1e9)
+        # In one memory, but a float here has 64 bits.
+        units = self.batch * self.kv_heads
+        counted = -(-units // 2) * 4
+        partial = np.full(counted + places * self.group * rows * (self.value_dim + 3), 1e9)
         partial_out, partial_sums = (
             found.reshape(places, self.group * rows, -1)
-            for found in np.split(partial, [places * self.group * rows * self.value_dim])
+            for found in np.split(partial[counted:], [places * self.group * rows * self.value_dim])
         )
+        left = (0, MARK, MARK - 1, MARK + (1 << 16), -MARK, 1 << 62)
+        counts = numbers.choice(left, units)
+        out = np.full((self.batch, rows, heads, self.value_dim + 8), 1e9)
+        sums = np.full((2, self.batch, heads, rows), 1e9)
         even = keys % self.block_n == 0 and (not self.plan or self.kv_block % self.block_n == 0)
         # Rows of queries lie 8 elements apart, or a multiple.
         padded = np.full((*q.shape[:3], self.width), np.nan)
@@ -137,31 +156,38 @@ class Case:
                 "k_desc": Box(k, (1, 1, self.block_n, self.width)),
                 "v_desc": Box(v, (1, 1, self.block_n, self.value_width)),
                 "query": Pointer(padded), "key": Pointer(k), "value": Pointer(v),
-                "partial_out": Pointer(partial),
+                "partial_out": Pointer(partial), "counts": Pointer(counts), "mark": MARK,
+                "out": Pointer(out), "rest": Pointer(np.zeros(out.size)),
+                "lse": Pointer(sums[0]), "max_scores": Pointer(sums[1]),
+                "o_strides": (rows * out[0, 0].size, out.shape[3], out[0, 0].size, 1),
                 "q_strides": tuple(stride // 64 for stride in padded.strides[:3]),
                 "k_strides": tuple(stride // 8 for stride in k.strides[:3]),
                 "v_strides": tuple(stride // 8 for stride in v.strides[:3]),
                 "edges": Pointer(np.concatenate([edges, steps.ravel()])), "tables": (), "ints": (),
                 "floats": (), "shifts": shifts, "scale": scale, "batch": self.batch,
                 "kv_heads": self.kv_heads, "q_length": rows, "kv_length": keys,
-                "unit_steps": unit_steps, "most": steps.shape[1],
+                "unit_steps": unit_steps, "most": steps.shape[1], "groups": self.groups,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "PLAN": self.plan,
                 "GROUP": self.group, "KV_SHARED": self.kv_shared, "DIM": self.dim,
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
-                "WANT_MAX": True, "EVEN": even, "STAGES": self.stages,
+                "UNIT": 1, "ADDS": self.adds, "WANT_LSE": True, "WANT_MAX": True,
+                "WANT_REST": True, "EVEN": even, "STAGES": self.stages,
                 "BLOCK_N": self.block_n, "PRODUCER_REGISTERS": 24,
             },
-            self.seed,
+            self.seed + 1000 * order,
             changed,
             CALLED,
         )  # fmt: skip
 
         # What a program has of a unit.
-        total = int(counts.sum())
-        ends = np.cumsum(counts)
-        for unit, (end, count) in enumerate(zip(ends, counts, strict=True)):
-            shares = [share_of(program, self.programs, total) for program in range(self.programs)]
+        total = int(of_units.sum())
+        ends = np.cumsum(of_units)
+        for unit, (end, count) in enumerate(zip(ends, of_units, strict=True)):
+            shares = [
+                share_of(program, self.programs, total, self.groups)
+                for program in range(self.programs)
+            ]
             parts = [
                 program + unit
                 for program, (begin, stop) in enumerate(shares)
@@ -175,12 +201,21 @@ class Case:
                 if self.has_score_mod:
                     score = softcap(score, b + 3, h + 5, row + 7, np.arange(keys) + 11)
                 score = np.where(live[b, h, row], score, -np.inf)
-                self.compare(
-                    score, v[place, kv_head], partial_sums[parts, packed],
-                    partial_out[parts, packed],
-                )  # fmt: skip
+                if self.adds:
+                    found = out[b, row, h, : self.value_dim]
+                    compare_rows(score, v[place, kv_head], found, *sums[:, b, h, row])
+                else:
+                    compare_parts(
+                        score, v[place, kv_head], partial_sums[parts, packed],
+                        partial_out[parts, packed],
+                    )  # fmt: skip
         # Nobody wrote elsewhere.
-        assert (partial_sums != 1e9).any(axis=(1, 2)).sum() <= self.programs + (counts > 0).sum()
+        written = (partial_sums != 1e9).any(axis=(1, 2)).sum()
+        assert written <= self.programs + (of_units > 0).sum()
+        assert (out[..., self.value_dim :] == 1e9).all() and (partial[:counted] == 1e9).all()
+        # Nothing is left counted: who comes next may have the same memory.
+        assert not self.adds or not ((counts > MARK) & (counts < MARK + (1 << 16))).any()
+        return np.concatenate([out.ravel(), sums.ravel()])
 
     def listed(self, kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(edges, steps) of `decode_steps.steps_kernel`, of kinds [entries, blocks of keys]."""
@@ -206,30 +241,44 @@ class Case:
             into[: len(row_steps)] = np.array(row_steps).reshape(-1, 2)
         return np.cumsum([0, *map(len, found)]), table
 
-    def compare(
-        self, score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np.ndarray
-    ) -> None:
-        """A row's parts against its scores."""
-        seen = score != -np.inf
-        odd = np.isnan(score).any()
-        if not seen.any():
-            assert (sums[:, 0] == -np.inf).all() and (sums[:, 1] == 0).all()
-            assert (values == 0).all()
-            return
-        assert sums[:, 2].max() == odd
-        top = np.fmax.reduce(sums[:, 0])
-        factor = np.exp2(sums[:, 0] - (0.0 if top == -np.inf else top))
-        total = (factor * sums[:, 1]).sum()
-        weights = np.exp(score[seen])
-        assert np.isnan(total) == odd
-        if odd:
-            assert np.isnan((factor[:, None] * values).sum(0)).all()
-            return
-        np.testing.assert_allclose(np.exp2(top) * total, weights.sum(), rtol=1e-9)
-        np.testing.assert_allclose(top, score.max() * 1.4426950408889634, atol=1e-9)
-        found = (factor[:, None] * values).sum(0) / total
-        wanted = (weights[:, None] * v[seen]).sum(0) / weights.sum()
-        np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9)
+
+def compare_parts(score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np.ndarray) -> None:
+    """A row's parts against its scores."""
+    seen = score != -np.inf
+    odd = np.isnan(score).any()
+    if not seen.any():
+        assert (sums[:, 0] == -np.inf).all() and (sums[:, 1] == 0).all()
+        assert (values == 0).all()
+        return
+    assert sums[:, 2].max() == odd
+    top = np.fmax.reduce(sums[:, 0])
+    factor = np.exp2(sums[:, 0] - (0.0 if top == -np.inf else top))
+    total = (factor * sums[:, 1]).sum()
+    weights = np.exp(score[seen])
+    assert np.isnan(total) == odd
+    if odd:
+        assert np.isnan((factor[:, None] * values).sum(0)).all()
+        return
+    np.testing.assert_allclose(np.exp2(top) * total, weights.sum(), rtol=1e-9)
+    np.testing.assert_allclose(top, score.max() * 1.4426950408889634, atol=1e-9)
+    found = (factor[:, None] * values).sum(0) / total
+    wanted = (weights[:, None] * v[seen]).sum(0) / weights.sum()
+    np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9)
+
+
+def compare_rows(
+    score: np.ndarray, v: np.ndarray, found: np.ndarray, lse: float, max_score: float
+) -> None:
+    """What is written of a row against its scores."""
+    seen = score != -np.inf
+    if not seen.any():
+        assert lse == max_score == -np.inf and (found == 0).all()
+        return
+    weights = np.exp(score[seen])
+    np.testing.assert_allclose(lse, np.log(weights.sum()), atol=1e-9)
+    np.testing.assert_allclose(max_score, score.max(), atol=1e-9)
+    wanted = (weights[:, None] * v[seen]).sum(0) / weights.sum()
+    np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -242,6 +291,19 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 def test_shares_cross_units_and_some_programs_have_none(plan: int, programs: int) -> None:
     fixed = {"batch": 3, "kv_heads": 2, "keys": 100, "block_n": 16, "odd": ""}
     Case(plan, plan=plan, programs=programs, **fixed).run()
+
+
+@pytest.mark.parametrize("plan", [0, 1, 2])
+def test_sums_are_the_same_bits_whichever_program_ends_last(plan: int) -> None:
+    fixed = {"batch": 2, "kv_heads": 1, "keys": 203, "block_n": 16, "programs": 11, "adds": True}
+    found = [Case(plan, plan=plan, odd="", **fixed).run(order=order) for order in range(6)]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("parts", [15, 16, 17, 40])
+def test_any_number_of_parts_is_added_up(parts: int) -> None:
+    fixed = {"batch": 1, "kv_heads": 1, "keys": 16 * parts, "block_n": 16, "programs": parts}
+    Case(parts, plan=0, odd="", adds=True, group=8, rows=2, **fixed).run()
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
@@ -265,17 +327,29 @@ def test_any_packing_of_query_rows_keeps_what_is_not_finite_apart(
         ("say(words, slot * WORDS + 1, kind)", "pass"),
         ("num_outstanding=0, deps=(raw,)", "num_outstanding=1, deps=(raw,)"),
         ("num_outstanding=0, deps=(acc_later,)", "num_outstanding=1, deps=(acc_later,)"),
-        ("if gl.max((odd != odd).to(gl.int32), 0) > 0:", "if False:"),
+        ("is_odd = gl.max((odd != odd).to(gl.int32), 0) > 0", "is_odd = False"),
         ("ends * kv_heads <= at", "ends * kv_heads < at"),
         ("mask=inside)", "mask=packed >= 0)"),
         ("kind != BLOCK_N * 2 + 1:", "kind % 2 == 0:"),
+        ("_all_threads()\n                if counted", "if counted"),
+        ('sem="acq_rel"', 'sem="relaxed"'),
+        ('cache_modifier=".cg"', 'cache_modifier=""'),
+        ("gl.where(counts, found, mark)", "found"),
+        (
+            'gl.atomic_cas(word, found, gl.where(counts, found, mark), sem="relaxed")',
+            "gl.store(word, gl.where(counts, found, mark))",
+        ),
+        ("== last_program - first_program:", "== 0:"),
+        ("gl.store(counts + u, 0)", "pass"),
+        ("if is_odd | (part < count):", "if part < count:"),
+        ("if count == 0:", "if False:"),
     ],
 )
 def test_without_a_piece_of_it_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(12):
         fixed = {"batch": 2, "keys": 203, "plan": 2, "programs": 3, "block_n": 16, "stages": 2}
         try:
-            Case(seed, odd="value", has_mask_mod=True, **fixed).run((piece, instead))
+            Case(seed, odd="value", has_mask_mod=True, adds=True, **fixed).run((piece, instead))
         except (AssertionError, IndexError, Stuck):
             return
     pytest.fail("every seed gave the right sums")

@@ -3,13 +3,15 @@ programs."""
 
 from __future__ import annotations
 
+import math
+import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
-from anyflex_cuda import decode_steps, decode_sums, forward_call, hopper_decode
+from anyflex_cuda import decode_parts, decode_steps, decode_sums, forward_call, hopper_decode
 from anyflex_cuda.forward_call import BoxArguments, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
@@ -39,7 +41,15 @@ __all__ = [
 _LEAST_SHARE = 128
 """Keys: a shorter share isn't worth its place among a unit's sums."""
 _MOST_PARTS = 64
-"""Of a unit, that are added up at a time."""
+"""Of a unit, that `decode_sums` adds up at a time."""
+_MOST_ADDED = 320
+"""Rows of a unit's parts that one program adds up: of 128 columns it reads 160 KB in 2 us or 3,
+which is what another kernel takes to begin."""
+_ALIGNED_PROGRAMS = 15 / 16
+"""Of all that there is room for: so many are enough, if then fewer shares cross the ends of
+units."""
+_MARK = secrets.randbelow(1 << 46) * decode_parts.MOST_COUNTED.value
+"""`decode_parts.begin_count`'s: that memory holds it by chance is as good as impossible."""
 
 
 class DecodeTiles(NamedTuple):
@@ -121,11 +131,13 @@ class DecodeFit(NamedTuple):
     """What follows from shapes and strides alone, of whichever call and mask.
 
     Args:
-        workspace: values and sums of units' parts; how many steps a mask leaves, and which.
+        workspace: counts, values and sums of units' parts; how many steps a mask leaves, and
+            which.
         plan: whose the steps are, of `decode_steps`.
         even: as `decode_program`'s.
         programs: share the steps.
-        at_once: parts of a unit that are added up at a time.
+        adds: they also add up the parts of units.
+        at_once: parts of a unit that are added up at a time, where another kernel does.
         rows: of queries, in all heads.
         key, value: of their descriptors.
         values: arguments of the kernels.
@@ -135,6 +147,7 @@ class DecodeFit(NamedTuple):
     plan: int
     even: bool
     programs: int
+    adds: bool
     at_once: int
     rows: int
     key: BoxArguments
@@ -164,11 +177,23 @@ def decode_fit_of(
     batch, heads, length, _ = query
     keys = key[2]
     units, most = _units(query, key), _most_steps(spec, tiles, key)
-    wanted = forward_call.cores(device) * tiles.programs
-    programs = max(1, min(wanted, units * most // -(-_LEAST_SHARE // tiles.block_n)))
     plan, even = decode_steps.NONE.value, keys % tiles.block_n == 0
-    places, unit_rows = programs + units, heads // key[1] * length
-    workspace = [TensorSpec((places * unit_rows * (spec.value_head_dim + 3),), torch.float32)]
+    if mask is not None:
+        plan = decode_steps.EACH.value if mask[0] > 1 else decode_steps.ALL.value
+        even = even and spec.block_size[1] % tiles.block_n == 0
+    room = forward_call.cores(device) * tiles.programs
+    programs = max(1, min(room, units * most // -(-_LEAST_SHARE // tiles.block_n)))
+    groups = 1
+    if plan != decode_steps.EACH.value:
+        programs = _aligned(programs, units, most)
+        groups = math.gcd(programs, units)
+    # Of a unit. Where batch entries have their own counts of steps, one may have nearly all.
+    sharing = key[1] if plan == decode_steps.EACH.value else units
+    parts = programs // sharing + (0 if groups == units else 2)
+    unit_rows = heads // key[1] * length
+    floats = (programs + units) * unit_rows * (spec.value_head_dim + 3)
+    # Counts before: `decode_steps.counts_floats`.
+    workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
     values = {
         "q_strides": layout_like(query, q_strides, size, True).strides[:3],
         "k_strides": k_strides[:3],
@@ -181,21 +206,20 @@ def decode_fit_of(
         "unit_steps": most,
         "most": most,
         "programs": programs,
+        "groups": groups,
+        "mark": _MARK,
     }
     if mask is not None:
         entries = mask[0]
-        plan = decode_steps.EACH.value if entries > 1 else decode_steps.ALL.value
-        even = even and spec.block_size[1] % tiles.block_n == 0
         workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
         values["entries"] = entries
-    # Of a unit. Where units have their own counts of steps, one may have nearly all.
-    parts = programs if plan == decode_steps.EACH.value else programs // units + 2
     boxes = _boxes(spec, tiles)
     return DecodeFit(
         tuple(workspace),
         plan,
         even,
         programs,
+        parts * unit_rows <= _MOST_ADDED,
         min(_MOST_PARTS, max(4, 1 << (parts - 1).bit_length())),
         batch * heads * length,
         boxes_of(key, k_strides, size, boxes["k_desc"]),
@@ -204,9 +228,26 @@ def decode_fit_of(
     )
 
 
+def _aligned(programs: int, units: int, most: int) -> int:
+    """Return how many programs to have of `programs`: a multiple of the units or a divisor, where
+    these are nearly as many.
+
+    Args:
+        most: steps of a unit.
+    """
+    if units <= programs:
+        # As few as have shares as long.
+        longest = -(-most // (programs // units))
+        found = -(-most // longest) * units
+    else:
+        found = -(-units // -(-units // programs))
+    aligned = found % units == 0 or units % found == 0
+    return found if aligned and found >= programs * _ALIGNED_PROGRAMS else programs
+
+
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods_of: object, score_mod: object,
-    mask_mod: object, even: bool, max_scores: bool,
+    mask_mod: object, even: bool, adds: bool, unit: int, lse: bool, max_scores: bool, rest: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
@@ -214,10 +255,14 @@ def decode_program(
         plan: whose the steps are, of `decode_steps`.
         mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
         even: lengths of keys, and of the mask's blocks, are multiples of a step's.
-        max_scores: they are wanted.
+        adds: of `DecodeFit`. unit: of out's `Layout`.
+        lse, max_scores, rest: which outputs beside out are wanted.
     """
     spec = made.spec
-    key = ("hopper decode", tiles, plan, mods_of, even, max_scores)
+    if not adds:
+        # Others write the outputs.
+        unit, lse, rest = 1, False, False
+    key = ("hopper decode", tiles, plan, mods_of, even, adds, unit, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
@@ -228,12 +273,15 @@ def decode_program(
         hopper_decode.decode_kernel,
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
-            **made.pointers("query", "key", "value"),
-            **float_pointers("partial_out"),
+            **made.pointers("query", "key", "value", "out", "rest"),
+            **float_pointers("partial_out", "lse", "max_scores"),
+            "counts": "*i64",
             **dict.fromkeys(("q_strides", "k_strides", "v_strides"), ("i64",) * 3),
+            **strides("o_strides"),
             "edges": "*i32",
+            "mark": "i64",
             **{name: made.common_types[name] for name in of_mods},
-            **int32s("batch", "kv_heads", "q_length", "kv_length", "unit_steps", "most"),
+            **int32s("batch", "kv_heads", "q_length", "kv_length", "unit_steps", "most", "groups"),
         },
         {
             "SCORE_MOD": score_mod,
@@ -245,13 +293,17 @@ def decode_program(
             "VALUE_DIM": spec.value_head_dim,
             "D": _columns(spec.head_dim),
             "DV": _columns(spec.value_head_dim),
+            "UNIT": unit,
+            "ADDS": adds,
+            "WANT_LSE": lse,
             "WANT_MAX": max_scores,
+            "WANT_REST": rest,
             "EVEN": even,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
         },
-        ("query", "partial_out"),
+        ("query", "partial_out", "counts"),
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
     )
 
@@ -267,8 +319,8 @@ def launch_decode(
     portable: Programs, made: GluonPrograms, tiles: DecodeTiles, fit: DecodeFit, call: Call,
     out: Outputs,
 ) -> None:  # fmt: skip
-    """Launch what lists a mask's steps, if there is one, the programs that share the steps, and
-    what adds up their sums, on the current stream.
+    """Launch what lists a mask's steps, if there is one, the programs that share the steps, and,
+    if they don't do that themselves, what adds up their sums, on the current stream.
 
     Args:
         portable: the spec's programs in plain Triton.
@@ -278,13 +330,10 @@ def launch_decode(
     rest = out.saved[0] if out.saved else None
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
+    wanted = (out.lse is not None, out.max_scores is not None, rest is not None)
     parts = decode_program(
-        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.even,
-        out.max_scores is not None,
-    )  # fmt: skip
-    sums = _sums_program(
-        portable, tiles, fit, o_layout.unit, out.lse is not None, out.max_scores is not None,
-        rest is not None,
+        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.even, fit.adds,
+        o_layout.unit, *wanted,
     )  # fmt: skip
     # Of all kernels: what one of them calls a name is the same to another.
     values = {
@@ -296,6 +345,7 @@ def launch_decode(
         "key": call.key,
         "value": call.value,
         "partial_out": partial_out,
+        "counts": partial_out,
         "edges": edges,
         "out": out.out,
         "rest": or_else(rest, out.out),
@@ -303,7 +353,10 @@ def launch_decode(
         "max_scores": or_else(out.max_scores, partial_out),
         "o_strides": o_layout.strides,
     }
-    launches = [Launch(parts, fit.programs, values), Launch(sums, fit.rows, values)]
+    launches = [Launch(parts, fit.programs, values)]
+    if not fit.adds:
+        sums = _sums_program(portable, fit, o_layout.unit, *wanted)
+        launches.append(Launch(sums, fit.rows, values))
     if call.mask is not None:
         rows = mask_rows(call.mask)
         values["offsets"] = rows.offsets
@@ -336,9 +389,8 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
 
 
 def _sums_program(
-    made: Programs, tiles: DecodeTiles, fit: DecodeFit, unit: int, lse: bool, max_scores: bool,
-    rest: bool,
-) -> Program:  # fmt: skip
+    made: Programs, fit: DecodeFit, unit: int, lse: bool, max_scores: bool, rest: bool
+) -> Program:
     """Return what adds up the sums of a class of calls.
 
     Args:
@@ -360,7 +412,7 @@ def _sums_program(
             **made.pointers("out", "rest"),
             **strides("o_strides"),
             "edges": "*i32",
-            **int32s("batch", "heads", "q_length", "unit_steps", "programs"),
+            **int32s("batch", "heads", "q_length", "unit_steps", "programs", "groups"),
         },
         {
             "GROUP": spec.gqa_ratio,

@@ -2,7 +2,9 @@
 
 A unit is a key head of a batch entry: its query rows are one tile. The units' steps, one after the
 other, are cut into equal shares, one for each program (stream-K: Osama et al., 2023), whatever
-units they belong to. A unit's sums are then those of the programs that had a part of it.
+units they belong to; where the numbers of units and programs have a common divisor, that many
+groups of units have programs of their own, so that fewer shares cross the ends of units. A unit's
+sums are then those of the programs that had a part of it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ __all__ = [
     "ALL",
     "EACH",
     "NONE",
+    "counts_floats",
     "program_of",
     "share_of",
     "steps_kernel",
@@ -37,22 +40,36 @@ EACH = tl.constexpr(2)
 
 
 @triton.jit
-def share_of(program, programs, total):
-    """(first step, end) of a program's share of `total` steps: the first few have one more."""
-    least = total // programs
-    more = total % programs
-    first = program * least + tl.minimum(program, more)
-    return first, first + least + tl.where(program < more, 1, 0)
+def share_of(program, programs, total, groups):
+    """(first step, end) of a program's share of `total` steps: the first few of a group have one
+    more.
+
+    Args:
+        groups: programs and steps are cut into so many groups first, each of the same size. A
+            divisor of both.
+    """
+    members = programs // groups
+    steps = total // groups
+    least = steps // members
+    more = steps % members
+    member = program % members
+    first = program // members * steps + member * least + tl.minimum(member, more)
+    return first, first + least + tl.where(member < more, 1, 0)
 
 
 @triton.jit
-def program_of(step, programs, total):
+def program_of(step, programs, total, groups):
     """Whose share a step is in."""
-    least = total // programs
-    more = total % programs
+    members = programs // groups
+    # Callers whose units have no steps ask too.
+    steps = tl.maximum(total // groups, 1)
+    least = steps // members
+    more = steps % members
+    first = step // steps * members
+    step = step % steps
     # Where shares have a step at most, all steps are in longer ones.
     rest = (step - more * (least + 1)) // tl.maximum(least, 1)
-    return tl.where(step < more * (least + 1), step // (least + 1), more + rest)
+    return first + tl.where(step < more * (least + 1), step // (least + 1), more + rest)
 
 
 @triton.jit
@@ -83,6 +100,13 @@ def steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN: tl.constexpr):
         if PLAN == ALL:
             count = tl.load(edges + 1)
         return (b * kv_heads + kv_head) * count, count
+
+
+@triton.jit
+def counts_floats(units):
+    """Floats in whose place `hopper_decode.decode_kernel`'s counts are, at the begin of its
+    workspace: what follows is aligned to 16 bytes."""
+    return (units + 1) // 2 * 4
 
 
 @triton.jit

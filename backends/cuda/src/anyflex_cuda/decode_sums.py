@@ -1,11 +1,18 @@
-"""Adds up what the programs of Hopper's decoding have of each query row."""
+"""Adds up what the programs of Hopper's decoding have of each query row, where the rows of all
+parts of a unit are too many for one of those programs."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from anyflex_cuda.decode_steps import program_of, steps_of_unit, sums_place, total_steps
+from anyflex_cuda.decode_steps import (
+    counts_floats,
+    program_of,
+    steps_of_unit,
+    sums_place,
+    total_steps,
+)
 from anyflex_triton.decode import store_row
 
 __all__ = ["combine_kernel"]
@@ -17,15 +24,15 @@ __all__ = ["combine_kernel"]
 @triton.jit
 def combine_kernel(
     partial_out, out, rest, lse, max_scores, o_strides, edges, batch, heads, q_length, unit_steps,
-    programs, GROUP: tl.constexpr, PLAN: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    programs, groups, GROUP: tl.constexpr, PLAN: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
     Args:
         partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
-        programs: of that kernel.
+        programs: of that kernel. groups: of them.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length
@@ -34,12 +41,13 @@ def combine_kernel(
     h = bh % heads
     kv_heads = heads // GROUP
     kv_head = h // GROUP
+    partial_out += counts_floats(batch * kv_heads)
     places = sums_place(programs, batch * kv_heads, GROUP * q_length, VALUE_DIM)
     partial_sums = partial_out + places
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     begin, count = steps_of_unit(edges, b, kv_head, kv_heads, unit_steps, PLAN)
-    first_program = program_of(begin, programs, total_count)
-    last_program = program_of(begin + count - 1, programs, total_count)
+    first_program = program_of(begin, programs, total_count, groups)
+    last_program = program_of(begin + count - 1, programs, total_count, groups)
     end_program = tl.where(count > 0, last_program + 1, first_program)
     unit = b * kv_heads + kv_head
     row_of_unit = h % GROUP * q_length + row

@@ -4,8 +4,8 @@ A program has a share of all steps, whatever units they belong to (decode_steps.
 producer warp and one warpgroup that computes. The producer has TMA load the share's keys and
 values into a ring, as far ahead as that has room, also across the ends of units. A unit's query
 rows are the 64 rows of a product of warpgroups, and the rest of those are zeros. At the end of a
-unit's part of the share its sums are written; `decode_sums.combine_kernel` adds up those of all
-programs.
+unit's part of the share its sums are written, and decode_parts.py has the last of its programs add
+them up. Where that were too much for one program, `decode_sums.combine_kernel` does so after it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.decode_parts import (
+    add_parts,
+    begin_count,
+    counted,
+    rows_of_unit,
+    write_dead,
+    write_rows,
+)
 from anyflex_cuda.decode_steps import (
     ALL,
     EACH,
     NONE,
+    counts_floats,
+    program_of,
     share_of,
+    steps_of_unit,
     steps_place,
     sums_place,
     total_steps,
@@ -98,29 +109,47 @@ def step_of(steps, b, most, i, kv_length, PLAN: gl.constexpr, BLOCK_N: gl.conste
 # The producer
 
 @gluon.jit
-def produce(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch, kv_heads,
-    kv_length, unit_steps, most, PLAN: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+def load_step(
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first,
+    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
+    kv_b = 0 * b if KV_SHARED else b
+    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
+    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
+    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
+    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+
+
+@gluon.jit
+def produce(
+    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead, batch,
+    kv_heads, kv_length, unit_steps, most, groups, PLAN: gl.constexpr, KV_SHARED: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+):
+    """Args:
+        ahead: steps of its first unit that are on their way already.
+    """
     total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
-    at, end = share_of(gl.program_id(0), gl.num_programs(0), total)
+    at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
     step = gl.to_tensor(0)
     while at < end:
         b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 1)
-        kv_b = 0 * b if KV_SHARED else b
         part = gl.minimum(end - at, count - i)
-        for j in range(i, i + part):
+        begin = i
+        if PLAN == NONE and step == 0:
+            begin += ahead
+            step += ahead
+        for j in range(begin, i + part):
             slot = step % STAGES
             first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             if PLAN != NONE:
                 say(words, slot * WORDS, first)
                 say(words, slot * WORDS + 1, kind)
-            mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-            _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-            mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-            _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+            load_step(
+                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first, KV_SHARED,
+                D, DV, BLOCK_N,
+            )
             step += 1
         at += part
 
@@ -128,22 +157,13 @@ def produce(
 # The consumer
 
 @gluon.jit
-def rows_of_unit(kv_head, q_length, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """(whether a row of the tile is one, its query head, its query row) [ROWS]; of the others
-    something that exists."""
-    packed = gl.arange(0, ROWS, layout=LAYOUT)
-    inside = packed < GROUP * q_length
-    head = kv_head * GROUP + gl.minimum(packed // q_length, GROUP - 1)
-    return inside, head, packed % q_length
-
-
-@gluon.jit
 def query_columns(
     query, q_strides, b, kv_head, q_length, first_column, GROUP: gl.constexpr, DIM: gl.constexpr,
     COLUMNS: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """[ROWS, COLUMNS] of the query rows of a unit; 0 in other rows, and from DIM on."""
-    inside, head, row = rows_of_unit(kv_head, q_length, GROUP, gl.SliceLayout(1, LAYOUT))
+    packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
     # In units of what is loaded at a time.
     of_rows = (
         gl.cast(b, gl.int64) * q_strides[0] + head.to(gl.int64) * q_strides[1]
@@ -187,7 +207,8 @@ def write_strange_part(
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
-    inside, head, row = rows_of_unit(kv_head, q_length, GROUP, gl.SliceLayout(1, LAYOUT))
+    packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
     inside = gl.expand_dims(inside, 1)
     q_idx = gl.expand_dims(row, 1) + shifts[2]
     mod_h = gl.expand_dims(head, 1) + shifts[1]
@@ -237,13 +258,54 @@ def write_strange_part(
 
 
 @gluon.jit
+def write_part(
+    acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums, q_strides,
+    k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b, kv_head, kv_heads, i,
+    part, q_length, kv_length, most, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, DV: gl.constexpr, WANT_MAX: gl.constexpr, BLOCK_N: gl.constexpr,
+    OF_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
+):
+    """The sums of a part of a unit. Unit by unit and program by program, each has its own place.
+
+    Args:
+        acc: [ROWS, DV], in O_LAYOUT. top, total, nans: [ROWS], in OF_ROWS.
+        is_odd: acc isn't to be had from products.
+        i, part: as of `write_strange_part`.
+    """
+    unit = b * kv_heads + kv_head
+    rows_a_unit = GROUP * q_length
+    place = gl.cast(gl.program_id(0) + unit, gl.int64) * rows_a_unit
+    packed = gl.arange(0, ROWS, layout=OF_ROWS)
+    inside = packed < rows_a_unit
+    sums = partial_sums + (place + packed) * 3
+    gl.store(sums, top, mask=inside)
+    gl.store(sums + 1, total, mask=inside)
+    if WANT_MAX:
+        gl.store(sums + 2, nans.to(gl.float32), mask=inside)
+    if is_odd:
+        write_strange_part(
+            top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps,
+            most, b, kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts, scale,
+            SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, BLOCK_N,
+        )
+    else:
+        rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT)), 1)
+        columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
+        there = (rows < rows_a_unit) & (columns < VALUE_DIM)
+        gl.store(partial_out + (place + rows) * VALUE_DIM + columns, acc, mask=there)
+
+
+@gluon.jit
 def consume(
     q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-    partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints, floats, shifts,
-    scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_MAX: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    partial_sums, counts, out, rest, lse, max_scores, q_strides, k_strides, v_strides, o_strides,
+    edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads, q_length, kv_length,
+    unit_steps, most, groups, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
@@ -252,16 +314,34 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     MASKED: gl.constexpr = PLAN != NONE or not EVEN
     unit = unit_of_scores(scale, SCORE_MOD)
+    programs = gl.num_programs(0)
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
-    at, last = share_of(gl.program_id(0), gl.num_programs(0), total_count)
+    at, last = share_of(gl.program_id(0), programs, total_count, groups)
+    if ADDS and PLAN != NONE:
+        # Units without steps are in nobody's share. Here nobody waits for it: keys are on the way.
+        for u in range(gl.program_id(0), batch * kv_heads, programs):
+            b = u // kv_heads
+            _, count = steps_of_unit(edges, b, u % kv_heads, kv_heads, unit_steps, PLAN)
+            if count == 0:
+                write_dead(
+                    out, rest, lse, max_scores, o_strides, b, u % kv_heads, kv_heads, q_length,
+                    GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+                )
     step = gl.to_tensor(0)
     while at < last:
         b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
         part = gl.minimum(last - at, count - i)
+        u = b * kv_heads + kv_head
+        if ADDS:
+            found = gl.load(counts + u, volatile=True)
         load_queries(q_buf, query, q_strides, b, kv_head, q_length, GROUP, DIM, D)
-        inside, head, row = rows_of_unit(kv_head, q_length, GROUP, OF_ROWS)
+        if ADDS:
+            begin_count(counts + u, found, mark)
+        packed = gl.arange(0, ROWS, layout=OF_ROWS)
+        _, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
         mod_b = b + shifts[0]
         mod_h = gl.expand_dims(head, 1) + shifts[1]
         q_idx = gl.expand_dims(row, 1) + shifts[2]
@@ -306,7 +386,7 @@ def consume(
             alpha = gl.exp2(top - shift)
             total = total * alpha + gl.sum(weights, 1)
             top = new_top
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
             halves = gl.convert_layout(
                 weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
             )
@@ -316,58 +396,88 @@ def consume(
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
             mbarrier.arrive(empty.index(slot), count=1)
             step += 1
-        # Unit by unit and program by program, each part has its own place.
         rows_a_unit = GROUP * q_length
-        place = gl.cast(gl.program_id(0) + b * kv_heads + kv_head, gl.int64) * rows_a_unit
-        packed = gl.arange(0, ROWS, layout=OF_ROWS)
-        sums = partial_sums + (place + packed) * 3
-        gl.store(sums, top, mask=inside)
-        gl.store(sums + 1, total, mask=inside)
-        if WANT_MAX:
-            gl.store(sums + 2, nans.to(gl.float32), mask=inside)
-        rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT)), 1)
+        rows = gl.expand_dims(gl.arange(0, ROWS, layout=OF_OUT), 1)
         # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
         odd = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
-        if gl.max((odd != odd).to(gl.int32), 0) > 0:
-            write_strange_part(
-                top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps,
-                most, b, kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts,
-                scale, SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, BLOCK_N,
-            )
+        is_odd = gl.max((odd != odd).to(gl.int32), 0) > 0
+        if ADDS:
+            if is_odd | (part < count):
+                write_part(
+                    acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums,
+                    q_strides, k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b,
+                    kv_head, kv_heads, i, part, q_length, kv_length, most, SCORE_MOD, MASK_MOD,
+                    PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_MAX, BLOCK_N, OF_ROWS,
+                    O_LAYOUT,
+                )
+                first_program = program_of(at - i, programs, total_count, groups)
+                last_program = program_of(at - i + count - 1, programs, total_count, groups)
+                # One thread counts, and says so for what all have stored.
+                _all_threads()
+                if counted(counts + u, mark) == last_program - first_program:
+                    place = gl.cast(first_program + u, gl.int64) * rows_a_unit
+                    add_parts(
+                        partial_out + place * VALUE_DIM, partial_sums + place * 3,
+                        last_program - first_program + 1, out, rest, lse, max_scores, o_strides, b,
+                        kv_head, kv_heads, q_length, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE,
+                        WANT_MAX, WANT_REST,
+                    )
+                    gl.store(counts + u, 0)
+            else:
+                write_rows(
+                    acc, gl.convert_layout(top, OF_OUT), gl.convert_layout(total, OF_OUT),
+                    gl.convert_layout(nans, OF_OUT), 0, out, rest, lse, max_scores, o_strides, b,
+                    kv_head, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE,
+                    WANT_MAX, WANT_REST, O_LAYOUT,
+                )
         else:
-            columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
-            there = (rows < rows_a_unit) & (columns < VALUE_DIM)
-            gl.store(partial_out + (place + rows) * VALUE_DIM + columns, acc, mask=there)
+            write_part(
+                acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums,
+                q_strides, k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b,
+                kv_head, kv_heads, i, part, q_length, kv_length, most, SCORE_MOD, MASK_MOD, PLAN,
+                GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_MAX, BLOCK_N, OF_ROWS, O_LAYOUT,
+            )
         at += part
 
 
 @gluon.jit
 def decode_kernel(
-    k_desc, v_desc, query, key, value, partial_out, q_strides, k_strides, v_strides, edges, tables,
-    ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    k_desc, v_desc, query, key, value, partial_out, counts, out, rest, lse, max_scores, q_strides,
+    k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, mark, batch,
+    kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """The sums of each unit's part of each program's share.
+    """The rows of each unit, or, without ADDS, the sums of each unit's part of each program's
+    share.
 
     Args:
         k_desc, v_desc: descriptors [B, Hkv, S, dims] of key and value; boxes of BLOCK_N rows, D or
             DV columns.
         query: its strides (b, h, row) are counted in 8 elements.
         key, value: for `write_strange_part`, with strides (b, h, row).
-        partial_out: [programs + units, GROUP * L, VALUE_DIM], float32, relative to its own top: of
-            program p and unit u at p + u. Behind it, `decode_steps.sums_place`, partial_sums:
-            [programs + units, GROUP * L, 3], float32: top in powers of two, sum; where WANT_MAX, 1
-            if a score is NaN. To allocate one tensor less saves the host two microseconds.
+        partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
+            float32, relative to its own top: of program p and unit u at p + u. Behind it,
+            `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: top
+            in powers of two, sum; where WANT_MAX, 1 if a score is NaN.
+        counts: int64 [units], the begin of partial_out, with whatever that holds: how many parts
+            of a unit are written, `decode_parts.begin_count`. To allocate one tensor less saves
+            the host two microseconds.
+        mark: as `decode_parts.begin_count`'s.
+        out, rest, lse, max_scores, o_strides: as `decode_sums.combine_kernel`'s, for ADDS, whose
+            parts are added up here.
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
-        unit_steps: of a unit, if PLAN is NONE.
+        unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
         EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
     """
+    units = batch * kv_heads
+    partial_out += counts_floats(units)
     partial_sums = partial_out + sums_place(
-        gl.num_programs(0), batch * kv_heads, GROUP * q_length, VALUE_DIM,
+        gl.num_programs(0), units, GROUP * q_length, VALUE_DIM,
     )
     steps = edges + steps_place(batch if PLAN == EACH else 1)
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
@@ -385,16 +495,30 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
+    ahead = gl.to_tensor(0)
+    if PLAN == NONE:
+        # The first loads ask nobody where. So they don't wait until warps have got their parts.
+        total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
+        at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
+        b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
+        ahead = gl.minimum(gl.minimum(end - at, count - i), STAGES)
+        for s in range(ahead):
+            load_step(
+                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, s, b, kv_head, (i + s) * BLOCK_N,
+                KV_SHARED, D, DV, BLOCK_N,
+            )
     gl.warp_specialize([
         (consume, (
             q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-            partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints, floats,
-            shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD,
-            MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_MAX, EVEN, STAGES,
-            BLOCK_N,
+            partial_sums, counts, out, rest, lse, max_scores, q_strides, k_strides, v_strides,
+            o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads,
+            q_length, kv_length, unit_steps, most, groups, SCORE_MOD, MASK_MOD, PLAN, GROUP,
+            KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+            STAGES, BLOCK_N,
         )),
         (produce, (
-            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch,
-            kv_heads, kv_length, unit_steps, most, PLAN, KV_SHARED, D, DV, STAGES, BLOCK_N,
+            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead,
+            batch, kv_heads, kv_length, unit_steps, most, groups, PLAN, KV_SHARED, D, DV, STAGES,
+            BLOCK_N,
         )),
     ], [1], [PRODUCER_REGISTERS])

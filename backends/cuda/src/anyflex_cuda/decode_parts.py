@@ -1,0 +1,194 @@
+"""What Hopper's decoding does at the end of a unit: its rows are written, or a part of their sums.
+
+A unit (decode_steps.py) that several programs share has a part from each. Nobody knows which of
+these programs ends last. So each counts itself in a word of memory, and the one that finds all
+others counted adds the parts up, in the order of their keys, whatever order they came in.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anyflex_triton.tiles import LOG2E
+
+__all__ = [
+    "MOST_COUNTED",
+    "add_parts",
+    "begin_count",
+    "counted",
+    "rows_of_unit",
+    "write_dead",
+    "write_rows",
+]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+MOST_COUNTED = gl.constexpr(1 << 16)
+"""A mark is a multiple of it. Programs are fewer."""
+_AT_ONCE = gl.constexpr(16)
+"""Parts that are on their way at a time: twice as many leave no registers with some mods."""
+
+
+@gluon.jit
+def rows_of_unit(packed, kv_head, q_length, GROUP: gl.constexpr):
+    """(whether it is one, its query head, its query row) of rows of a unit; of the others
+    something that exists."""
+    inside = packed < GROUP * q_length
+    head = kv_head * GROUP + gl.minimum(packed // q_length, GROUP - 1)
+    return inside, head, packed % q_length
+
+
+@gluon.jit
+def begin_count(word, found, mark):
+    """Make a word count from nothing, if no other program of this launch has done so.
+
+    The words lie in memory that may hold anything: to set it to zero were a kernel more. A word
+    counts if it lies less than MOST_COUNTED above the mark, a random number of this process; who
+    adds up leaves 0 there for the next launch.
+
+    Args:
+        word: int64. found: what it holds, loaded by each thread, and not all the same.
+        mark: of all launches.
+    """
+    counts = (found >= mark) & (found < mark + MOST_COUNTED)
+    # No branch: threads may disagree.
+    gl.atomic_cas(word, found, gl.where(counts, found, mark), sem="relaxed")
+
+
+@gluon.jit
+def counted(word, mark):
+    """Count a part that all threads have written, and return how many were counted before. After
+    the last one all parts can be read."""
+    return gl.atomic_add(word, 1, sem="acq_rel") - mark
+
+
+@gluon.jit
+def places_of(
+    first, parts, first_row, rows_a_unit, TILE_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """(places, whether they are some) [_AT_ONCE, TILE_ROWS] of rows of parts."""
+    index = gl.expand_dims(first + gl.arange(0, _AT_ONCE, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    rows = gl.expand_dims(first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    return index * rows_a_unit + rows, (index < parts) & (rows < rows_a_unit)
+
+
+@gluon.jit
+def add_parts(
+    partial_out, partial_sums, parts, out, rest, lse, max_scores, o_strides, b,
+    kv_head, kv_heads, q_length, GROUP: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
+    UNIT: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+):
+    """Write a unit's rows from its parts.
+
+    Args:
+        partial_out, partial_sums: of the unit's first part; the others follow.
+    """
+    # 16 bytes a thread of each part.
+    LANES: gl.constexpr = DV // 4
+    TILE_ROWS: gl.constexpr = 128 // LANES
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0],
+    )
+    TILE: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
+    OF_PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    # A lane a part: each sum is loaded once.
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [1, 0])
+    rows_a_unit = GROUP * q_length
+    columns = gl.arange(0, DV, layout=gl.SliceLayout(0, TILE))
+    columns = gl.expand_dims(gl.expand_dims(columns, 0), 0)
+    for first_row in range(0, rows_a_unit, TILE_ROWS):
+        top = gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        total = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        nans = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        acc = gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE)
+        for first in range(0, parts, _AT_ONCE):
+            # From the second cache: the first may be of a time before another program wrote.
+            place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, SUMS)
+            sums = partial_sums + place * 3
+            tops = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
+            totals = gl.load(sums + 1, mask=there, other=0.0, cache_modifier=".cg")
+            if WANT_MAX:
+                found = gl.load(sums + 2, mask=there, other=0.0, cache_modifier=".cg")
+                nans = gl.maximum(nans, gl.convert_layout(gl.max(found, 0), OF_ROWS))
+            place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, OF_PARTS)
+            values = gl.load(
+                partial_out + gl.expand_dims(place, 2) * VALUE_DIM + columns,
+                mask=gl.expand_dims(there, 2) & (columns < VALUE_DIM), other=0.0,
+                cache_modifier=".cg",
+            )
+            new_top = gl.maximum(top, gl.convert_layout(gl.max(tops, 0), OF_ROWS))
+            shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+            alpha = gl.exp2(top - shift)
+            shift = gl.convert_layout(shift, gl.SliceLayout(0, SUMS))
+            factor = gl.exp2(tops - gl.expand_dims(shift, 0))
+            total = total * alpha + gl.convert_layout(gl.sum(totals * factor, 0), OF_ROWS)
+            factor = gl.expand_dims(gl.convert_layout(factor, OF_PARTS), 2)
+            acc = acc * gl.expand_dims(alpha, 1) + gl.sum(values * factor, 0)
+            top = new_top
+        write_rows(
+            acc, top, total, nans, first_row, out, rest, lse, max_scores, o_strides, b, kv_head,
+            kv_heads, q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX,
+            WANT_REST, TILE,
+        )
+
+
+@gluon.jit
+def write_dead(
+    out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length, GROUP: gl.constexpr,
+    VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, WANT_LSE: gl.constexpr,
+    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+):
+    """Write a unit's rows, which see no key."""
+    LANES: gl.constexpr = DV // 4
+    TILE_ROWS: gl.constexpr = 128 // LANES
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
+    zeros = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
+    for first_row in range(0, GROUP * q_length, TILE_ROWS):
+        write_rows(
+            gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE),
+            gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS), zeros, zeros,
+            first_row, out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length,
+            TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST, TILE,
+        )
+
+
+@gluon.jit
+def write_rows(
+    acc, top, total, nans, first_row, out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads,
+    q_length, TILE_ROWS: gl.constexpr, GROUP: gl.constexpr, VALUE_DIM: gl.constexpr,
+    DV: gl.constexpr, UNIT: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Write what is wanted of a unit's rows from `first_row` on: as `decode.store_row` does.
+
+    Args:
+        acc: [TILE_ROWS, DV], weighted values, in LAYOUT.
+        top, total, nans: [TILE_ROWS], top in powers of two; nans above 0 where a score is NaN.
+    """
+    packed = first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
+    dead = (top == float("-inf")) & (total == total)
+    inverse = 1.0 / gl.where(dead, 1.0, total)
+    acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
+    columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    there = gl.expand_dims(inside, 1) & (columns < VALUE_DIM)
+    rounded = acc.to(out.dtype.element_ty)
+    of_rows = (
+        gl.cast(b, gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[1]
+        + row.to(gl.int64) * o_strides[2]
+    ) * UNIT
+    gl.store(out + gl.expand_dims(of_rows, 1) + columns, rounded, mask=there)
+    at = (gl.cast(b, gl.int64) * (kv_heads * GROUP) + head) * q_length + row
+    if WANT_REST:
+        lost = acc - rounded.to(gl.float32)
+        rest_at = rest + gl.expand_dims(at * VALUE_DIM, 1) + columns
+        gl.store(rest_at, lost.to(rest.dtype.element_ty), mask=there)
+    if WANT_LSE:
+        natural = (top + gl.log2(total)) / LOG2E
+        gl.store(lse + at, gl.where(dead, float("-inf"), natural), mask=inside)
+    if WANT_MAX:
+        gl.store(max_scores + at, gl.where(nans > 0, float("nan"), top / LOG2E), mask=inside)
