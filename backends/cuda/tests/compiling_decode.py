@@ -31,23 +31,22 @@ from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
 
 
-def compiled_decode(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> Any:
+def compiled_decode(spec: Spec, tiles: DecodeTiles, plan: int, within: bool) -> Any:
     """What Triton makes of a class of calls."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
-        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+        load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )
     program = decode_program(
-        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"), even,
-        False,
-    )  # fmt: skip
+        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"), False
+    )
     return triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
 
 
-def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool) -> dict[str, Any]:
+def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, within: bool) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
-    compiled = compiled_decode(spec, tiles, plan, even)
+    compiled = compiled_decode(spec, tiles, plan, within)
     told, sass = told_of(compiled)
     registers = re.search(r"\.maxnreg (\d+)", compiled.asm["ptx"])
     (loop,) = loops_of(sass)
@@ -96,11 +95,11 @@ def main() -> int:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, dim, plan, even in cases:
+        for name, dim, plan, within in cases:
             spec = spec_of(name, dim, torch.float16 if dim == 64 else torch.bfloat16)
             spec = replace(spec, gqa_ratio=4)
-            found = facts_of(spec, decode_tiles(spec), plan, even)
-            print(json.dumps({"name": f"{name} {dim} {plan} {even}", **found}), flush=True)
+            found = facts_of(spec, decode_tiles(spec), plan, within)
+            print(json.dumps({"name": f"{name} {dim} {plan} {within}", **found}), flush=True)
         for found in launched():
             print(json.dumps(found), flush=True)
     return 0

@@ -57,7 +57,7 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     program, grid, values = parts
     assert grid == 2 * CORES and program.constants["PLAN"] == NONE.value
     assert (values["batch"], values["kv_heads"], values["unit_steps"]) == (2, 2, 16384 // 64)
-    assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
+    assert program.constants["GROUP"] == 4
     # Heads lie 128 elements apart, in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
     # Values, then sums.
@@ -68,9 +68,21 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
 def test_little_work_has_few_programs() -> None:
     (parts, _), said = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 500, 128)] * 2))
     assert parts[1] == 2 * 8 * 64 // 128 and "programs=8" in said
-    assert parts[0].constants["EVEN"] is False
     (parts, _), _ = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 1, 128)] * 2))
     assert parts[1] == 1
+
+
+def test_lengths_and_batches_compile_decoding_once_and_its_sums_twice() -> None:
+    """For few parts a warp, for many four."""
+    programs = []
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for batch, keys in ((1, 1000), (1, 32768), (2, 4096), (5, 1024), (5, 70)):
+                q, k = drawn((batch, 8, 1, 128), (batch, 8, keys, 128))
+                anyflex.flex_attention(q, k, k, backend="cuda")
+            programs += [program for program, *_ in launched]
+    assert len(set(programs[::2])) == 1 and len(set(programs[1::2])) == 2
 
 
 def test_steps_of_a_mask_are_listed_before() -> None:
@@ -78,7 +90,7 @@ def test_steps_of_a_mask_are_listed_before() -> None:
     q, k, v = drawn(ONE, MANY, MANY)
     (steps, parts, _), _ = decoded(q, k, v, None, mask)
     assert of(steps) == STEPS and steps[1] == 2
-    assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
+    assert parts[0].constants["PLAN"] == ALL.value
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
     (steps, parts, sums), _ = decoded(q, k, v, lambda s, b, h, i, j: s * 2.0, each)
     assert steps[1] == 3 and steps[2]["edges"].shape == (3 + 2 * 256 * 2,)
@@ -89,9 +101,8 @@ def test_steps_of_a_mask_are_listed_before() -> None:
 
 def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
     mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
-    (steps, parts, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
+    (steps, _, _), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
     assert steps[2]["edges"].shape == (3 + 2 * (256 + 512) * 2,)
-    assert parts[0].constants["EVEN"] is False
 
 
 def per_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -125,7 +125,6 @@ class Case:
             found.reshape(places, self.group * rows, -1)
             for found in np.split(partial, [places * self.group * rows * self.value_dim])
         )
-        even = keys % self.block_n == 0 and (not self.plan or self.kv_block % self.block_n == 0)
         # Rows of queries lie 8 elements apart, or a multiple.
         padded = np.full((*q.shape[:3], self.width), np.nan)
         padded[..., : self.dim] = q
@@ -149,8 +148,8 @@ class Case:
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "PLAN": self.plan,
                 "GROUP": self.group, "KV_SHARED": self.kv_shared, "DIM": self.dim,
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
-                "WANT_MAX": True, "EVEN": even, "STAGES": self.stages,
-                "BLOCK_N": self.block_n, "PRODUCER_REGISTERS": 24,
+                "WANT_MAX": True, "STAGES": self.stages, "BLOCK_N": self.block_n,
+                "PRODUCER_REGISTERS": 24,
             },
             self.seed,
             changed,

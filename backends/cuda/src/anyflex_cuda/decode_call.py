@@ -38,8 +38,9 @@ __all__ = [
 
 _LEAST_SHARE = 128
 """Keys: a shorter share isn't worth its place among a unit's sums."""
-_MOST_PARTS = 64
-"""Of a unit, that are added up at a time."""
+_FEW_PARTS, _MOST_PARTS = 16, 64
+"""Of a unit, that are added up at a time: what a warp has room for, and what four have. No other
+numbers, for each is a kernel of its own."""
 
 
 class DecodeTiles(NamedTuple):
@@ -123,7 +124,7 @@ class DecodeFit(NamedTuple):
     Args:
         workspace: values and sums of units' parts; how many steps a mask leaves, and which.
         plan: whose the steps are, of `decode_steps`.
-        even: as `decode_program`'s.
+        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
         programs: share the steps.
         at_once: parts of a unit that are added up at a time.
         rows: of queries, in all heads.
@@ -196,7 +197,7 @@ def decode_fit_of(
         plan,
         even,
         programs,
-        min(_MOST_PARTS, max(4, 1 << (parts - 1).bit_length())),
+        _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
         batch * heads * length,
         boxes_of(key, k_strides, size, boxes["k_desc"]),
         boxes_of(value, v_strides, size, boxes["v_desc"]),
@@ -206,18 +207,17 @@ def decode_fit_of(
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods_of: object, score_mod: object,
-    mask_mod: object, even: bool, max_scores: bool,
+    mask_mod: object, max_scores: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
     Args:
         plan: whose the steps are, of `decode_steps`.
         mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
-        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
         max_scores: they are wanted.
     """
     spec = made.spec
-    key = ("hopper decode", tiles, plan, mods_of, even, max_scores)
+    key = ("hopper decode", tiles, plan, mods_of, max_scores)
     program = made.existing.get(key)
     if program is not None:
         return program
@@ -246,7 +246,6 @@ def decode_program(
             "D": _columns(spec.head_dim),
             "DV": _columns(spec.value_head_dim),
             "WANT_MAX": max_scores,
-            "EVEN": even,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
@@ -279,7 +278,7 @@ def launch_decode(
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
     parts = decode_program(
-        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.even,
+        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod,
         out.max_scores is not None,
     )  # fmt: skip
     sums = _sums_program(
@@ -375,5 +374,5 @@ def _sums_program(
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        Options(1 if fit.at_once <= 16 else 4, 1),
+        Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
     )

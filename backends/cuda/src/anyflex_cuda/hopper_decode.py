@@ -243,7 +243,7 @@ def consume(
     scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_MAX: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    WANT_MAX: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
@@ -252,7 +252,6 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    MASKED: gl.constexpr = PLAN != NONE or not EVEN
     unit = unit_of_scores(scale, SCORE_MOD)
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
     at, last = share_of(gl.program_id(0), gl.num_programs(0), total_count)
@@ -285,18 +284,15 @@ def consume(
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
-            kv_idx = keys + shifts[3]
-            if not EVEN:
-                kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
             if SCORE_MOD is not None:
                 scores = SCORE_MOD(
                     scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
                 )
-            if MASKED and kind != BLOCK_N * 2 + 1:
-                beyond = None if EVEN else keys < first + kind // 2
+            if kind != BLOCK_N * 2 + 1:
                 scores = masked_scores(
-                    scores, True, beyond, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx, tables, ints,
-                    floats, MASK_MOD,
+                    scores, True, keys < first + kind // 2, kind % 2 != 0, mod_b, mod_h, q_idx,
+                    kv_idx, tables, ints, floats, MASK_MOD,
                 )
             if WANT_MAX:
                 nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
@@ -347,8 +343,8 @@ def decode_kernel(
     ints, floats, shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_MAX: gl.constexpr, EVEN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    DV: gl.constexpr, WANT_MAX: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The sums of each unit's part of each program's share.
 
@@ -364,7 +360,6 @@ def decode_kernel(
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
-        EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
     """
     partial_sums = partial_out + sums_place(
         gl.num_programs(0), batch * kv_heads, GROUP * q_length, VALUE_DIM,
@@ -390,8 +385,7 @@ def decode_kernel(
             q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
             partial_sums, q_strides, k_strides, v_strides, edges, steps, tables, ints, floats,
             shifts, scale, batch, kv_heads, q_length, kv_length, unit_steps, most, SCORE_MOD,
-            MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_MAX, EVEN, STAGES,
-            BLOCK_N,
+            MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_MAX, STAGES, BLOCK_N,
         )),
         (produce, (
             k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, batch,
