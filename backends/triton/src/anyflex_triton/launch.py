@@ -30,6 +30,7 @@ __all__ = [
     "Program",
     "Types",
     "compile_all",
+    "hooked",
     "launch_all",
     "milliseconds",
     "pointer_type",
@@ -142,6 +143,7 @@ class Program:
         options: of the compiler.
 
     Attributes:
+        order: names of all arguments.
         gives_up_stages: fewer were compiled than `options` asks for: see `_compile_for`.
     """
 
@@ -166,15 +168,15 @@ class Program:
             raise TypeError(
                 f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
             )
-        self._order = tuple(function.arg_names)
+        self.order = tuple(function.arg_names)
         # Constants come last, but those that stand for an argument that other kernels have.
-        count = len(self._order)
-        while count and self._order[count - 1] in self.constants:
+        count = len(self.order)
+        while count and self.order[count - 1] in self.constants:
             count -= 1
-        self._last = tuple(self.constants[name] for name in self._order[count:])
-        self._between = {n: self.constants[n] for n in self._order[:count] if n in self.constants}
+        self._last = tuple(self.constants[name] for name in self.order[count:])
+        self._between = {n: self.constants[n] for n in self.order[:count] if n in self.constants}
         # A kernel has more arguments than one that aren't.
-        self._ordered = itemgetter(*self._order[:count])
+        self._ordered = itemgetter(*self.order[:count])
         # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
@@ -184,7 +186,7 @@ class Program:
 
         signature: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-        for index, name in enumerate(self._order):
+        for index, name in enumerate(self.order):
             signature[name] = self.types.get(name, "constexpr")
             if name in self.aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -193,6 +195,10 @@ class Program:
     def is_compiled(self, device: int | None) -> bool:
         """Whether `compile` has nothing to do."""
         return device in self._compiled
+
+    def compiled(self, device: int | None) -> Any:
+        """What `compile` returned, or None before it did."""
+        return self._compiled.get(device)
 
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""
@@ -261,6 +267,14 @@ def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
         grid, 1, 1, stream, kernel.function, kernel.packed_metadata, record, enter, leave,
         *arguments,
     )  # fmt: skip
+
+
+def hooked() -> bool:
+    """Whether somebody is told of launches, by Triton's hooks."""
+    runtime = knobs.runtime
+    return not (
+        _listened(runtime.launch_enter_hook) is _listened(runtime.launch_exit_hook) is None
+    )
 
 
 def _listened(hook: Any) -> Any:
