@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from compiling_backward import causal, recorded
 
 import anyflex
+from anyflex_triton.arguments import Boxes
 
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
@@ -98,6 +99,49 @@ def test_explain_says_why_a_call_takes_the_portable_backward(
     assert names[0] == "row_kernel"
     assert "backward_kernel" not in names
     assert f", backward portable (not Hopper's kernel: {reason}" in said
+
+
+def seen(value: Any, places: dict[int, int]) -> Any:
+    """An argument, where tensors are as good as others of their layout that are given at the same
+    places of a call."""
+    if isinstance(value, torch.Tensor):
+        place = places.setdefault(value.data_ptr(), len(places))
+        return place, value.dtype, value.shape, value.stride()
+    if isinstance(value, Boxes):
+        return seen(value.base, places), value.shape, value.strides, value.block_shape
+    return tuple(seen(part, places) for part in value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
+    wanted: str, masked: bool
+) -> None:
+    mask = anyflex.create_block_mask(causal, None, None, 300, 300) if masked else None
+    shapes = {"q": (2, 4, 300, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 128)}
+    found = []
+    with recorded() as launched:
+        for scale in (0.5, 0.5, 0.25):
+            leaves = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
+            chosen = [leaves[name].requires_grad_() for name in wanted]
+            out = anyflex.flex_attention(
+                *leaves.values(), None, mask, scale, enable_gqa=True, backend="cuda.recorded"
+            )
+            assert isinstance(out, torch.Tensor)
+            launched.clear()
+            torch.autograd.grad(out, chosen, torch.zeros_like(out))
+            places = {leaf.data_ptr(): i for i, leaf in enumerate(leaves.values())}
+            found.append(
+                [
+                    (program, {name: seen(value, places) for name, value in values.items()})
+                    for program, values in launched
+                ]
+            )
+    first, again, scaled = found
+    assert again == first != scaled
+    for (program, values), (other, others) in zip(first, scaled, strict=True):
+        assert program is other
+        assert {**values, "scale": 0.25} == {**others, "scale": 0.25}
 
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:

@@ -9,12 +9,13 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime import driver
 
 from anyflex_triton.arguments import Boxes, enter_device
@@ -55,6 +56,19 @@ class FixedArguments:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         self._lists: dict[Program, _List | None] = {}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], without: Collection[str]) -> FixedArguments:
+        """Those of all values that are neither tensors nor named in `without`."""
+        return cls(
+            {
+                name: (value.shape, value.strides, value.block_shape)
+                if isinstance(value, Boxes)
+                else value
+                for name, value in values.items()
+                if name not in without and not isinstance(value, Tensor)
+            }
+        )
 
     def launch(
         self, program: Program, grid: int, device: torch.device, values: Mapping[str, Any]

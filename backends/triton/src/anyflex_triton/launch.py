@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from anyflex_triton.arguments import enter_device
+
+if TYPE_CHECKING:
+    from anyflex_triton.fixed_arguments import FixedArguments
 
 __all__ = [
     "INTERPRETED",
@@ -294,16 +297,21 @@ class Launch(NamedTuple):
     Args:
         values: as `Program.launch`'s.
         sums: tensors that are zeros before and are added to; others are overwritten.
+        fixed: the other arguments, where `values` aren't all.
     """
 
     program: Program
     grid: int
     values: Mapping[str, object]
     sums: Sequence[Tensor] = ()
+    fixed: FixedArguments | None = None
 
     def run(self, device: torch.device) -> None:
         """Run it on the current stream of the current device."""
-        self.program.launch(self.grid, device, self.values)
+        if self.fixed is None:
+            self.program.launch(self.grid, device, self.values)
+        else:
+            self.fixed.launch(self.program, self.grid, device, self.values)
 
 
 def compile_all(
