@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from compiling_backward import causal, recorded
 
 import anyflex
 from anyflex_triton.arguments import Boxes
+from anyflex_triton.launch import Program
 
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
@@ -142,6 +145,33 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
     for (program, values), (other, others) in zip(first, scaled, strict=True):
         assert program is other
         assert {**values, "scale": 0.25} == {**others, "scale": 0.25}
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("lengths_differ", [True, False])
+def test_forward_knows_what_backward_will_compile(wanted: str, lengths_differ: bool) -> None:
+    keys = 300 if lengths_differ else 256
+    q, k, v = (torch.zeros(2, 2, n, 64).bfloat16() for n in (256, keys, keys))
+    leaves = {"q": q, "k": k, "v": v}
+    chosen = [leaves[name].requires_grad_() for name in wanted]
+    mask = anyflex.create_block_mask(causal, None, None, 256, keys)
+    with (
+        recorded() as launched,
+        mock.patch.object(
+            # On a CPU, where nothing is compiled side by side.
+            Program,
+            "is_compiled",
+            lambda program, device: False,
+        ),
+    ):
+        out = anyflex.flex_attention(q, k, v, None, mask, backend="cuda.recorded")
+        assert isinstance(out, torch.Tensor)
+        (forward,) = launched
+        assert isinstance(forward[0].meanwhile, partial)
+        (known,) = forward[0].meanwhile.args
+        launched.clear()
+        torch.autograd.grad(out, chosen, torch.zeros_like(out))
+        assert [program for program, _ in launched] == known
 
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
@@ -36,6 +36,7 @@ from anyflex_triton.programs import (
 __all__ = [
     "Step",
     "Work",
+    "backward_programs",
     "backward_workspace",
     "hopper_launches",
     "makes_dq",
@@ -245,6 +246,35 @@ def _launches_again(
         Launch(program, grid, of_main if place == _MAIN else values, (), fixed)
         for place, (program, grid, fixed) in enumerate(steps)
     ]
+
+
+def backward_programs(
+    portable: Programs,
+    gluon: GluonPrograms,
+    call: Call,
+    out: Outputs,
+    workspace: Sequence[TensorSpec],
+) -> list[Program]:
+    """What `hopper_launches` will launch for a call if the gradient that comes in is laid out as
+    out is, and those that go out as query, key and value are.
+
+    Args:
+        out: of the call's forward.
+        workspace: of `backward_workspace`.
+    """
+    lse = out.lse
+    assert lse is not None
+    work = work_of(
+        [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in workspace]
+    )
+    spec = portable.spec
+    dq = call.query if "q" in spec.gradients else None
+    dlse = lse if spec.dlse else None
+    launches = _launches(
+        portable, gluon, call, Saved(out.out, lse, out.saved), GradInputs(out.out, dlse),
+        Grads(dq, call.key, call.value), work,
+    )  # fmt: skip
+    return [launch.program for launch in launches]
 
 
 def _launches(

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.fixed_arguments import FixedArguments
-from anyflex_triton.launch import Options, Program, Types
+from anyflex_triton.launch import Options, Program, Types, begin_compiling
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
@@ -301,11 +301,16 @@ def _with_out(
     return FixedArguments(found)
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+def launch_forward(
+    made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs,
+    needed_next: Callable[[Call, Outputs], Sequence[Program]],
+) -> None:  # fmt: skip
     """Launch the kernel for a call without `refusal`, on the current stream.
 
     Args:
         fit: of the call's tensors.
+        needed_next: returns the programs that will be needed after it, which are compiled beside
+            it.
     """
     rest = out.saved[0] if out.saved else None
     mods = made.mods(call, fit.even)
@@ -313,6 +318,8 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
+    if not program.is_compiled(call.query.device.index):
+        program.meanwhile = partial(begin_compiling, needed_next(call, out))
     launch_boxed(made, program, fit, call, out)
 
 

@@ -12,6 +12,7 @@ import torch
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
     Step,
+    backward_programs,
     backward_workspace,
     hopper_launches,
     makes_dq,
@@ -43,7 +44,7 @@ from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import mask_shape
 from anyflex_triton.kernel import TritonKernel, cut
-from anyflex_triton.launch import launch_all
+from anyflex_triton.launch import Program, launch_all
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
@@ -204,7 +205,14 @@ class CudaKernel(TritonKernel):
         elif isinstance(fit, DecodeFit):
             launch_decode(self._made, self._hopper, self._decode_tiles, fit, call, out)
         else:
-            launch_forward(self._hopper, self._tiles, fit, call, out)
+            launch_forward(self._hopper, self._tiles, fit, call, out, self._of_backward)
+
+    def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
+        """Programs that the backward of a call will need."""
+        if not self.spec.needs_backward or self._refused_backward_of(call) is not None:
+            return []
+        specs = self._backward_workspace(call.query.shape, call.key.shape)
+        return backward_programs(self._made, self._hopper, call, out, specs)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""

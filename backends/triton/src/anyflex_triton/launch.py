@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ __all__ = [
     "Options",
     "Program",
     "Types",
+    "begin_compiling",
     "compile_all",
     "hooked",
     "launch_all",
@@ -147,6 +148,8 @@ class Program:
 
     Attributes:
         order: names of all arguments.
+        meanwhile: called with the compiler's target when the part of it that holds Python's lock
+            is done with this kernel; not where the kernel comes out of a cache.
         gives_up_stages: fewer were compiled than `options` asks for: see `_compile_for`.
     """
 
@@ -164,6 +167,8 @@ class Program:
         self.aligned = frozenset(aligned)
         self.options = options
         self.gives_up_stages = False
+        self.meanwhile: Callable[[Any], None] | None = None
+        self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
         self._lock = threading.Lock()
         named = set(self.types) | set(self.constants)
@@ -215,6 +220,24 @@ class Program:
                     found = self._compiled[device] = self._compile_for(device)
         return found
 
+    def compile_ahead(self, target: Any) -> None:
+        """Do of `compile` what needs no device, at most once. In any thread: a graph that another
+        one records isn't disturbed.
+
+        Args:
+            target: of the compiler.
+        """
+        import triton
+
+        with self._lock:
+            if not self._compiled and self._ahead is None:
+                found = triton.compile(
+                    self.source(), target=target, options=self.options.keywords()
+                )
+                # Leaves its module in C in Triton's cache.
+                driver.active.launcher_cls(found.src, found.metadata)
+                self._ahead = found
+
     def _compile_for(self, device: int | None) -> Any:
         """Compile and load.
 
@@ -224,7 +247,13 @@ class Program:
         import triton
 
         keywords = self.options.keywords()
-        found = triton.compile(self.source(), options=keywords)
+        found, self._ahead = self._ahead, None
+        if found is None:
+            source = self.source()
+            if self.meanwhile is not None:
+                _call_after_front_end(source, self.meanwhile)
+                self.meanwhile = None
+            found = triton.compile(source, options=keywords)
         if device is not None:
             stages = self.options.num_stages
             while stages > 1 and found.metadata.shared > _most_shared(device):
@@ -253,6 +282,31 @@ class Program:
         if self._needs_context:
             enter_device(device)
         _launch(self.compile(device.index), grid, arguments)
+
+
+def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:
+    make_ir = source.make_ir
+
+    def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
+        module = make_ir(target, *more, **named)
+        meanwhile(target)
+        return module
+
+    source.make_ir = make_and_call
+
+
+def begin_compiling(programs: Iterable[Program], target: Any) -> None:
+    """Compile what will be needed soon, in threads of their own, without loading it. The process
+    ends after they do. What fails is tried again when it is needed, and raised then."""
+    for program in programs:
+        thread = threading.Thread(
+            target=_attempt, args=(partial(program.compile_ahead, target),), name="anyflex-triton"
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is to be had.
+            return
 
 
 def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
