@@ -3,17 +3,19 @@ programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_steps, decode_sums, forward_call, hopper_decode
-from anyflex_cuda.forward_call import BoxArguments, Lengths
+from anyflex_cuda.forward_call import OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import Boxes, layout_like, layout_of
+from anyflex_triton.arguments import Layout, layout_like, layout_of
+from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -128,8 +130,7 @@ class DecodeFit(NamedTuple):
         programs: share the steps.
         at_once: parts of a unit that are added up at a time.
         rows: of queries, in all heads.
-        key, value: of their descriptors.
-        values: arguments of the kernels.
+        fixed: arguments of the kernels, given the layout of out.
     """
 
     workspace: tuple[TensorSpec, ...]
@@ -138,9 +139,7 @@ class DecodeFit(NamedTuple):
     programs: int
     at_once: int
     rows: int
-    key: BoxArguments
-    value: BoxArguments
-    values: Mapping[str, object]
+    fixed: Callable[[Layout], FixedArguments]
 
 
 def decode_fit_of(
@@ -170,7 +169,10 @@ def decode_fit_of(
     plan, even = decode_steps.NONE.value, keys % tiles.block_n == 0
     places, unit_rows = programs + units, heads // key[1] * length
     workspace = [TensorSpec((places * unit_rows * (spec.value_head_dim + 3),), torch.float32)]
-    values = {
+    boxes = _boxes(spec, tiles)
+    values: dict[str, object] = {
+        "k_desc": boxes_of(key, k_strides, size, boxes["k_desc"]),
+        "v_desc": boxes_of(value, v_strides, size, boxes["v_desc"]),
         "q_strides": layout_like(query, q_strides, size, True).strides[:3],
         "k_strides": k_strides[:3],
         "v_strides": v_strides[:3],
@@ -191,7 +193,6 @@ def decode_fit_of(
         values["entries"] = entries
     # Of a unit. Where units have their own counts of steps, one may have nearly all.
     parts = programs if plan == decode_steps.EACH.value else programs // units + 2
-    boxes = _boxes(spec, tiles)
     return DecodeFit(
         tuple(workspace),
         plan,
@@ -199,10 +200,13 @@ def decode_fit_of(
         programs,
         _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
         batch * heads * length,
-        boxes_of(key, k_strides, size, boxes["k_desc"]),
-        boxes_of(value, v_strides, size, boxes["v_desc"]),
-        values,
+        lru_cache(OUTS)(partial(_with_out, values)),
     )
+
+
+def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
+    """As `DecodeFit.fixed`."""
+    return FixedArguments({**values, "o_strides": out.strides})
 
 
 def decode_program(
@@ -286,23 +290,21 @@ def launch_decode(
         rest is not None,
     )  # fmt: skip
     # Of all kernels: what one of them calls a name is the same to another.
-    values = {
-        **fit.values,
-        **made.mod_values(call),
-        "k_desc": Boxes(call.key, *fit.key),
-        "v_desc": Boxes(call.value, *fit.value),
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "partial_out": partial_out,
-        "edges": edges,
-        "out": out.out,
-        "rest": or_else(rest, out.out),
-        "lse": or_else(out.lse, partial_out),
-        "max_scores": or_else(out.max_scores, partial_out),
-        "o_strides": o_layout.strides,
-    }
-    launches = [Launch(parts, fit.programs, values), Launch(sums, fit.rows, values)]
+    values = made.mod_values(call)
+    values["query"] = call.query
+    values["key"] = values["k_desc"] = call.key
+    values["value"] = values["v_desc"] = call.value
+    values["partial_out"] = partial_out
+    values["edges"] = edges
+    values["out"] = out.out
+    values["rest"] = or_else(rest, out.out)
+    values["lse"] = or_else(out.lse, partial_out)
+    values["max_scores"] = or_else(out.max_scores, partial_out)
+    fixed = fit.fixed(o_layout)
+    launches = [
+        Launch(parts, fit.programs, values, (), fixed),
+        Launch(sums, fit.rows, values, (), fixed),
+    ]
     if call.mask is not None:
         rows = mask_rows(call.mask)
         values["offsets"] = rows.offsets
@@ -311,7 +313,8 @@ def launch_decode(
         values["mask_strides"] = rows.strides
         # A program for each entry, and one that counts.
         entries = call.mask.offsets.shape[0]
-        launches.insert(0, Launch(_steps_program(portable, tiles), entries + 1, values))
+        steps = _steps_program(portable, tiles)
+        launches.insert(0, Launch(steps, entries + 1, values, (), fixed))
     launch_all(launches, call.query.device)
 
 

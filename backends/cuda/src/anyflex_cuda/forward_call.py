@@ -21,6 +21,7 @@ from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
+    "OUTS",
     "Fit",
     "Lengths",
     "Tiles",
@@ -39,7 +40,7 @@ __all__ = [
 
 _ROWS = 64
 """Of a consumer."""
-_OUTS = 8
+OUTS = 8
 """Strides of out that are kept for each `Fit`: core allocates it by the query's."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
@@ -48,8 +49,6 @@ calls of the driver."""
 
 Lengths = tuple[int, ...]
 """Of a tensor's dimensions, or from one element of each to the next."""
-BoxArguments = tuple[list[int], list[int], list[int]]
-"""Of `Boxes`, beside the base."""
 
 
 class Tiles(NamedTuple):
@@ -279,7 +278,7 @@ def fit_of(
         programs,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
-        lru_cache(_OUTS)(partial(_with_out, values, out, size, boxes["o_desc"])),
+        lru_cache(OUTS)(partial(_with_out, values, out, size, boxes["o_desc"])),
     )
 
 
