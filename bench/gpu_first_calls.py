@@ -2,13 +2,15 @@
 
     python bench/gpu_first_calls.py [--backend cuda] [--repeat 3] [--json FILE]
 
-A causal soft cap, bfloat16, B2 H8 S2048 D128, forward and then backward, each time in a process of
-its own, in which torch has its context of the device. In a *fresh* process the clock starts before
-anyflex and Triton are imported; a *running* one has made a call without mods before. *cold*: the
-caches on disk are empty but for what that call left there; *warm*: an earlier process has made the
-same calls. Medians of --repeat processes. Then, in one process, calls of many lengths and batches,
-with every compilation counted by Triton's listener. Exits with 1 if a limit isn't met, or a kernel
-is compiled twice for one class of calls.
+First, in one process, calls of many lengths and batches, with every compilation counted by
+Triton's listener. Then a causal soft cap, bfloat16, B2 H8 S2048 D128, forward and then backward,
+each time in a process of its own, in which torch has its context of the device and has made a
+backward of its own: a process's first one that is given a gradient imports sympy, whoever's it is,
+and the time of that is printed. In a *fresh* process the clock starts before anyflex and Triton
+are imported; a *running* one has made a call without mods before. *cold*: the caches on disk are
+empty but for what that call left there; *warm*: an earlier process has made the same calls.
+Medians of --repeat processes. Python's bytecode is there in all of them, as after an installation.
+Exits with 1 if a limit isn't met, or a kernel is compiled twice for one class of calls.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ LIMITS = {"fresh, cold": 2.0, "running, cold": 2.0, "fresh, warm": 1.2, "running
 """Seconds of a first call, forward or backward."""
 CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
     "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
-    "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (65, 128, 1000, 2048, 4096)),
+    "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (128, 2048, 4096)),
+    "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (65, 1000)),
 }
 """(batch, queries, keys) of calls for which each kernel is compiled once."""
 
@@ -64,6 +67,10 @@ def process_of_first_calls(kind: str, backend: str, device: str) -> dict[str, fl
     tensors = drawn(2, 2048, 2048, device, learns=True)
     dout = torch.randn_like(tensors[0])
     torch.accelerator.synchronize()
+    began = time.perf_counter()
+    torch.zeros_like(dout, requires_grad=True).mul(2).backward(dout)
+    torch.accelerator.synchronize()
+    of_torch = time.perf_counter() - began
 
     def calls(mod: Callable[..., Tensor] | None) -> dict[str, float]:
         began = time.perf_counter()
@@ -81,7 +88,7 @@ def process_of_first_calls(kind: str, backend: str, device: str) -> dict[str, fl
 
     if kind == "running":
         calls(None)
-    return calls(softcap)
+    return {**calls(softcap), "torch's backward": of_torch}
 
 
 def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int]]:
@@ -101,26 +108,29 @@ def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int
 
         triton.knobs.compilation.listener = note
         for batch, queries, keys in sizes:
-            learns = name == "training"
+            learns = queries > 1
             tensors = drawn(batch, queries, keys, device, learns=learns)
             mask = None
             if learns:
                 mask = anyflex.create_block_mask(causal, None, None, queries, keys, device=device)
             out = anyflex.flex_attention(*tensors, softcap, mask, backend=backend)
             if learns:
-                out.sum().backward()
+                out.backward(torch.randn_like(out))
         torch.accelerator.synchronize()
         found[name] = dict(counted)
     return found
 
 
-def in_a_process(kind: str, args: argparse.Namespace, folder: str) -> Any:
+def in_a_process(kind: str, args: argparse.Namespace, folder: str, bytecode: str) -> Any:
     """Run this program as one of its processes, with its caches in `folder`."""
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": f"{folder}/triton",
         "ANYFLEX_CACHE_DIR": f"{folder}/anyflex",
+        # Shared by all: without it 480 files of sympy alone take 2 s.
+        "PYTHONPYCACHEPREFIX": bytecode,
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--process", kind, "--backend", args.backend]
     done = subprocess.run(
         [*command, "--device", args.device],
@@ -167,13 +177,16 @@ def main() -> int:
         print(json.dumps(process_of_first_calls(args.process, args.backend, args.device)))
         return 0
     seconds: dict[str, list[dict[str, float]]] = {kind: [] for kind in LIMITS}
-    for _ in range(args.repeat):
-        for kind in ("fresh", "running"):
-            with tempfile.TemporaryDirectory() as folder:
-                for state in ("cold", "warm"):
-                    seconds[f"{kind}, {state}"].append(in_a_process(kind, args, folder))
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = in_a_process("classes", args, folder)
+    with tempfile.TemporaryDirectory() as bytecode:
+        # Imports all that the others do.
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = in_a_process("classes", args, folder, bytecode)
+        for _ in range(args.repeat):
+            for kind in ("fresh", "running"):
+                with tempfile.TemporaryDirectory() as folder:
+                    for state in ("cold", "warm"):
+                        found = in_a_process(kind, args, folder, bytecode)
+                        seconds[f"{kind}, {state}"].append(found)
     for kind, samples in seconds.items():
         for direction in ("forward", "backward"):
             times = sorted(each[direction] for each in samples)
@@ -181,6 +194,8 @@ def main() -> int:
                 f"{kind:14} {direction:8} median {statistics.median(times):6.3f} s, "
                 f"{times[0]:.3f} to {times[-1]:.3f}, limit {LIMITS[kind]:g}"
             )
+    of_torch = [each["torch's backward"] for samples in seconds.values() for each in samples]
+    print(f"torch's own first backward, in no figure above: {statistics.median(of_torch):.3f} s")
     for name, counted in compiled.items():
         each = ", ".join(f"{kernel} {count}" for kernel, count in counted.items())
         print(f"compiled for {len(CLASSES[name])} calls, {name}: {each}")

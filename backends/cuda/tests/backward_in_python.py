@@ -110,7 +110,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
         "SCORE_MOD_BACKWARD": case.score_backward,
         "MASK_MOD": case.mask,
     }
-    given |= in_numpy(values)
+    given |= in_numpy({name: values[name] for name in program.types})
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0)
 
 
@@ -163,15 +163,17 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
 
 
 def check(case: Case) -> None:
-    ours, names = gradients(case, True)
-    assert tuple(names) == case.launched, names
     portable, names = gradients(case, False)
     assert "backward_kernel" not in names
-    for found, wanted in zip(ours, portable, strict=True):
-        odd = wanted.numpy()
-        if case.odd:
-            assert not np.isfinite(odd).all(), "a case without what it is about"
-        np.testing.assert_allclose(found.numpy(), odd, atol=5e-3, rtol=5e-3)
+    # The second one's steps are known.
+    for _ in range(2):
+        ours, names = gradients(case, True)
+        assert tuple(names) == case.launched, names
+        for found, wanted in zip(ours, portable, strict=True):
+            odd = wanted.numpy()
+            if case.odd:
+                assert not np.isfinite(odd).all(), "a case without what it is about"
+            np.testing.assert_allclose(found.numpy(), odd, atol=5e-3, rtol=5e-3)
 
 
 def main() -> int:

@@ -32,24 +32,26 @@ from anyflex_triton.module_files import load_module
 
 
 def compiled_decode(
-    spec: Spec, tiles: DecodeTiles, plan: int, even: bool, adds: bool = True
+    spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool = True
 ) -> Any:
     """What Triton makes of a class of calls."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
-        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+        load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )
     program = decode_program(
-        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"), even,
+        made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"),
         adds, 8, True, False, False,
     )  # fmt: skip
     return triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
 
 
-def facts_of(spec: Spec, tiles: DecodeTiles, plan: int, even: bool, adds: bool) -> dict[str, Any]:
+def facts_of(
+    spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool
+) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
-    compiled = compiled_decode(spec, tiles, plan, even, adds)
+    compiled = compiled_decode(spec, tiles, plan, within, adds)
     told, sass = told_of(compiled)
     ptx = compiled.asm["ptx"]
     registers = re.search(r"\.maxnreg (\d+)", ptx)
@@ -107,11 +109,11 @@ def main() -> int:
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for name, dim, plan, even, adds in cases:
+        for name, dim, plan, within, adds in cases:
             spec = spec_of(name, dim, torch.float16 if dim == 64 else torch.bfloat16)
             spec = replace(spec, gqa_ratio=4)
-            found = facts_of(spec, decode_tiles(spec), plan, even, adds)
-            name = f"{name} {dim} {plan} {even} {adds}"
+            found = facts_of(spec, decode_tiles(spec), plan, within, adds)
+            name = f"{name} {dim} {plan} {within} {adds}"
             print(json.dumps({"name": name, "adds": adds, **found}), flush=True)
         for found in launched():
             print(json.dumps(found), flush=True)

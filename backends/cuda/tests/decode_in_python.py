@@ -172,6 +172,7 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
 def check(case: Case) -> None:
     with (
         mock.patch.object(forward_call, "cores", lambda device: case.cores),
+        mock.patch.object(decode_call, "_FEW_PARTS", min(decode_call._FEW_PARTS, case.most_parts)),
         mock.patch.object(decode_call, "_MOST_PARTS", case.most_parts),
         mock.patch.object(decode_call, "_MOST_ADDED", case.most_added),
     ):

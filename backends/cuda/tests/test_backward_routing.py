@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from compiling_backward import causal, recorded
 
 import anyflex
+from anyflex_triton.arguments import Boxes
+from anyflex_triton.launch import Program
 
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
@@ -98,6 +102,76 @@ def test_explain_says_why_a_call_takes_the_portable_backward(
     assert names[0] == "row_kernel"
     assert "backward_kernel" not in names
     assert f", backward portable (not Hopper's kernel: {reason}" in said
+
+
+def seen(value: Any, places: dict[int, int]) -> Any:
+    """An argument, where tensors are as good as others of their layout that are given at the same
+    places of a call."""
+    if isinstance(value, torch.Tensor):
+        place = places.setdefault(value.data_ptr(), len(places))
+        return place, value.dtype, value.shape, value.stride()
+    if isinstance(value, Boxes):
+        return seen(value.base, places), value.shape, value.strides, value.block_shape
+    return tuple(seen(part, places) for part in value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
+    wanted: str, masked: bool
+) -> None:
+    mask = anyflex.create_block_mask(causal, None, None, 300, 300) if masked else None
+    shapes = {"q": (2, 4, 300, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 128)}
+    found = []
+    with recorded() as launched:
+        for scale in (0.5, 0.5, 0.25):
+            leaves = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
+            chosen = [leaves[name].requires_grad_() for name in wanted]
+            out = anyflex.flex_attention(
+                *leaves.values(), None, mask, scale, enable_gqa=True, backend="cuda.recorded"
+            )
+            assert isinstance(out, torch.Tensor)
+            launched.clear()
+            torch.autograd.grad(out, chosen, torch.zeros_like(out))
+            places = {leaf.data_ptr(): i for i, leaf in enumerate(leaves.values())}
+            found.append(
+                [
+                    (program, {name: seen(value, places) for name, value in values.items()})
+                    for program, values in launched
+                ]
+            )
+    first, again, scaled = found
+    assert again == first != scaled
+    for (program, values), (other, others) in zip(first, scaled, strict=True):
+        assert program is other
+        assert {**values, "scale": 0.25} == {**others, "scale": 0.25}
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("lengths_differ", [True, False])
+def test_forward_knows_what_backward_will_compile(wanted: str, lengths_differ: bool) -> None:
+    keys = 300 if lengths_differ else 256
+    q, k, v = (torch.zeros(2, 2, n, 64).bfloat16() for n in (256, keys, keys))
+    leaves = {"q": q, "k": k, "v": v}
+    chosen = [leaves[name].requires_grad_() for name in wanted]
+    mask = anyflex.create_block_mask(causal, None, None, 256, keys)
+    with (
+        recorded() as launched,
+        mock.patch.object(
+            # On a CPU, where nothing is compiled side by side.
+            Program,
+            "is_compiled",
+            lambda program, device: False,
+        ),
+    ):
+        out = anyflex.flex_attention(q, k, v, None, mask, backend="cuda.recorded")
+        assert isinstance(out, torch.Tensor)
+        (forward,) = launched
+        assert isinstance(forward[0].meanwhile, partial)
+        (known,) = forward[0].meanwhile.args
+        launched.clear()
+        torch.autograd.grad(out, chosen, torch.zeros_like(out))
+        assert [program for program, _ in launched] == known
 
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:

@@ -59,7 +59,7 @@ def test_programs_share_all_steps_and_have_a_place_for_each_part() -> None:
     assert grid == 4 * 64 and values["groups"] == 4 and program.constants["ADDS"] is True
     assert program.constants["PLAN"] == NONE.value
     assert (values["batch"], values["kv_heads"], values["unit_steps"]) == (2, 2, 16384 // 64)
-    assert program.constants["EVEN"] is True and program.constants["GROUP"] == 4
+    assert program.constants["GROUP"] == 4
     # Heads lie 128 elements apart, in units of 8.
     assert values["q_strides"] == (8 * 128 // 8, 128 // 8, 0)
     # Counts in 64 bits, values, sums.
@@ -97,9 +97,20 @@ def test_where_a_heads_parts_have_many_rows_a_kernel_of_its_own_adds_them_up() -
 def test_little_work_has_few_programs() -> None:
     (parts,), said = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 500, 128)] * 2))
     assert parts[1] == 2 * 8 * 64 // 128 and "programs=8" in said
-    assert parts[0].constants["EVEN"] is False
     (parts,), _ = decoded(*drawn((1, 8, 1, 128), *[(1, 2, 1, 128)] * 2))
     assert parts[1] == 1
+
+
+def test_lengths_and_batches_compile_decoding_once() -> None:
+    programs = []
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for batch, keys in ((1, 1000), (1, 32768), (2, 4096), (5, 1024), (5, 70)):
+                q, k = drawn((batch, 8, 1, 128), (batch, 8, keys, 128))
+                anyflex.flex_attention(q, k, k, backend="cuda")
+            programs += [program for program, *_ in launched]
+    assert len(programs) == 5 and len(set(programs)) == 1
 
 
 def test_steps_of_a_mask_are_listed_before() -> None:
@@ -107,7 +118,7 @@ def test_steps_of_a_mask_are_listed_before() -> None:
     q, k, v = drawn(ONE, MANY, MANY)
     (steps, parts), _ = decoded(q, k, v, None, mask)
     assert of(steps) == STEPS and steps[1] == 2
-    assert parts[0].constants["PLAN"] == ALL.value and parts[0].constants["EVEN"] is True
+    assert parts[0].constants["PLAN"] == ALL.value
     each = anyflex.create_block_mask(first_half, 2, None, 1, 16384)
     # Of one batch entry may be nearly all steps.
     with mock.patch.object(decode_call, "_MOST_ADDED", (2 * CORES // 2 + 2) * 4 - 1):
@@ -122,9 +133,8 @@ def test_steps_of_a_mask_are_listed_before() -> None:
 
 def test_runs_that_end_within_a_step_have_room_for_one_more_each() -> None:
     mask = anyflex.create_block_mask(first_half, 2, None, 1, 16384, BLOCK_SIZE=32)
-    (steps, parts, *_), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
+    (steps, *_), _ = decoded(*drawn(ONE, MANY, MANY), None, mask)
     assert steps[2]["edges"].shape == (3 + 2 * (256 + 512) * 2,)
-    assert parts[0].constants["EVEN"] is False
 
 
 def per_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -144,7 +144,6 @@ class Case:
         counts = numbers.choice(left, units)
         out = np.full((self.batch, rows, heads, self.value_dim + 8), 1e9)
         sums = np.full((2, self.batch, heads, rows), 1e9)
-        even = keys % self.block_n == 0 and (not self.plan or self.kv_block % self.block_n == 0)
         # Rows of queries lie 8 elements apart, or a multiple.
         padded = np.full((*q.shape[:3], self.width), np.nan)
         padded[..., : self.dim] = q
@@ -172,8 +171,8 @@ class Case:
                 "GROUP": self.group, "KV_SHARED": self.kv_shared, "DIM": self.dim,
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
                 "UNIT": 1, "ADDS": self.adds, "WANT_LSE": True, "WANT_MAX": True,
-                "WANT_REST": True, "EVEN": even, "STAGES": self.stages,
-                "BLOCK_N": self.block_n, "PRODUCER_REGISTERS": 24,
+                "WANT_REST": True, "STAGES": self.stages, "BLOCK_N": self.block_n,
+                "PRODUCER_REGISTERS": 24,
             },
             self.seed + 1000 * order,
             changed,

@@ -334,3 +334,66 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
         thread.join()
     launch._most_shared.cache_clear()
     assert launched == ["function"] * 4
+
+
+class Source:
+    """What `triton.compile` takes, whose `make_ir` is the part of it that holds Python's lock."""
+
+    def make_ir(self, target: str, options: object) -> str:
+        return f"module for {target}"
+
+
+def compiler(monkeypatch: pytest.MonkeyPatch, notes: list[str], cached: bool = False) -> None:
+    def compiled(source: Any, target: str = "the current", options: Any = None) -> SimpleNamespace:
+        if not cached:
+            assert source.make_ir(target, options) == f"module for {target}"
+        notes.append(f"compiled for {target}")
+        metadata = SimpleNamespace(shared=0)
+        return SimpleNamespace(src=source, metadata=metadata, run="loaded")
+
+    monkeypatch.setattr("triton.compile", compiled)
+    monkeypatch.setattr(launch.Program, "source", lambda program: Source())
+
+
+def new_program() -> launch.Program:
+    types = {"x": "i32", "y": "i32", "z": "i32"}
+    return launch.Program(FUNCTION, types, {"SIZE": 8}, (), launch.Options(4, 1))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_needed_next_is_begun_after_the_front_end_of_what_is_not_cached(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    notes: list[str] = []
+    compiler(monkeypatch, notes, cached)
+    program = new_program()
+    program.meanwhile = lambda target: notes.append(f"begun for {target}")
+    program.compile()
+    assert notes == ["begun for the current"] * (not cached) + ["compiled for the current"]
+    assert program.meanwhile is None
+
+
+def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    compiler(monkeypatch, notes)
+    launchers: list[tuple[object, object]] = []
+    driver.launcher_cls = lambda *given: launchers.append(given)
+    ahead, broken = new_program(), new_program()
+
+    def fail(target: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(broken, "compile_ahead", fail)
+    launch.begin_compiling([broken, ahead, ahead], "sm_90")
+    for thread in threading.enumerate():
+        if thread.name == "anyflex-triton":
+            thread.join(timeout=20)
+    assert notes == ["compiled for sm_90"] and len(launchers) == 1
+    assert not ahead.is_compiled(None) and not broken.is_compiled(None)
+    assert ahead.compile().run == "loaded" and notes == ["compiled for sm_90"]
+    ahead.compile_ahead("sm_90")
+    assert notes == ["compiled for sm_90"]
+    broken.compile()
+    assert notes == ["compiled for sm_90", "compiled for the current"]

@@ -7,19 +7,20 @@ query rows makes it instead: one program a tile, in one order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from anyflex.plugin import Call, GradInputs, Grads, Saved, Spec, TensorSpec
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.gluon_program import descriptor, descriptor_type
+from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
-from anyflex_triton.launch import Launch, Options
+from anyflex_triton.fixed_arguments import FixedArguments
+from anyflex_triton.launch import Launch, Options, Program
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
     Programs,
@@ -33,7 +34,9 @@ from anyflex_triton.programs import (
 )
 
 __all__ = [
+    "Step",
     "Work",
+    "backward_programs",
     "backward_workspace",
     "hopper_launches",
     "makes_dq",
@@ -109,10 +112,16 @@ class Work(NamedTuple):
     odd_rows: Tensor | None
 
 
-def backward_workspace(spec: Spec, call: Call) -> tuple[TensorSpec, ...]:
-    """What `work_of` takes."""
-    batch, heads, length = call.query.shape[:3]
-    kv_batch, kv_heads, keys = call.key.shape[:3]
+def backward_workspace(
+    spec: Spec, query: tuple[int, ...], key: tuple[int, ...]
+) -> tuple[TensorSpec, ...]:
+    """What `work_of` takes.
+
+    Args:
+        query, key: shapes.
+    """
+    batch, heads, length = query[:3]
+    kv_batch, kv_heads, keys = key[:3]
     rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
     found = [
         TensorSpec((2, batch, heads, rows), torch.float32),
@@ -135,9 +144,27 @@ def work_of(workspace: Sequence[Tensor]) -> Work:
     return Work(row_values, odd_keys, counter, sums, odd_rows)
 
 
+class Step(NamedTuple):
+    """A launch of calls of one layout, without what is a call's own."""
+
+    program: Program
+    grid: int
+    fixed: FixedArguments
+
+
+_OF_CALL = frozenset(
+    ("tables", "ints", "floats", "shifts", "scale", "mask_strides", "key_mask_strides")
+)
+"""Arguments that don't follow from layouts, beside tensors."""
+_MAIN = 1
+"""The kernel that reads the mask's transposed rows under the names that others have for its
+rows."""
+
+
 def hopper_launches(
     portable: Programs,
     gluon: GluonPrograms,
+    known: Callable[[object], list[Step]],
     call: Call,
     saved: Saved,
     grad: GradInputs,
@@ -148,8 +175,118 @@ def hopper_launches(
     the portable pass over query rows too.
 
     Args:
+        known: returns the steps that follow from its argument, an empty list the first time,
+            which is filled.
         grad: its dout `is_boxed`.
     """
+    layout = _layout_of_call(call, saved, grad, grads)
+    if layout is None:
+        return _launches(portable, gluon, call, saved, grad, grads, work)
+    # Whether tiles end where the lengths do follows from the layout.
+    steps = known((layout, gluon.mods(call, True).key, portable.mods(call, False).key))
+    if steps:
+        return _launches_again(portable, steps, call, saved, grad, grads, work)
+    launches = _launches(portable, gluon, call, saved, grad, grads, work)
+    # At once: other threads may read it.
+    steps[:] = [
+        Step(launch.program, launch.grid, FixedArguments.of(launch.values, _OF_CALL))
+        for launch in launches
+    ]
+    return launches
+
+
+def _layout_of_call(
+    call: Call, saved: Saved, grad: GradInputs, grads: Grads
+) -> tuple[object, ...] | None:
+    """What launches follow from, beside a call's tensors and numbers; None where some pointer
+    isn't a multiple of 16 bytes."""
+    query, key, value = call.query, call.key, call.value
+    found: list[object] = [
+        query.device, query.shape, query.stride(), key.shape, key.stride(), value.shape,
+        value.stride(), grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
+    ]  # fmt: skip
+    pointers = 0
+    for tensor in (saved.out, grad.dout, grads.dq, grads.dk, grads.dv, *saved.extras):
+        if tensor is None:
+            found.append(None)
+        else:
+            found.append(tensor.stride())
+            pointers |= tensor.data_ptr()
+    return tuple(found) if is_aligned(pointers) else None
+
+
+def _launches_again(
+    made: Programs,
+    steps: Sequence[Step],
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+    work: Work,
+) -> list[Launch]:
+    """`_launches` of a call whose steps are known: what its own are the values."""
+    row_values, odd_keys, counter, dq_sums, odd_rows = work
+    rows = None if call.mask is None else mask_rows(call.mask)
+    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
+    # Of all kernels: what one of them calls a name is the same to another.
+    values = made.common_values(call, rows)
+    of_keys = made.common_values(call, key_rows)
+    values.update(
+        key_offsets=of_keys["offsets"], key_ends=of_keys["ends"], key_runs=of_keys["runs"],
+        key_mask_strides=of_keys["mask_strides"], query=call.query, key=call.key,
+        value=call.value, dout=grad.dout, dq=or_else(grads.dq, call.query), dk=grads.dk,
+        dv=grads.dv, out=saved.out, rest=saved.extras[0] if saved.extras else saved.out,
+        lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
+        given=row_values if grad.delta is None else grad.delta.contiguous(),
+        row_values=row_values, odd_keys=odd_keys, odd_rows=or_else(odd_rows, odd_keys),
+        counter=counter, dq_sums=or_else(dq_sums, row_values),
+    )  # fmt: skip
+    of_main = {**values, **of_keys}
+    return [
+        Launch(program, grid, of_main if place == _MAIN else values, (), fixed)
+        for place, (program, grid, fixed) in enumerate(steps)
+    ]
+
+
+def backward_programs(
+    portable: Programs,
+    gluon: GluonPrograms,
+    call: Call,
+    out: Outputs,
+    workspace: Sequence[TensorSpec],
+) -> list[Program]:
+    """What `hopper_launches` will launch for a call if the gradient that comes in is laid out as
+    out is, and those that go out as query, key and value are.
+
+    Args:
+        out: of the call's forward.
+        workspace: of `backward_workspace`.
+    """
+    lse = out.lse
+    assert lse is not None
+    work = work_of(
+        [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in workspace]
+    )
+    spec = portable.spec
+    dq = call.query if "q" in spec.gradients else None
+    dlse = lse if spec.dlse else None
+    launches = _launches(
+        portable, gluon, call, Saved(out.out, lse, out.saved), GradInputs(out.out, dlse),
+        Grads(dq, call.key, call.value), work,
+    )  # fmt: skip
+    return [launch.program for launch in launches]
+
+
+def _launches(
+    portable: Programs,
+    gluon: GluonPrograms,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+    work: Work,
+) -> list[Launch]:
+    """`hopper_launches` with all that their kernels take."""
     return [
         _prepare(portable, call, saved, grad, work),
         _main(gluon, call, grad.dout, grads, work),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_arguments, boxed_launch, width
+from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed, width
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Options, Program
 
@@ -111,4 +111,4 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, bool(out.saved),
     )  # fmt: skip
-    boxed_launch(made, program, fit, call, out).run(call.query.device)
+    launch_boxed(made, program, fit, call, out)

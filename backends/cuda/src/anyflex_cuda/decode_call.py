@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, decode_sums, forward_call, hopper_decode
-from anyflex_cuda.forward_call import BoxArguments, Lengths
+from anyflex_cuda.forward_call import OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import Boxes, layout_like, layout_of
+from anyflex_triton.arguments import Layout, layout_like, layout_of
+from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
@@ -40,8 +42,9 @@ __all__ = [
 
 _LEAST_SHARE = 128
 """Keys: a shorter share isn't worth its place among a unit's sums."""
-_MOST_PARTS = 64
-"""Of a unit, that `decode_sums` adds up at a time."""
+_FEW_PARTS, _MOST_PARTS = 16, 64
+"""Of a unit, that are added up at a time: what a warp has room for, and what four have. No other
+numbers, for each is a kernel of its own."""
 _MOST_ADDED = 320
 """Rows of a unit's parts that one program adds up: of 128 columns it reads 160 KB in 2 us or 3,
 which is what another kernel takes to begin."""
@@ -134,13 +137,12 @@ class DecodeFit(NamedTuple):
         workspace: counts, values and sums of units' parts; how many steps a mask leaves, and
             which.
         plan: whose the steps are, of `decode_steps`.
-        even: as `decode_program`'s.
+        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
         programs: share the steps.
         adds: they also add up the parts of units.
         at_once: parts of a unit that are added up at a time, where another kernel does.
         rows: of queries, in all heads.
-        key, value: of their descriptors.
-        values: arguments of the kernels.
+        fixed: arguments of the kernels, given the layout of out.
     """
 
     workspace: tuple[TensorSpec, ...]
@@ -150,9 +152,7 @@ class DecodeFit(NamedTuple):
     adds: bool
     at_once: int
     rows: int
-    key: BoxArguments
-    value: BoxArguments
-    values: Mapping[str, object]
+    fixed: Callable[[Layout], FixedArguments]
 
 
 def decode_fit_of(
@@ -194,7 +194,10 @@ def decode_fit_of(
     floats = (programs + units) * unit_rows * (spec.value_head_dim + 3)
     # Counts before: `decode_steps.counts_floats`.
     workspace = [TensorSpec((-(-units // 2) * 4 + floats,), torch.float32)]
-    values = {
+    boxes = _boxes(spec, tiles)
+    values: dict[str, object] = {
+        "k_desc": boxes_of(key, k_strides, size, boxes["k_desc"]),
+        "v_desc": boxes_of(value, v_strides, size, boxes["v_desc"]),
         "q_strides": layout_like(query, q_strides, size, True).strides[:3],
         "k_strides": k_strides[:3],
         "v_strides": v_strides[:3],
@@ -213,19 +216,21 @@ def decode_fit_of(
         entries = mask[0]
         workspace.append(TensorSpec((entries + 1 + entries * most * 2,), torch.int32))
         values["entries"] = entries
-    boxes = _boxes(spec, tiles)
     return DecodeFit(
         tuple(workspace),
         plan,
         even,
         programs,
         parts * unit_rows <= _MOST_ADDED,
-        min(_MOST_PARTS, max(4, 1 << (parts - 1).bit_length())),
+        _FEW_PARTS if parts <= _FEW_PARTS else _MOST_PARTS,
         batch * heads * length,
-        boxes_of(key, k_strides, size, boxes["k_desc"]),
-        boxes_of(value, v_strides, size, boxes["v_desc"]),
-        values,
+        lru_cache(OUTS)(partial(_with_out, values)),
     )
+
+
+def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
+    """As `DecodeFit.fixed`."""
+    return FixedArguments({**values, "o_strides": out.strides})
 
 
 def _aligned(programs: int, units: int, most: int) -> int:
@@ -247,14 +252,13 @@ def _aligned(programs: int, units: int, most: int) -> int:
 
 def decode_program(
     made: GluonPrograms, tiles: DecodeTiles, plan: int, mods_of: object, score_mod: object,
-    mask_mod: object, even: bool, adds: bool, unit: int, lse: bool, max_scores: bool, rest: bool,
+    mask_mod: object, adds: bool, unit: int, lse: bool, max_scores: bool, rest: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
     Args:
         plan: whose the steps are, of `decode_steps`.
         mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
-        even: lengths of keys, and of the mask's blocks, are multiples of a step's.
         adds: of `DecodeFit`. unit: of out's `Layout`.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
@@ -262,7 +266,7 @@ def decode_program(
     if not adds:
         # Others write the outputs.
         unit, lse, rest = 1, False, False
-    key = ("hopper decode", tiles, plan, mods_of, even, adds, unit, lse, max_scores, rest)
+    key = ("hopper decode", tiles, plan, mods_of, adds, unit, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
@@ -298,7 +302,6 @@ def decode_program(
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
-            "EVEN": even,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
@@ -332,31 +335,26 @@ def launch_decode(
     mods = made.mods(call, fit.even)
     wanted = (out.lse is not None, out.max_scores is not None, rest is not None)
     parts = decode_program(
-        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.even, fit.adds,
-        o_layout.unit, *wanted,
+        made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.adds, o_layout.unit,
+        *wanted,
     )  # fmt: skip
     # Of all kernels: what one of them calls a name is the same to another.
-    values = {
-        **fit.values,
-        **made.mod_values(call),
-        "k_desc": Boxes(call.key, *fit.key),
-        "v_desc": Boxes(call.value, *fit.value),
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "partial_out": partial_out,
-        "counts": partial_out,
-        "edges": edges,
-        "out": out.out,
-        "rest": or_else(rest, out.out),
-        "lse": or_else(out.lse, partial_out),
-        "max_scores": or_else(out.max_scores, partial_out),
-        "o_strides": o_layout.strides,
-    }
-    launches = [Launch(parts, fit.programs, values)]
+    values = made.mod_values(call)
+    values["query"] = call.query
+    values["key"] = values["k_desc"] = call.key
+    values["value"] = values["v_desc"] = call.value
+    values["partial_out"] = partial_out
+    values["counts"] = partial_out
+    values["edges"] = edges
+    values["out"] = out.out
+    values["rest"] = or_else(rest, out.out)
+    values["lse"] = or_else(out.lse, partial_out)
+    values["max_scores"] = or_else(out.max_scores, partial_out)
+    fixed = fit.fixed(o_layout)
+    launches = [Launch(parts, fit.programs, values, (), fixed)]
     if not fit.adds:
         sums = _sums_program(portable, fit, o_layout.unit, *wanted)
-        launches.append(Launch(sums, fit.rows, values))
+        launches.append(Launch(sums, fit.rows, values, (), fixed))
     if call.mask is not None:
         rows = mask_rows(call.mask)
         values["offsets"] = rows.offsets
@@ -365,7 +363,8 @@ def launch_decode(
         values["mask_strides"] = rows.strides
         # A program for each entry, and one that counts.
         entries = call.mask.offsets.shape[0]
-        launches.insert(0, Launch(_steps_program(portable, tiles), entries + 1, values))
+        steps = _steps_program(portable, tiles)
+        launches.insert(0, Launch(steps, entries + 1, values, (), fixed))
     launch_all(launches, call.query.device)
 
 
@@ -427,5 +426,5 @@ def _sums_program(
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        Options(1 if fit.at_once <= 16 else 4, 1),
+        Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
     )

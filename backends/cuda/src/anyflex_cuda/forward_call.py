@@ -5,36 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
-from anyflex_cuda.gluon_program import (
-    boxes_of,
-    descriptor,
-    descriptor_type,
-    has_boxes,
-    is_boxed,
-)
+from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import Launch, Options, Program, Types
+from anyflex_triton.fixed_arguments import FixedArguments
+from anyflex_triton.launch import Options, Program, Types, begin_compiling
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import float_pointers, int32s, or_else
 
 __all__ = [
+    "OUTS",
     "Fit",
     "Lengths",
     "Tiles",
     "boxed_arguments",
-    "boxed_launch",
     "boxes_for",
     "cores",
     "fit_of",
+    "launch_boxed",
     "launch_forward",
     "program_for",
     "refusal",
@@ -45,6 +40,8 @@ __all__ = [
 
 _ROWS = 64
 """Of a consumer."""
+OUTS = 8
+"""Strides of out that are kept for each `Fit`: core allocates it by the query's."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 """Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
@@ -52,8 +49,6 @@ calls of the driver."""
 
 Lengths = tuple[int, ...]
 """Of a tensor's dimensions, or from one element of each to the next."""
-BoxArguments = tuple[list[int], list[int], list[int]]
-"""Of `Boxes`, beside the base."""
 
 
 class Tiles(NamedTuple):
@@ -234,19 +229,13 @@ class Fit(NamedTuple):
         programs: take the tiles of all heads.
         workspace: the counter of tiles, or nothing.
         even: as `program_for`'s.
-        query, key, value: of their descriptors.
-        out_box: of out's and rest's.
-        values: arguments of the kernel.
+        fixed: arguments of the kernel, given the strides of out and, if it is there, of rest.
     """
 
     programs: int
     workspace: tuple[TensorSpec, ...]
     even: bool
-    query: BoxArguments
-    key: BoxArguments
-    value: BoxArguments
-    out_box: tuple[int, ...]
-    values: Mapping[str, object]
+    fixed: Callable[[Lengths, Lengths | None], FixedArguments]
 
 
 def fit_of(
@@ -267,41 +256,60 @@ def fit_of(
     layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
     if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
         return None
-    described = [
-        boxes_of(shape, strides, size, boxes[name])
-        for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True)
-    ]
     batch, heads, length, _ = query
     keys = key[2]
     count = -(-length // block_m)
     programs = min(count * batch * heads, cores(device))
+    values: dict[str, object] = {
+        "q_strides": q_strides[:3],
+        "k_strides": k_strides[:3],
+        "v_strides": v_strides[:3],
+        "batch_heads": batch * heads,
+        "heads": heads,
+        "q_length": length,
+        "kv_length": keys,
+        "tiles": count,
+        "head_group": made.head_group(batch * heads, keys),
+    }
+    for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True):
+        values[name] = boxes_of(shape, strides, size, boxes[name])
+    out = (batch, heads, length, value[3])
     return Fit(
         programs,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
-        described[0],
-        described[1],
-        described[2],
-        boxes["o_desc"],
-        {
-            "q_strides": q_strides[:3],
-            "k_strides": k_strides[:3],
-            "v_strides": v_strides[:3],
-            "batch_heads": batch * heads,
-            "heads": heads,
-            "q_length": length,
-            "kv_length": keys,
-            "tiles": count,
-            "head_group": made.head_group(batch * heads, keys),
-        },
+        lru_cache(OUTS)(partial(_with_out, values, out, size, boxes["o_desc"])),
     )
 
 
-def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
+def _with_out(
+    values: Mapping[str, object], shape: Lengths, size: int, box: Lengths, strides: Lengths,
+    rest_strides: Lengths | None,
+) -> FixedArguments:  # fmt: skip
+    """As `Fit.fixed`.
+
+    Args:
+        values: of query, key and value.
+        shape: of out and rest; `size` are the bytes of an element.
+        box: of out's and rest's descriptors.
+    """
+    found = {**values, "o_strides": strides[:3], "o_desc": boxes_of(shape, strides, size, box)}
+    if rest_strides is not None:
+        found["r_strides"] = rest_strides[:3]
+        found["r_desc"] = boxes_of(shape, rest_strides, size, box)
+    return FixedArguments(found)
+
+
+def launch_forward(
+    made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs,
+    needed_next: Callable[[Call, Outputs], Sequence[Program]],
+) -> None:  # fmt: skip
     """Launch the kernel for a call without `refusal`, on the current stream.
 
     Args:
         fit: of the call's tensors.
+        needed_next: returns the programs that will be needed after it, which are compiled beside
+            it.
     """
     rest = out.saved[0] if out.saved else None
     mods = made.mods(call, fit.even)
@@ -309,35 +317,31 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
-    boxed_launch(made, program, fit, call, out).run(call.query.device)
+    if not program.is_compiled(call.query.device.index):
+        program.meanwhile = partial(begin_compiling, needed_next(call, out))
+    launch_boxed(made, program, fit, call, out)
 
 
-def boxed_launch(
+def launch_boxed(
     made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
-) -> Launch:
-    """The launch of a kernel with `boxed_arguments`."""
-    rest = out.saved[0] if out.saved else None
-    values = {
-        **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
-        **fit.values,
-        "q_desc": Boxes(call.query, *fit.query),
-        "k_desc": Boxes(call.key, *fit.key),
-        "v_desc": Boxes(call.value, *fit.value),
-        "o_desc": descriptor(out.out, fit.out_box),
-        "query": call.query,
-        "key": call.key,
-        "value": call.value,
-        "out": out.out,
-        "o_strides": out.out.stride()[:3],
-        "lse": or_else(out.lse, out.out),
-        "max_scores": or_else(out.max_scores, out.out),
-        "counter": out.workspace[0] if out.workspace else out.out,
-    }
-    if rest is not None:
-        values["r_desc"] = descriptor(rest, fit.out_box)
-        values["rest"] = rest
-        values["r_strides"] = rest.stride()[:3]
-    return Launch(program, fit.programs, values)
+) -> None:
+    """Launch a kernel with `boxed_arguments` on the current stream."""
+    query, key, value = call.query, call.key, call.value
+    result = out.out
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values["query"] = values["q_desc"] = query
+    values["key"] = values["k_desc"] = key
+    values["value"] = values["v_desc"] = value
+    values["out"] = values["o_desc"] = result
+    values["lse"] = or_else(out.lse, result)
+    values["max_scores"] = or_else(out.max_scores, result)
+    values["counter"] = out.workspace[0] if out.workspace else result
+    rest_strides = None
+    if out.saved:
+        values["rest"] = values["r_desc"] = rest = out.saved[0]
+        rest_strides = rest.stride()
+    fixed = fit.fixed(result.stride(), rest_strides)
+    fixed.launch(program, fit.programs, query.device, values)
 
 
 @lru_cache

@@ -304,7 +304,7 @@ def consume(
     unit_steps, most, groups, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
@@ -315,7 +315,6 @@ def consume(
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    MASKED: gl.constexpr = PLAN != NONE or not EVEN
     unit = unit_of_scores(scale, SCORE_MOD)
     programs = gl.num_programs(0)
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
@@ -365,18 +364,15 @@ def consume(
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
-            kv_idx = keys + shifts[3]
-            if not EVEN:
-                kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
             if SCORE_MOD is not None:
                 scores = SCORE_MOD(
                     scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
                 )
-            if MASKED and kind != BLOCK_N * 2 + 1:
-                beyond = None if EVEN else keys < first + kind // 2
+            if kind != BLOCK_N * 2 + 1:
                 scores = masked_scores(
-                    scores, True, beyond, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx, tables, ints,
-                    floats, MASK_MOD,
+                    scores, True, keys < first + kind // 2, kind % 2 != 0, mod_b, mod_h, q_idx,
+                    kv_idx, tables, ints, floats, MASK_MOD,
                 )
             if WANT_MAX:
                 nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
@@ -448,7 +444,7 @@ def decode_kernel(
     MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    WANT_REST: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The rows of each unit, or, without ADDS, the sums of each unit's part of each program's
@@ -472,7 +468,6 @@ def decode_kernel(
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
-        EVEN: kv_length, and the blocks of the mask, are multiples of BLOCK_N.
     """
     units = batch * kv_heads
     partial_out += counts_floats(units)
@@ -513,7 +508,7 @@ def decode_kernel(
             partial_sums, counts, out, rest, lse, max_scores, q_strides, k_strides, v_strides,
             o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads,
             q_length, kv_length, unit_steps, most, groups, SCORE_MOD, MASK_MOD, PLAN, GROUP,
-            KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
+            KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST,
             STAGES, BLOCK_N,
         )),
         (produce, (

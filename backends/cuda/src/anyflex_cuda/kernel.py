@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 from weakref import ref
 
@@ -11,6 +11,8 @@ import torch
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
+    Step,
+    backward_programs,
     backward_workspace,
     hopper_launches,
     makes_dq,
@@ -42,7 +44,7 @@ from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import mask_shape
 from anyflex_triton.kernel import TritonKernel, cut
-from anyflex_triton.launch import launch_all
+from anyflex_triton.launch import Program, launch_all
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
@@ -90,6 +92,9 @@ class CudaKernel(TritonKernel):
         self._boxes = boxes_for(self._tiles, spec)
         self._fits = lru_cache(_FITS)(self._fit_of)
         self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
+        self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
+        self._backward_workspace = lru_cache(_FITS)(partial(backward_workspace, spec))
+        self._steps: Callable[[object], list[Step]] = lru_cache(_FITS)(lambda key: [])
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
@@ -165,9 +170,14 @@ class CudaKernel(TritonKernel):
 
     def _refused_backward_of(self, call: Call) -> str | None:
         """Why backward takes the portable kernels, or None."""
+        # As `_fit`.
+        last, reason = self._last_backward
+        if last() is call:
+            return reason
         reason = self._refused_backward or refusal(call)
         if reason is None and self._fast_tanh and self._refused_forward(call) is not None:
-            return "forward is portable, and its tanh exact"
+            reason = "forward is portable, and its tanh exact"
+        self._last_backward = (ref(call), reason)
         return reason
 
     def workspace(
@@ -182,7 +192,7 @@ class CudaKernel(TritonKernel):
                 return fit.workspace
         if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
-        ours = backward_workspace(self.spec, call)
+        ours = self._backward_workspace(call.query.shape, call.key.shape)
         if makes_dq(self.spec):
             return ours
         return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
@@ -195,7 +205,14 @@ class CudaKernel(TritonKernel):
         elif isinstance(fit, DecodeFit):
             launch_decode(self._made, self._hopper, self._decode_tiles, fit, call, out)
         else:
-            launch_forward(self._hopper, self._tiles, fit, call, out)
+            launch_forward(self._hopper, self._tiles, fit, call, out, self._of_backward)
+
+    def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
+        """Programs that the backward of a call will need."""
+        if not self.spec.needs_backward or self._refused_backward_of(call) is not None:
+            return []
+        specs = self._backward_workspace(call.query.shape, call.key.shape)
+        return backward_programs(self._made, self._hopper, call, out, specs)
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
@@ -205,9 +222,12 @@ class CudaKernel(TritonKernel):
         if not is_boxed(grad.dout):
             # Often a sum's, broadcast. No workspace: that is asked for before dout is there.
             grad = GradInputs(grad.dout.contiguous(), grad.dlse, grad.delta)
-        ours, rest = cut(list(grads.workspace), len(backward_workspace(self.spec, call)))
-        work = work_of(ours)
-        launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
+        ours = self._backward_workspace(call.query.shape, call.key.shape)
+        tensors, rest = cut(list(grads.workspace), len(ours))
+        work = work_of(tensors)
+        launches = hopper_launches(
+            self._made, self._hopper, self._steps, call, saved, grad, grads, work
+        )
         if work.dq_sums is None:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
             launches += self.query_launches(

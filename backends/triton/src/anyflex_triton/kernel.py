@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,8 @@ __all__ = ["TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
 """Up to so many query rows of a key head are decoded."""
+_SHAPES = 1024
+"""Of queries, for which it is kept what backward wants saved."""
 
 
 class TritonKernel(Kernel):
@@ -52,6 +54,7 @@ class TritonKernel(Kernel):
     ) -> None:
         self.spec = spec
         self._made = Programs(spec, source, target, overrides, tuner)
+        self._saved = lru_cache(_SHAPES)(self._saved_outputs)
 
     def describe(self, call: Call) -> str:
         """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
@@ -79,10 +82,13 @@ class TritonKernel(Kernel):
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
         """What rounding took from out: backward's delta needs those digits."""
+        return self._saved(call.query.shape)
+
+    def _saved_outputs(self, query: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         spec = self.spec
         if spec.dtype is torch.float32 or not spec.needs_backward:
             return ()
-        return (TensorSpec((*call.query.shape[:3], spec.value_head_dim), spec.dtype),)
+        return (TensorSpec((*query[:3], spec.value_head_dim), spec.dtype),)
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]

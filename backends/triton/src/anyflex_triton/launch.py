@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,18 @@ from triton.runtime import driver
 
 from anyflex_triton.arguments import enter_device
 
+if TYPE_CHECKING:
+    from anyflex_triton.fixed_arguments import FixedArguments
+
 __all__ = [
     "INTERPRETED",
     "Launch",
     "Options",
     "Program",
     "Types",
+    "begin_compiling",
     "compile_all",
+    "hooked",
     "launch_all",
     "milliseconds",
     "pointer_type",
@@ -142,6 +147,9 @@ class Program:
         options: of the compiler.
 
     Attributes:
+        order: names of all arguments.
+        meanwhile: called with the compiler's target when the part of it that holds Python's lock
+            is done with this kernel; not where the kernel comes out of a cache.
         gives_up_stages: fewer were compiled than `options` asks for: see `_compile_for`.
     """
 
@@ -159,6 +167,8 @@ class Program:
         self.aligned = frozenset(aligned)
         self.options = options
         self.gives_up_stages = False
+        self.meanwhile: Callable[[Any], None] | None = None
+        self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
         self._lock = threading.Lock()
         named = set(self.types) | set(self.constants)
@@ -166,15 +176,15 @@ class Program:
             raise TypeError(
                 f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
             )
-        self._order = tuple(function.arg_names)
+        self.order = tuple(function.arg_names)
         # Constants come last, but those that stand for an argument that other kernels have.
-        count = len(self._order)
-        while count and self._order[count - 1] in self.constants:
+        count = len(self.order)
+        while count and self.order[count - 1] in self.constants:
             count -= 1
-        self._last = tuple(self.constants[name] for name in self._order[count:])
-        self._between = {n: self.constants[n] for n in self._order[:count] if n in self.constants}
+        self._last = tuple(self.constants[name] for name in self.order[count:])
+        self._between = {n: self.constants[n] for n in self.order[:count] if n in self.constants}
         # A kernel has more arguments than one that aren't.
-        self._ordered = itemgetter(*self._order[:count])
+        self._ordered = itemgetter(*self.order[:count])
         # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
         self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
 
@@ -184,7 +194,7 @@ class Program:
 
         signature: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-        for index, name in enumerate(self._order):
+        for index, name in enumerate(self.order):
             signature[name] = self.types.get(name, "constexpr")
             if name in self.aligned:
                 attributes[(index,)] = [["tt.divisibility", 16]]
@@ -193,6 +203,10 @@ class Program:
     def is_compiled(self, device: int | None) -> bool:
         """Whether `compile` has nothing to do."""
         return device in self._compiled
+
+    def compiled(self, device: int | None) -> Any:
+        """What `compile` returned, or None before it did."""
+        return self._compiled.get(device)
 
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""
@@ -206,6 +220,24 @@ class Program:
                     found = self._compiled[device] = self._compile_for(device)
         return found
 
+    def compile_ahead(self, target: Any) -> None:
+        """Do of `compile` what needs no device, at most once. In any thread: a graph that another
+        one records isn't disturbed.
+
+        Args:
+            target: of the compiler.
+        """
+        import triton
+
+        with self._lock:
+            if not self._compiled and self._ahead is None:
+                found = triton.compile(
+                    self.source(), target=target, options=self.options.keywords()
+                )
+                # Leaves its module in C in Triton's cache.
+                driver.active.launcher_cls(found.src, found.metadata)
+                self._ahead = found
+
     def _compile_for(self, device: int | None) -> Any:
         """Compile and load.
 
@@ -215,7 +247,13 @@ class Program:
         import triton
 
         keywords = self.options.keywords()
-        found = triton.compile(self.source(), options=keywords)
+        found, self._ahead = self._ahead, None
+        if found is None:
+            source = self.source()
+            if self.meanwhile is not None:
+                _call_after_front_end(source, self.meanwhile)
+                self.meanwhile = None
+            found = triton.compile(source, options=keywords)
         if device is not None:
             stages = self.options.num_stages
             while stages > 1 and found.metadata.shared > _most_shared(device):
@@ -246,6 +284,31 @@ class Program:
         _launch(self.compile(device.index), grid, arguments)
 
 
+def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:
+    make_ir = source.make_ir
+
+    def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
+        module = make_ir(target, *more, **named)
+        meanwhile(target)
+        return module
+
+    source.make_ir = make_and_call
+
+
+def begin_compiling(programs: Iterable[Program], target: Any) -> None:
+    """Compile what will be needed soon, in threads of their own, without loading it. The process
+    ends after they do. What fails is tried again when it is needed, and raised then."""
+    for program in programs:
+        thread = threading.Thread(
+            target=_attempt, args=(partial(program.compile_ahead, target),), name="anyflex-triton"
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread is to be had.
+            return
+
+
 def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
     """Run a compiled kernel as ``kernel[(grid, 1, 1)](*arguments)`` and Triton's own functions
     do, and hand hooks over only where there are some: a chain of none is made a record of the
@@ -261,6 +324,14 @@ def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
         grid, 1, 1, stream, kernel.function, kernel.packed_metadata, record, enter, leave,
         *arguments,
     )  # fmt: skip
+
+
+def hooked() -> bool:
+    """Whether somebody is told of launches, by Triton's hooks."""
+    runtime = knobs.runtime
+    return not (
+        _listened(runtime.launch_enter_hook) is _listened(runtime.launch_exit_hook) is None
+    )
 
 
 def _listened(hook: Any) -> Any:
@@ -280,16 +351,21 @@ class Launch(NamedTuple):
     Args:
         values: as `Program.launch`'s.
         sums: tensors that are zeros before and are added to; others are overwritten.
+        fixed: the other arguments, where `values` aren't all.
     """
 
     program: Program
     grid: int
     values: Mapping[str, object]
     sums: Sequence[Tensor] = ()
+    fixed: FixedArguments | None = None
 
     def run(self, device: torch.device) -> None:
         """Run it on the current stream of the current device."""
-        self.program.launch(self.grid, device, self.values)
+        if self.fixed is None:
+            self.program.launch(self.grid, device, self.values)
+        else:
+            self.fixed.launch(self.program, self.grid, device, self.values)
 
 
 def compile_all(

@@ -380,13 +380,16 @@ class Programs:
         }
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:
-        return {
-            "offsets": call.query if rows is None else rows.offsets,
-            "ends": call.query if rows is None else rows.ends,
-            "runs": call.query if rows is None else rows.runs,
-            "mask_strides": (0, 0) if rows is None else rows.strides,
-            **self.mod_values(call),
-        }
+        values = self.mod_values(call)
+        if rows is None:
+            values["offsets"] = values["ends"] = values["runs"] = call.query
+            values["mask_strides"] = (0, 0)
+        else:
+            values["offsets"] = rows.offsets
+            values["ends"] = rows.ends
+            values["runs"] = rows.runs
+            values["mask_strides"] = rows.strides
+        return values
 
     def mod_values(self, call: Call) -> dict[str, object]:
         """What mods are given."""
