@@ -2,8 +2,9 @@
 
 Triton's launcher is a function in C behind two in Python, which put its arguments together anew
 and encode each descriptor at each launch: 11 of the 35 us that a call of attention took the host.
-Where that function in C is known it is called directly, with a list of arguments of which only what
-belongs to the call is written; descriptors, which follow from an address and the shape, are kept.
+Where that function in C is known it is called directly, with a list of arguments of which only
+what belongs to the call is written; descriptors, which follow from an address and the shape, are
+kept.
 """
 
 from __future__ import annotations
