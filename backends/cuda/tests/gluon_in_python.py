@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -242,7 +243,7 @@ class Device:
         self.threads = Threads(seed)
         self.programs = programs
         self.own = threading.local()
-        self.meetings: dict[object, list[int]] = {}
+        self.named: dict[object, list[Any]] = {}
         # By id of an array: what it held before, and which program has written each element.
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         kinds = ("loads", "stores", "products", "tensor products")
@@ -422,16 +423,26 @@ class Device:
 
         self._issue("tensor products", work)
 
-    def meet(self, name: str) -> None:
-        """The named barrier of both consumers."""
-        state = self.meetings.setdefault((self.own.program, name), [0, 0])
-        generation = state[1]
-        state[0] += 1
-        assert state[0] <= 2
-        if state[0] == 2:
-            state[0], state[1] = 0, generation + 1
+    # Barriers of the hardware
+
+    def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
+        """Its first operand, after what it does at a barrier of two partitions."""
+        found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
+        assert found or "bar" not in text
+        if found:
+            self._named_barrier(found[1] == "sync", int(found[2]))
+        return operands[0]
+
+    def _named_barrier(self, waits: bool, number: int) -> None:
+        # Who is there, and how often all were.
+        state = self.named.setdefault((self.own.program, number), [set(), 0])
+        here, generation = state
+        assert threading.current_thread() not in here, "a partition arrives twice"
+        here.add(threading.current_thread())
+        if len(here) == 2:
+            state[:] = set(), generation + 1
         self._some()
-        while state[1] == generation:
+        while waits and state[1] == generation:
             self._some(False)
 
     # Programs
@@ -505,7 +516,7 @@ class Device:
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
             load=self.load, store=self.store, atomic_add=self.atomic_add,
             atomic_cas=self.atomic_cas, allocate_shared_memory=shared,
-            inline_asm_elementwise=lambda text, constraints, operands, **_: operands[0],
+            inline_asm_elementwise=self.assembly,
             thread_barrier=self.thread_barrier, warp_specialize=self.warp_specialize,
             NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
@@ -592,7 +603,6 @@ def run_kernel(
     for source, body in bodies:
         text = body.replace(*changed) if changed[0] else body
         exec(compile(text, source.__file__ or "", "exec", flags=_ANNOTATIONS), names)
-    names["meet"] = device.meet
 
     def start(program: int) -> None:
         device.own.program = program

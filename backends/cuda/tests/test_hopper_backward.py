@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
-from anyflex_cuda import hopper_backward
+from anyflex_cuda import hopper_backward, named_barriers
 
 LOG2E = 1.4426950408889634
 Mask = Callable[..., Any]
@@ -169,6 +169,7 @@ class Case:
             },
             self.seed,
             changed,
+            (named_barriers,),
         )  # fmt: skip
         yield "dk", dk, wanted["dk"]
         yield "dv", dv, wanted["dv"]
@@ -205,8 +206,8 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 @pytest.mark.parametrize(
     ("piece", "instead"),
     [
-        ('meet("8")', "pass"),
-        ('meet("9")', "pass"),
+        ("meet(ME, 8)", "pass"),
+        ("meet(ME, 10)", "pass"),
         ("mbarrier.wait(q_full.index(slot), phase)", "pass"),
         ("mbarrier.wait(do_full.index(slot), phase)", "pass"),
         ("mbarrier.wait(q_empty.index(slot), phase ^ 1)", "pass"),

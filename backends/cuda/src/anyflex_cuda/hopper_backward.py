@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.named_barriers import named_barrier
+
 __all__ = ["KEYS", "backward_kernel"]
 
 # Argument lists would be a line an argument.
@@ -51,12 +53,19 @@ else:
 
 
 @gluon.jit
-def meet(BARRIER: gl.constexpr):
-    """Both consumers wait for each other, at a barrier that Triton doesn't use."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    text: gl.constexpr = "bar.sync " + BARRIER + ", 256; mov.b32 $0, $1;"
-    x = gl.arange(0, 128, layout=layout)
-    gl.inline_asm_elementwise(text, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+def meet(ME: gl.constexpr, FIRST: gl.constexpr):
+    """Both consumers wait for each other, by barriers FIRST and FIRST + 1, which Triton doesn't
+    use: what one wrote before it arrived, the other sees after its wait.
+
+    The second waits before it arrives: if it arrived first, the other might go on, and arrive
+    again for the next meeting before this one's wait has begun.
+    """
+    if ME == 0:
+        named_barrier("arrive", FIRST)
+        named_barrier("sync", FIRST + 1)
+    else:
+        named_barrier("sync", FIRST)
+        named_barrier("arrive", FIRST + 1)
 
 
 @gluon.jit
@@ -383,7 +392,7 @@ def add_step(
             )
         else:
             # Both halves of ds are there, and both consumers have read the pair before.
-            meet("8")
+            meet(ME, 8)
             first = now(gl.to_tensor(0))
             k0 = k_tiles.index(first).reshape([64, D])
             k1 = k_tiles.index(first + 1).reshape([64, D])
@@ -547,7 +556,7 @@ def consume(
         _store(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
         if WANT_DQ:
             # The other consumer has read these keys for dQ.
-            meet("9")
+            meet(ME, 10)
         k.store((dk * scale).to(dtype))
         fence_async_shared()
         _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
@@ -42,32 +43,22 @@ ROWS = gl.constexpr(64)
 # Turns of two consumers, by barriers 8 and 9 of the hardware, which Triton leaves free
 
 @gluon.jit
-def named_barrier(DO: gl.constexpr, NUMBER: gl.constexpr):
-    """One instruction of all 128 threads that call; the barrier is of 256."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    text: gl.constexpr = "bar." + DO + " " + NUMBER + ", 256; mov.b32 $0, $1;"
-    gl.inline_asm_elementwise(
-        text, "=r,r", [gl.arange(0, 128, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1,
-    )
-
-
-@gluon.jit
 def take_turn(ME: gl.constexpr, TURNS: gl.constexpr):
     """Wait until the other consumer has issued its products."""
     if TURNS:
         if ME == 0:
-            named_barrier("sync", "8")
+            named_barrier("sync", 8)
         else:
-            named_barrier("sync", "9")
+            named_barrier("sync", 9)
 
 
 @gluon.jit
 def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
     if TURNS:
         if ME == 0:
-            named_barrier("arrive", "9")
+            named_barrier("arrive", 9)
         else:
-            named_barrier("arrive", "8")
+            named_barrier("arrive", 8)
 
 
 @gluon.jit
