@@ -145,6 +145,8 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
                     float* score) {
     const af_problem& p = *run.p;
     const matrix key = matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
+    const rows_ahead next = rows_ahead_of(
+        matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin), p.value_head_dim);
     const int rows = static_cast<int>(run.plan.rows);
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
@@ -157,8 +159,8 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
             begin = columns.end;
         }
 #endif
-        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, begin, end, run.scale.stored, score,
-                             decode_ld);
+        decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
+                             score, decode_ld);
     }
     if (!p.score) return;
     const subnormal_results kept(true);
@@ -224,6 +226,10 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
+    // The last tile's own keys again, which are near: the next job may be another thread's.
+    const int64_t after = t.span.end < t.job.end ? t.span.end : t.span.begin;
+    const rows_ahead next = rows_ahead_of(
+        matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, after), p.head_dim);
     const int rows = static_cast<int>(d.rows);
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
@@ -237,8 +243,8 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
             begin = columns.end;
         }
 #endif
-        decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, begin, end, b.out,
-                             d.value_width);
+        decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,
+                             b.out, d.value_width);
     }
     if (!finite(b.out, d.rows * d.value_width)) careful_values<DTYPE>(run, b, t);
 }

@@ -102,10 +102,21 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, cons
 // lines in flight to fill the memory's bandwidth, for a processor's own prefetching ends at pages.
 constexpr int streams = 4;
 
-// What lies as far ahead as memory takes to answer, into the second cache.
-AF_INLINE void prefetch_later(const char* now, int64_t bytes) {
-    constexpr int64_t ahead = 2048;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(now + ahead + i, 0, 2);
+// What is read after the columns at hand, as many of them: values after their keys, the next keys
+// after those. For each row that is read the same row of these is asked for, into the second cache:
+// it holds both, so no line comes late, and none is asked for twice.
+struct rows_ahead {
+    matrix rows;
+    int64_t bytes;  // of a row
+
+    AF_INLINE_MEMBER void fetch(int64_t column) const {
+        const char* at = address(rows, column, 0);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+    }
+};
+
+inline rows_ahead rows_ahead_of(const matrix& rows, int64_t dim) {
+    return {rows, dim * (rows.dtype == AF_F32 ? 4 : 2)};
 }
 
 // Columns [begin, end) in turns of `columns` a stream; f(first, n, stride) is given those from
@@ -124,8 +135,8 @@ AF_INLINE void in_streams(int64_t begin, int64_t end, int64_t columns, const F& 
 // score[r][c] = scale * (q row r . key c) for R rows from `row` on and the columns of a turn.
 template <int R, int DTYPE>
 static void score_rows(const decode_query& q, int row, const matrix& key, int64_t dim,
-                       int64_t first, int64_t n, int64_t stride, float scale, float* score,
-                       int64_t ld) {
+                       const rows_ahead& next, int64_t first, int64_t n, int64_t stride,
+                       float scale, float* score, int64_t ld) {
     constexpr int K = VL / R;
     const int64_t columns = stride > 0 ? n * streams : n;
     for (int64_t c = 0; c < columns; c += K) {
@@ -134,7 +145,7 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
             // Past the end the last key is read again.
             const int64_t x = c + i < columns ? c + i : columns - 1;
             at[i] = first + (stride > 0 ? x % streams * stride + x / streams : x);
-            if (row == 0) prefetch_later(address(key, at[i], 0), dim * (DTYPE == AF_F32 ? 4 : 2));
+            if (row == 0) next.fetch(at[i]);
         }
         alignas(64) float sums[VL];
 #if defined(__AVX512BF16__)
@@ -151,24 +162,28 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
 // All rows.
 template <int DTYPE>
 static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
-                          int64_t begin, int64_t end, float scale, float* score, int64_t ld) {
+                          const rows_ahead& next, int64_t begin, int64_t end, float scale,
+                          float* score, int64_t ld) {
     // A few keys for all rows, then the next few: they are in the first cache from then on.
     in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
         int r = 0;
         for (; r + 4 <= rows; r += 4)
-            score_rows<4, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
+            score_rows<4, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
         if (r + 2 <= rows) {
-            score_rows<2, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
+            score_rows<2, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
             r += 2;
         }
-        if (r < rows) score_rows<1, DTYPE>(q, r, key, dim, first, n, stride, scale, score, ld);
+        if (r < rows)
+            score_rows<1, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
     });
 }
 
 // out[R][N * VL] += weight[R][c] * value[c][N * VL] from element `d` on, over a turn's columns.
+// `next` may be NULL.
 template <int R, int N, int DTYPE>
-AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value, int64_t first,
-                           int64_t n, int64_t stride, int64_t d, float* out, int64_t width) {
+AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
+                           const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
+                           int64_t d, float* out, int64_t width) {
     constexpr int size = DTYPE == AF_F32 ? 4 : 2;
     vf acc[R][N];
     AF_UNROLL
@@ -177,7 +192,7 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
         for (int j = 0; j < N; ++j) acc[r][j] = load(out + r * width + j * VL);
     const auto add = [&](int64_t c) AF_FLAT {
         const char* v = address(value, c, d);
-        prefetch_later(v, N * VL * size);
+        if (next) next->fetch(c);
         vf x[N];
         AF_UNROLL
         for (int j = 0; j < N; ++j) x[j] = as_floats_of<DTYPE>(v + j * VL * size);
@@ -200,17 +215,20 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
 }
 
 template <int R, int DTYPE>
-static void value_rows(const float* weight, int64_t ld, matrix value, int64_t first, int64_t n,
-                       int64_t stride, int64_t dim, float* out, int64_t width) {
+static void value_rows(const float* weight, int64_t ld, matrix value, const rows_ahead* next,
+                       int64_t first, int64_t n, int64_t stride, int64_t dim, float* out,
+                       int64_t width) {
     constexpr int N = VL == 16 ? 4 : 2;
     value.dtype = DTYPE;
     int64_t d = 0;
     if (value.col == 1) {
         value.col = 1;
         for (; d + N * VL <= dim; d += N * VL)
-            value_block<R, N, DTYPE>(weight, ld, value, first, n, stride, d, out + d, width);
+            value_block<R, N, DTYPE>(weight, ld, value, d == 0 ? next : nullptr, first, n, stride,
+                                     d, out + d, width);
         for (; d + VL <= dim; d += VL)
-            value_block<R, 1, DTYPE>(weight, ld, value, first, n, stride, d, out + d, width);
+            value_block<R, 1, DTYPE>(weight, ld, value, d == 0 ? next : nullptr, first, n, stride,
+                                     d, out + d, width);
     }
     for (; d < dim; d += VL)
         for (int s = 0; s < (stride > 0 ? streams : 1); ++s)
@@ -226,10 +244,12 @@ static void value_rows(const float* weight, int64_t ld, matrix value, int64_t fi
 // out[row][width] += weight[row][c] * value[c] for columns [begin, end).
 template <int DTYPE>
 static void decode_values(const float* weight, int64_t ld, int rows, const matrix& value,
-                          int64_t dim, int64_t begin, int64_t end, float* out, int64_t width) {
+                          int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
+                          float* out, int64_t width) {
     in_streams(begin, end, 4, [&](int64_t first, int64_t n, int64_t stride) {
         const auto group = [&](auto count, int r) {
-            value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value, first, n, stride,
+            value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value,
+                                                      r == 0 ? &next : nullptr, first, n, stride,
                                                       dim, out + r * width, width);
         };
         int r = 0;
