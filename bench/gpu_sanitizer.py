@@ -6,6 +6,8 @@ The calls are `gpu_random.py`'s, so each is compared with the float64 formula as
 once without the tool, which leaves their kernels in Triton's cache, and then under each of
 memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits with 1 if a
 tool reports an error, a result is wrong, or the tool doesn't end in its time.
+
+What racecheck says of words under mbarriers it says of `racecheck_control.cu` too.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def table(rows: Rows, backend: str) -> list[str]:
             continue
         ratios = [ratio(found, backend, [peer]) for peer in peers]
         cells = [
-            case.removesuffix(" bfloat16"),
+            case.replace(" bfloat16", ""),
             direction,
             f"{mine['median_ms']:.3f}",
             f"{mine['min_ms']:.3f} to {mine['max_ms']:.3f}",
