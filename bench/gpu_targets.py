@@ -109,9 +109,12 @@ def read(paths: Sequence[Path]) -> Rows:
         reports = found if isinstance(found, list) else [found]
         for report in reports:
             for row in report["measurements"]:
-                case = row["case"] + clock_of(report)
+                found = rows.setdefault((row["case"] + clock_of(report), row["direction"]), {})
                 if row["median_ms"]:
-                    rows.setdefault((case, row["direction"]), {})[row["contender"]] = row
+                    found[row["contender"]] = row
+                else:
+                    # It failed, or was refused, after all.
+                    found.pop(row["contender"], None)
     return rows
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from compiling_backward import causal, recorded
 
 import anyflex
+from anyflex_cuda import forward_call
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program
 
@@ -167,11 +167,28 @@ def test_forward_knows_what_backward_will_compile(wanted: str, lengths_differ: b
         out = anyflex.flex_attention(q, k, v, None, mask, backend="cuda.recorded")
         assert isinstance(out, torch.Tensor)
         (forward,) = launched
-        assert isinstance(forward[0].meanwhile, partial)
-        (known,) = forward[0].meanwhile.args
+        assert forward[0].meanwhile is not None
+        with mock.patch.object(forward_call, "begin_compiling") as begun:
+            forward[0].meanwhile("target")
+        (known, target), _ = begun.call_args
+        assert target == "target"
         launched.clear()
         torch.autograd.grad(out, chosen, torch.zeros_like(out))
         assert [program for program, _ in launched] == known
+
+
+def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
+    """To know it, the mask's columns are counted, which waits for the device."""
+    q = torch.zeros(2, 2, 256, 64, requires_grad=True).bfloat16()
+    mask = anyflex.create_block_mask(causal, None, None, 256, 256)
+    with (
+        recorded() as launched,
+        mock.patch.object(Program, "is_compiled", lambda program, device: False),
+        mock.patch.object(forward_call, "_is_captured", lambda call: True),
+    ):
+        anyflex.flex_attention(q, q, q, None, mask, backend="cuda.recorded")
+    ((program, _),) = launched
+    assert program.meanwhile is None
 
 
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:

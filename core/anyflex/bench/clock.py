@@ -129,15 +129,17 @@ class GraphClock(DeviceClock):
 
     def readied(self, timed: Timed) -> Timed:
         """Capture the call. Raises what it raises if it can't be captured."""
-        # What is left to be made at a second call, as capturing wants: on another stream.
-        beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
-            timed.call(None)
-        torch.cuda.current_stream(self.device).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            timed.call(None)
+        # A graph is of the current device's streams.
+        with torch.cuda.device(self.device):
+            # What is left to be made at a second call, as capturing wants: on another stream.
+            beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                timed.call(None)
+            torch.cuda.current_stream().wait_stream(beside)
+            with torch.cuda.graph(graph):
+                timed.call(None)
         return Timed(lambda _: graph.replay())
 
 

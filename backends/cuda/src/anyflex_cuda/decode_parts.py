@@ -46,7 +46,7 @@ def begin_count(word, found, mark):
 
     The words lie in memory that may hold anything: to set it to zero were a kernel more. A word
     counts if it lies less than MOST_COUNTED above the mark, a random number of this process; who
-    adds up leaves 0 there for the next launch.
+    writes a unit's rows leaves 0 there for the next launch.
 
     Args:
         word: int64. found: what it holds, loaded by each thread, and not all the same.

@@ -317,9 +317,15 @@ def launch_forward(
         made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
         out.max_scores is not None, rest is not None,
     )  # fmt: skip
-    if not program.is_compiled(call.query.device.index):
-        program.meanwhile = partial(begin_compiling, needed_next(call, out))
+    if not program.is_compiled(call.query.device.index) and not _is_captured(call):
+        program.meanwhile = lambda target: begin_compiling(needed_next(call, out), target)
     launch_boxed(made, program, fit, call, out)
+
+
+def _is_captured(call: Call) -> bool:
+    """Whether the call becomes part of a CUDA graph: what backward needs may wait for the device
+    then, and a mask's columns are counted there."""
+    return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def launch_boxed(

@@ -426,6 +426,9 @@ def consume(
                     kv_head, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE,
                     WANT_MAX, WANT_REST, O_LAYOUT,
                 )
+                # Not counted. But a mark that stays, and of which somebody overwrites the lowest
+                # bytes alone, would count in a later launch.
+                gl.store(counts + u, 0)
         else:
             write_part(
                 acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums,

@@ -23,8 +23,8 @@ from anyflex_triton.launch import Program, hooked
 
 __all__ = ["FixedArguments"]
 
-_ADDRESSES = 32
-"""Of a descriptor, of which the encoded one is kept."""
+_ADDRESSES = 512
+"""Of a descriptor, of which the encoded one is kept: the layers of a model have the same shape."""
 _GRID, _STREAM = 0, 3
 """Places in the list of arguments."""
 

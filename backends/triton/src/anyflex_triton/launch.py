@@ -149,7 +149,8 @@ class Program:
     Attributes:
         order: names of all arguments.
         meanwhile: called with the compiler's target when the part of it that holds Python's lock
-            is done with this kernel; not where the kernel comes out of a cache.
+            is done with this kernel; not where the kernel comes out of a cache. What fails there
+            is tried again by whoever needs it, and raised then.
         gives_up_stages: fewer were compiled than `options` asks for: see `_compile_for`.
     """
 
@@ -289,7 +290,7 @@ def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None
 
     def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
         module = make_ir(target, *more, **named)
-        meanwhile(target)
+        _attempt(partial(meanwhile, target))
         return module
 
     source.make_ir = make_and_call
