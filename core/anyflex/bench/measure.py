@@ -173,6 +173,7 @@ def _admitted(
             return None
         measured.first_call_s = clock.once(timed)
         measured.worst, measured.error = worst_error(contender, formula)
+        timed = clock.readied(timed)
     except BackendRefused as error:
         reason = error.reasons.get(contender.name, str(error))
         measured.status, measured.detail = "refused", reason
@@ -191,13 +192,7 @@ def _admitted(
             f"{limit:.0e}"
         )
         return None
-    try:
-        return clock.readied(timed)
-    # As above: not everybody can be captured.
-    except Exception as error:  # noqa: BLE001
-        measured.status = "failed"
-        measured.detail = f"{type(error).__name__}: {_first_line(error)}"
-        return None
+    return timed
 
 
 def _timed(contender: Contender, inputs: Inputs, direction: Direction) -> Timed:
