@@ -62,6 +62,7 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * group, from = live.begin[g], to = live.end[g];
         const int64_t query_words = plan.head_dim / word, dout_words = plan.value_dim / word;
+        // The rows have left the second cache since another tile of keys read them.
         if (g + 1 < groups) {
             const int64_t next = first + group;
             prefetch_rows(at.operands.query + next * query_words, group * query_words * 4);

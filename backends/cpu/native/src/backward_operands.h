@@ -142,13 +142,6 @@ inline void pack_kv_tile(const af_problem& p, const backward_plan& plan, const m
     }
 }
 
-// Has the rows of a tile brought into the second cache, which they have left since another tile of
-// keys read them.
-AF_INLINE void prefetch_rows(const void* rows, int64_t bytes) {
-    const char* at = static_cast<const char*>(rows);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
 // n floats times `factor` to a row of a tensor of any strides.
 inline void write_row(const float* from, int64_t n, float factor, const af_tensor& tensor,
                       int32_t dtype, int64_t b, int64_t h, int64_t row) {

@@ -110,8 +110,7 @@ struct rows_ahead {
     int64_t bytes;  // of a row
 
     AF_INLINE_MEMBER void fetch(int64_t column) const {
-        const char* at = address(rows, column, 0);
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+        prefetch_rows(address(rows, column, 0), bytes);
     }
 };
 
