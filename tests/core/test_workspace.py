@@ -22,6 +22,7 @@ def of_bytes(*sizes: int) -> tuple[TensorSpec, ...]:
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(workspace, "_kept", [])
+    monkeypatch.setattr(workspace, "_kept_small", [])
     yield
 
 
@@ -57,7 +58,7 @@ def test_threads_never_share_memory() -> None:
 
     def launches(mark: int) -> None:
         start.wait()
-        for size in (MIB, 2 * MIB, MIB) * 10:
+        for size in (MIB, 2 * MIB, MIB, 100, 100) * 10:
             taken = workspace.take(CPU, of_bytes(size))
             tensor = taken.tensors[0]
             tensor.fill_(mark)
@@ -101,10 +102,46 @@ def test_zeroed_means_zeroed() -> None:
     assert again.tensors[0].data_ptr() == used.tensors[0].data_ptr()
 
 
-@pytest.mark.parametrize("size", [100, MIB - 64, workspace.KEPT_BYTES + 1])
-def test_what_is_small_or_huge_is_not_kept(size: int) -> None:
-    workspace.give_back(workspace.take(CPU, of_bytes(size)))
+def test_what_is_huge_is_not_kept() -> None:
+    workspace.give_back(workspace.take(CPU, of_bytes(workspace.KEPT_BYTES + 1)))
     assert not workspace._kept
+    assert not workspace._kept_small
+
+
+def test_a_small_launch_gets_the_tensors_of_the_last_one_that_asked_for_the_same() -> None:
+    first = workspace.take(CPU, of_bytes(100, MIB - 1024))
+    workspace.give_back(first)
+    assert workspace.take(CPU, of_bytes(100, MIB - 1024)) is first
+    # Taken: a second launch meanwhile has tensors of its own.
+    second = workspace.take(CPU, of_bytes(100, MIB - 1024))
+    assert second.tensors[0].data_ptr() != first.tensors[0].data_ptr()
+    workspace.give_back(first)
+    workspace.give_back(second)
+    other = workspace.take(CPU, of_bytes(200))
+    assert other.tensors[0].shape == (200,)
+    workspace.give_back(other)
+    assert workspace._kept_small == [other]
+    assert not workspace._kept
+
+
+def test_small_and_large_launches_leave_each_other_what_is_kept() -> None:
+    small, large = (workspace.take(CPU, of_bytes(size)) for size in (100, 2 * MIB))
+    workspace.give_back(small)
+    workspace.give_back(large)
+    for _ in range(2):
+        for kept, size in ((small, 100), (large, 2 * MIB)):
+            again = workspace.take(CPU, of_bytes(size))
+            assert again is kept
+            workspace.give_back(again)
+
+
+def test_small_and_zeroed_means_zeroed() -> None:
+    specs = (TensorSpec((100,), torch.uint8, zeroed=True),)
+    for _ in range(2):
+        taken = workspace.take(CPU, specs)
+        assert int(taken.tensors[0].max()) == 0
+        taken.tensors[0].fill_(7)
+        workspace.give_back(taken)
 
 
 def test_a_huge_launch_leaves_what_is_kept() -> None:
@@ -118,7 +155,8 @@ def test_memory_of_inference_mode_is_written_outside_of_it() -> None:
     with torch.inference_mode():
         workspace.give_back(workspace.take(CPU, of_bytes(2 * MIB)))
         workspace.give_back(workspace.take(CPU, of_bytes(MIB)))
-    for size in (MIB, 2 * MIB):
+        workspace.give_back(workspace.take(CPU, of_bytes(100)))
+    for size in (100, MIB, 2 * MIB):
         taken = workspace.take(CPU, of_bytes(size))
         assert not taken.tensors[0].is_inference()
         taken.tensors[0].fill_(1)
@@ -126,8 +164,12 @@ def test_memory_of_inference_mode_is_written_outside_of_it() -> None:
 
 
 def test_other_devices_have_allocators_of_their_own() -> None:
+    workspace.give_back(workspace.take(CPU, of_bytes(100)))
+    kept_small = list(workspace._kept_small)
     meta = torch.device("meta")
-    taken = workspace.take(meta, of_bytes(2 * MIB))
-    assert taken.tensors[0].device == meta
-    workspace.give_back(taken)
+    for size in (100, 2 * MIB):
+        taken = workspace.take(meta, of_bytes(size))
+        assert taken.tensors[0].device == meta
+        workspace.give_back(taken)
+    assert workspace._kept_small == kept_small
     assert not workspace._kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,10 @@ __all__ = ["KEPT_BYTES", "Workspace", "allocate", "give_back", "take"]
 KEPT_BYTES = 256 << 20
 """A process keeps at most so much memory of the CPU from one launch to the next."""
 
-_LEAST_BYTES = 1 << 20
-"""What is smaller the C library keeps when it is freed."""
+_SMALL_BYTES = 1 << 20
+"""What is smaller the C library keeps when it is freed, so that to make it anew is no more work
+than to find a place for it in other memory. Launches that ask for the same share it all the same:
+to make a tensor takes as long as a tenth of a small attention."""
 _ALIGNMENT = 64
 
 
@@ -28,18 +29,21 @@ class Workspace:
     Args:
         specs: what the kernel asked for.
         tensors: one for each.
-        memory: the bytes that all lie in, which may be given back, or None.
+        memory: the bytes that all lie in, which any launch may use after this one, or None.
+        again: a launch that asks for the same may use the tensors after this one.
     """
 
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Tensor, ...]
-    memory: Tensor | None
+    memory: Tensor | None = None
+    again: bool = False
 
 
-_NONE = Workspace((), (), None)
+_NONE = Workspace((), ())
 
-# One at most. A list's append and pop are atomic.
+# One at most in each. A list's methods, and assignment to all of it, are atomic.
 _kept: list[Workspace] = []
+_kept_small: list[Workspace] = []
 
 
 def allocate(device: torch.device, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
@@ -63,31 +67,34 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
     """
     if not specs:
         return _NONE
+    found = _the_same(_kept_small, device, specs)
+    if found is not None:
+        return found
     if device.type != "cpu":
-        return Workspace(specs, allocate(device, specs), None)
-    kept = None
-    if _kept:
-        with suppress(IndexError):  # another thread was faster
-            kept = _kept.pop()
-    if kept is not None and kept.specs == specs:
-        return kept
+        return Workspace(specs, allocate(device, specs))
+    found = _the_same(_kept, device, specs)
+    if found is not None:
+        return found
     places = []
     end = 0
+    zeroed = False
     for spec in specs:
         begin = end + -end % _ALIGNMENT
         end = begin + math.prod(spec.shape) * spec.dtype.itemsize
         places.append(slice(begin, end))
-    if not _LEAST_BYTES <= end <= KEPT_BYTES or any(spec.zeroed for spec in specs):
-        if kept is not None:
-            give_back(kept)
-        return Workspace(specs, allocate(device, specs), None)
+        zeroed = zeroed or spec.zeroed
+    if zeroed or end > KEPT_BYTES:
+        return Workspace(specs, allocate(device, specs))
+    if end < _SMALL_BYTES:
+        return Workspace(specs, _allocate_writable(device, specs), again=True)
+    kept = _pop(_kept)
     memory = None if kept is None else kept.memory
+    if memory is None or memory.numel() < end:
+        # Both at a time would be more than is promised.
+        del kept, memory
+        (memory,) = _allocate_writable(device, (TensorSpec((end,), torch.uint8),))
     # What inference mode makes can't be written outside of it.
     with torch.inference_mode(False):
-        if memory is None or memory.numel() < end:
-            # Both at a time would be more than is promised.
-            del kept, memory
-            memory = torch.empty(end, dtype=torch.uint8, device=device)
         tensors = tuple(
             memory[place].view(spec.dtype).view(spec.shape)
             for spec, place in zip(specs, places, strict=True)
@@ -95,7 +102,37 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
     return Workspace(specs, tensors, memory)
 
 
+def _allocate_writable(device: torch.device, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
+    """As `allocate`: tensors that may be written outside of inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        return allocate(device, specs)
+    with torch.inference_mode(False):
+        return allocate(device, specs)
+
+
+def _the_same(
+    kept: list[Workspace], device: torch.device, specs: tuple[TensorSpec, ...]
+) -> Workspace | None:
+    """Take what is kept, if its tensors are those asked for."""
+    found = _pop(kept)
+    if found is None or (found.tensors[0].device == device and found.specs == specs):
+        return found
+    kept[:] = (found,)
+    return None
+
+
+def _pop(kept: list[Workspace]) -> Workspace | None:
+    if not kept:
+        return None
+    try:
+        return kept.pop()
+    except IndexError:  # another thread was faster
+        return None
+
+
 def give_back(workspace: Workspace) -> None:
     """End a launch: nothing reads its workspace any more."""
-    if workspace.memory is not None and not _kept:
+    if workspace.again:
+        _kept_small[:] = (workspace,)
+    elif workspace.memory is not None and not _kept:
         _kept.append(workspace)
