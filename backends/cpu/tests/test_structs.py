@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,18 +64,24 @@ def scalars(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "kind"),
+    ("parts", "kind"),
     [
-        (structs.PROBLEM, structs.Problem),
-        (structs.FORWARD, structs.ForwardArgs),
-        (structs.BACKWARD, structs.BackwardArgs),
+        ((structs.TENSORS, structs.MODS), structs.Problem),
+        ((structs.TENSORS, structs.MODS, structs.FORWARD), structs.ForwardArgs),
+        ((structs.TENSORS, structs.MODS, structs.BACKWARD), structs.BackwardArgs),
     ],
 )
-def test_packing_fills_each_field_in_its_place(layout: str, kind: type[ctypes.Structure]) -> None:
-    packer = struct.Struct(layout)
-    assert packer.size == ctypes.sizeof(kind)
-    values = list(range(1, len(packer.unpack(bytes(packer.size))) + 1))
-    assert list(scalars(kind.from_buffer_copy(packer.pack(*values)))) == values
+def test_packing_fills_each_field_in_its_place(
+    parts: tuple[structs.Part, ...], kind: type[ctypes.Structure]
+) -> None:
+    memory = bytearray(ctypes.sizeof(kind))
+    packed: list[int] = []
+    for part in parts:
+        count = len(part.packer.unpack(bytes(part.packer.size)))
+        values = list(range(len(packed) + 1, len(packed) + 1 + count))
+        part.packer.pack_into(memory, part.offset, *values)
+        packed += values
+    assert list(scalars(kind.from_buffer_copy(memory))) == packed
 
 
 def test_the_types_of_captured_tensors_are_the_mod_graphs_types() -> None:

@@ -1,4 +1,4 @@
-"""One call's arguments in the C ABI's layout: packed into a block of memory, in one go each.
+"""One call's arguments in the C ABI's layout: packed into a block of memory.
 
 A block is one bytearray: the struct of the call, then what its pointers reach beside tensors. The
 addresses inside it are fixed when it is made, so that a call only fills in values.
@@ -21,9 +21,12 @@ from anyflex_cpu.programs import Programs, number_slots
 
 __all__ = ["Arguments", "Block", "shared_values", "tensor_values"]
 
-_PROBLEM = struct.Struct(structs.PROBLEM)
-_BACKWARD = struct.Struct(structs.BACKWARD)
+_pack_tensors = structs.TENSORS.packer.pack_into
+_pack_mods = structs.MODS.packer.pack_into
+_MODS_AT = structs.MODS.offset
+_TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
 _NO_RUNS = (0, 0, 0, 0, 0)
+_NO_OFFSETS = (0, 0, 0, 0)
 
 
 class Block:
@@ -51,6 +54,7 @@ class Block:
         self.tables = tuple(base + at if at else 0 for at in arguments.table_offsets)
         self.dims = tuple((base + at, base + at + 8 * rank) for at, rank in arguments.dim_offsets)
         self.grads = tuple(base + at if at else 0 for at in arguments.grad_offsets)
+        arguments.write_mods(self, arguments.narrow)
 
 
 class Arguments:
@@ -71,13 +75,16 @@ class Arguments:
         reads = frozenset() if spec.mask_graph is None else spec.mask_graph.inputs()
         self.mask_facts = (int(self.masked), *spec.block_size, int(not reads & {"b", "h"}))
         self.wanted = sum(1 << "qkv".index(name) for name in spec.gradients)
+        self.shared = spec.kv_broadcast
+        self.keys = shared_values if self.shared else tensor_values
         self.types = tuple((structs.TYPE_CODES[c.dtype], c.rank) for c in spec.captured)
         self.ints, self.floats = number_slots(spec)
         self.reads = bool(self.types or self.ints or self.floats)
+        self.plain = not (self.masked or self.limited or self.reads)
 
         count = len(self.types)
         entry = ctypes.sizeof(structs.Captured)
-        at = _BACKWARD.size
+        at = _TABLE_AT
         dims_at = at + count * entry
         offsets = []
         for _, rank in self.types:
@@ -102,31 +109,17 @@ class Arguments:
         self._table = struct.Struct(table)
         self._grads = struct.Struct("P" * count + "q" * count + "i" * count)
 
-    def problem(
-        self, call: Call, threads: int, block: Block, *, backward: bool
-    ) -> tuple[object, ...]:
-        """Return the values of af_problem, and write into `block` what the mods read."""
-        query, key, value, mask = call.query, call.key, call.value, call.mask
+    def write_problem(
+        self, call: Call, threads: int, block: Block, *, backward: bool = False
+    ) -> None:
+        """Write af_problem, and what the mods read, into `block`."""
+        query, key, value = call.query, call.key, call.value
         batch, heads, length, _ = query.shape
-        kv_batch, kv_heads, kv_length, _ = key.shape
-        runs: tuple[int, ...] = _NO_RUNS
-        transposed: tuple[int, ...] = _NO_RUNS
-        if mask is not None:
-            runs = _runs(mask)
-            if backward:
-                transposed = _runs(mask.transposed())
-        if self.reads:
-            self._write_table(call, block)
-        programs = self.narrow
-        if self.limited and (
-            batch > LIMITS.heads
-            or heads > LIMITS.heads
-            or length > LIMITS.length
-            or kv_length > LIMITS.length
-            or any(_extent(tensor) > LIMITS.captured for tensor in call.captured)
-        ):
-            programs = self.programs.wide_addresses()
-        return (
+        _, kv_heads, kv_length, _ = key.shape
+        keys = self.keys
+        _pack_tensors(
+            block.memory,
+            0,
             self.dtype,
             threads,
             batch,
@@ -137,22 +130,52 @@ class Arguments:
             *self.dims,
             query.data_ptr(),
             *query.stride(),
-            *(tensor_values(key) if kv_batch == batch else shared_values(key)),
-            *(tensor_values(value) if kv_batch == batch else shared_values(value)),
+            *keys(key),
+            *keys(value),
             call.scale,
+        )
+        # Without mask and mods what the block was made with holds for every call.
+        if not self.plain:
+            runs: tuple[int, ...] = _NO_RUNS
+            transposed: tuple[int, ...] = _NO_RUNS
+            if call.mask is not None:
+                runs = _runs(call.mask)
+                if backward:
+                    transposed = _runs(call.mask.transposed())
+            if self.reads:
+                self._write_table(call, block)
+            programs = self.narrow
+            if self.limited and (
+                batch > LIMITS.heads
+                or heads > LIMITS.heads
+                or length > LIMITS.length
+                or kv_length > LIMITS.length
+                or any(_extent(tensor) > LIMITS.captured for tensor in call.captured)
+            ):
+                programs = self.programs.wide_addresses()
+            self.write_mods(block, programs, runs, transposed, call.index_offsets)
+
+    def write_mods(
+        self,
+        block: Block,
+        programs: tuple[int, int, int],
+        runs: tuple[int, ...] = _NO_RUNS,
+        transposed: tuple[int, ...] = _NO_RUNS,
+        offsets: tuple[int, int, int, int] = _NO_OFFSETS,
+    ) -> None:
+        """Write `structs.MODS`."""
+        _pack_mods(
+            block.memory,
+            _MODS_AT,
             *self.mask_facts,
             *runs,
             *transposed,
             *programs,
             *block.tables,
-            *call.index_offsets,
+            *offsets,
             self.wanted,
-            kv_batch != batch,
+            self.shared,
         )
-
-    def write_problem(self, call: Call, threads: int, block: Block) -> None:
-        """Write af_problem alone, for questions about it."""
-        _PROBLEM.pack_into(block.memory, 0, *self.problem(call, threads, block, backward=False))
 
     def _write_table(self, call: Call, block: Block) -> None:
         entries: list[object] = []
@@ -163,7 +186,7 @@ class Arguments:
             shapes += tensor.stride()
         self._table.pack_into(
             block.memory,
-            _BACKWARD.size,
+            _TABLE_AT,
             *entries,
             *shapes,
             *call.ints[: self.ints],

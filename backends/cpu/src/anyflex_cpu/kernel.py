@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Literal
@@ -12,15 +11,17 @@ from torch import Tensor
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_cpu import structs
-from anyflex_cpu.arguments import Arguments, Block, shared_values, tensor_values
+from anyflex_cpu.arguments import Arguments, Block, tensor_values
 from anyflex_cpu.failures import TOO_SMALL, raise_for
 from anyflex_cpu.library import Library
 from anyflex_cpu.programs import Programs
 
 __all__ = ["CpuKernel"]
 
-_pack_forward = struct.Struct(structs.FORWARD).pack_into
-_pack_backward = struct.Struct(structs.BACKWARD).pack_into
+_pack_forward = structs.FORWARD.packer.pack_into
+_pack_backward = structs.BACKWARD.packer.pack_into
+_FORWARD_AT = structs.FORWARD.offset
+_BACKWARD_AT = structs.BACKWARD.offset
 _UNWANTED = (0, 0, 0, 0, 0)
 _SIZES_KEPT = 1024
 _ALIGNMENT = 64
@@ -66,7 +67,7 @@ class CpuKernel(Kernel):
     ) -> tuple[TensorSpec, ...]:
         """One tensor of bytes, whose size follows from shapes and threads."""
         threads = torch.get_num_threads()
-        learned = sum([call.captured[i].numel() for i in self._learned])
+        learned = self._learned_elements(call) if self._learned else 0
         key = (direction, call.query.shape, call.key.shape, threads, learned, self.library.level)
         found = self._sizes.get(key)
         if found is None:
@@ -75,6 +76,10 @@ class CpuKernel(Kernel):
             size = self._workspace_bytes(call, direction, threads, learned)
             found = self._sizes[key] = (TensorSpec((size + _ALIGNMENT,), torch.uint8),)
         return found
+
+    def _learned_elements(self, call: Call) -> int:
+        """Elements of the captured tensors that get a gradient."""
+        return sum([call.captured[i].numel() for i in self._learned])
 
     def _workspace_bytes(self, call: Call, direction: str, threads: int, learned: int) -> int:
         block = self._block()
@@ -99,11 +104,11 @@ class CpuKernel(Kernel):
         threads = torch.get_num_threads()
         lse, max_scores = out.lse, out.max_scores
         (workspace,) = out.workspace
+        self.arguments.write_problem(call, threads, block)
         while True:
             _pack_forward(
                 block.memory,
-                0,
-                *self.arguments.problem(call, threads, block, backward=False),
+                _FORWARD_AT,
                 *tensor_values(out.out),
                 0 if lse is None else lse.data_ptr(),
                 0 if max_scores is None else max_scores.data_ptr(),
@@ -131,12 +136,12 @@ class CpuKernel(Kernel):
         if learned:
             self.arguments.write_gradients(grads.captured, block)
         (workspace,) = grads.workspace
-        of_batch = tensor_values if call.key.shape[0] == call.query.shape[0] else shared_values
+        keys = self.arguments.keys
+        self.arguments.write_problem(call, threads, block, backward=True)
         while True:
             _pack_backward(
                 block.memory,
-                0,
-                *self.arguments.problem(call, threads, block, backward=True),
+                _BACKWARD_AT,
                 *tensor_values(saved.out),
                 saved.extras[0].data_ptr() if saved.extras else 0,
                 lse.data_ptr(),
@@ -144,8 +149,8 @@ class CpuKernel(Kernel):
                 0 if dlse is None else dlse.data_ptr(),
                 0 if delta is None else delta.data_ptr(),
                 *_target(grads.dq, tensor_values),
-                *_target(grads.dk, of_batch),
-                *_target(grads.dv, of_batch),
+                *_target(grads.dk, keys),
+                *_target(grads.dv, keys),
                 *(block.grads if learned else (0, 0, 0)),
                 learned,
                 *_aligned(workspace),
@@ -166,7 +171,7 @@ class CpuKernel(Kernel):
 
     def _larger(self, workspace: Tensor, call: Call, direction: str, threads: int) -> Tensor:
         """The number of threads, or the level, has changed since core asked for the size."""
-        learned = sum(call.captured[i].numel() for i in self._learned)
+        learned = self._learned_elements(call)
         size = self._workspace_bytes(call, direction, threads, learned)
         if size + _ALIGNMENT <= workspace.numel():
             raise RuntimeError(
@@ -178,14 +183,24 @@ class CpuKernel(Kernel):
 
 def _without_lazy_signs(call: Call) -> Call:
     """Complex views may carry their sign in a bit that memory doesn't show."""
-    tensors = (call.query, call.key, call.value, *call.captured)
-    for tensor in tensors:
-        if tensor.is_neg():
-            break
-    else:
+    query, key, value, captured = call.query, call.key, call.value, call.captured
+    if not (
+        query.is_neg()
+        or key.is_neg()
+        or value.is_neg()
+        or (captured and any(tensor.is_neg() for tensor in captured))
+    ):
         return call
-    query, key, value, *captured = (tensor.resolve_neg() for tensor in tensors)
-    return Call(query, key, value, call.mask, tuple(captured), call.ints, call.floats, call.scale)
+    return Call(
+        query.resolve_neg(),
+        key.resolve_neg(),
+        value.resolve_neg(),
+        call.mask,
+        tuple([tensor.resolve_neg() for tensor in captured]),
+        call.ints,
+        call.floats,
+        call.scale,
+    )
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The C ABI's structs (native/include/anyflex_cpu.h): as ctypes classes, and as pack formats.
+"""The C ABI's structs (native/include/anyflex_cpu.h): as ctypes classes, and in parts to pack.
 
 A call packs its arguments into one block with `struct`, which takes a tenth of the time that
 assigning ctypes fields does; the classes say what is where, for tests and for what is made once.
@@ -7,6 +7,7 @@ assigning ctypes fields does; the classes say what is where, for tests and for w
 from __future__ import annotations
 
 import ctypes
+import struct
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -17,15 +18,17 @@ __all__ = [
     "BACKWARD",
     "DTYPE_CODES",
     "FORWARD",
-    "PROBLEM",
+    "MODS",
     "STATUS",
     "STRUCTS",
+    "TENSORS",
     "TYPE_CODES",
     "BackwardArgs",
     "Captured",
     "Error",
     "ForwardArgs",
     "ModInputs",
+    "Part",
     "Problem",
     "Program",
     "Runs",
@@ -247,5 +250,35 @@ def _format(kind: Any) -> str:
     return int(kind._length_) * _format(kind._type_)
 
 
-PROBLEM, FORWARD, BACKWARD = map(_format, (Problem, ForwardArgs, BackwardArgs))
-"""Formats for `struct`, native sizes and alignment: a value each for every scalar, in order."""
+class Part:
+    """Neighbouring fields of a struct, which are packed in one go: a value each for every scalar,
+    in order, in native sizes and alignment.
+
+    Args:
+        kind: the struct.
+        first: its first field of the part.
+        end: the first field after the part; None is the end of the struct.
+
+    Attributes:
+        offset: of the first field, in bytes.
+        packer: what packs and unpacks it.
+    """
+
+    __slots__ = ("offset", "packer")
+
+    def __init__(self, kind: type[ctypes.Structure], first: str, end: str | None = None) -> None:
+        names = [field[0] for field in kind._fields_]
+        begin = names.index(first)
+        fields = kind._fields_[begin : None if end is None else names.index(end)]
+        self.offset: int = getattr(kind, first).offset
+        self.packer = struct.Struct("".join(_format(field[1]) for field in fields))
+
+
+TENSORS = Part(Problem, "dtype", "has_mask")
+"""Of af_problem, what any two calls differ in."""
+MODS = Part(Problem, "has_mask")
+"""The rest of it, which is the same for all calls without mask and mods."""
+FORWARD = Part(ForwardArgs, "out")
+"""af_forward_args after its problem."""
+BACKWARD = Part(BackwardArgs, "out")
+"""af_backward_args after its problem."""
