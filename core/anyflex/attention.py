@@ -233,7 +233,7 @@ def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
         return False
     if _dispatch_modes() != 0:
         return False
-    if query.device.type == "meta":
+    if query.is_meta:
         fail(
             "BackendRefused",
             "query is on device meta, which holds no numbers: trace with torch.export, "

@@ -80,18 +80,17 @@ class Call:
         score_function: Callable[..., Tensor] | None = None,
         mask_function: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.__dict__.update(
-            query=query,
-            key=key,
-            value=value,
-            mask=mask,
-            captured=captured,
-            ints=ints,
-            floats=floats,
-            scale=scale,
-            score_function=score_function,
-            mask_function=mask_function,
-        )
+        fields = self.__dict__
+        fields["query"] = query
+        fields["key"] = key
+        fields["value"] = value
+        fields["mask"] = mask
+        fields["captured"] = captured
+        fields["ints"] = ints
+        fields["floats"] = floats
+        fields["scale"] = scale
+        fields["score_function"] = score_function
+        fields["mask_function"] = mask_function
 
 
 @dataclass(frozen=True, init=False)
@@ -120,9 +119,12 @@ class Outputs:
         saved: tuple[Tensor, ...] = (),
         workspace: tuple[Tensor, ...] = (),
     ) -> None:
-        self.__dict__.update(
-            out=out, lse=lse, max_scores=max_scores, saved=saved, workspace=workspace
-        )
+        fields = self.__dict__
+        fields["out"] = out
+        fields["lse"] = lse
+        fields["max_scores"] = max_scores
+        fields["saved"] = saved
+        fields["workspace"] = workspace
 
 
 @dataclass(frozen=True, init=False)

@@ -56,7 +56,11 @@ def run(
     if forward_ad._current_level != -1:
         _refuse_tangents(inputs.call)
     try:
-        return _run(inputs, query, key, value)
+        plan = plan_for(inputs)
+        if True not in inputs.gradients:
+            outputs = launch_forward(plan, inputs.call)
+            return outputs.out, outputs.lse, outputs.max_scores
+        results = _apply(plan, inputs, query, key, value, *inputs.call.captured)
     except ModIndexError as error:
         raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
     except RuntimeError as error:
@@ -67,21 +71,11 @@ def run(
             "recorded: make query, key, value and what score_mod and mask_mod capture outside of "
             "it, or .clone() them first."
         ) from error
-
-
-def _run(
-    inputs: Inputs, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    plan = plan_for(inputs)
-    if True in inputs.gradients:
-        results = _apply(plan, inputs, query, key, value, *inputs.call.captured)
-        if isinstance(results, Tensor):
-            return results, None, None
-        out, *others = results
-        lse = others[0] if inputs.lse else None
-        return out, lse, others[-1] if inputs.max_scores else None
-    outputs = launch_forward(plan, inputs.call)
-    return outputs.out, outputs.lse, outputs.max_scores
+    if isinstance(results, Tensor):
+        return results, None, None
+    out, *others = results
+    lse = others[0] if inputs.lse else None
+    return out, lse, others[-1] if inputs.max_scores else None
 
 
 def _refuse_tangents(call: Call) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
 
-__all__ = ["architecture", "determinism", "empty_dense", "memories", "q_class"]
+__all__ = ["architecture", "determinism", "empty_dense", "memories", "memory", "q_class"]
 
 
 def memory(tensor: Tensor) -> tuple[Alignment, bool]:
@@ -32,19 +32,19 @@ def memory(tensor: Tensor) -> tuple[Alignment, bool]:
     return "strided" if odd else "aligned", narrow
 
 
-_ALL_ALIGNED: tuple[tuple[Alignment, bool], ...] = (("aligned", True),) * 3
-
-
-def memories(query: Tensor, key: Tensor, value: Tensor) -> tuple[tuple[Alignment, bool], ...]:
-    """`memory` of all three; the usual case at once."""
-    if query.is_contiguous() and key.is_contiguous() and value.is_contiguous():
-        size = query.element_size()
-        rows = (query.shape[3] | value.shape[3]) * size
-        if (
-            not (query.data_ptr() | key.data_ptr() | value.data_ptr() | rows) & 15
-            and (query.numel() | key.numel() | value.numel()) < 2**31
-        ):
-            return _ALL_ALIGNED
+def memories(
+    query: Tensor, key: Tensor, value: Tensor
+) -> tuple[tuple[Alignment, bool], ...] | None:
+    """What tells, together with dtype and head dims, `memory` of all three: itself, or None for
+    the usual case."""
+    if (
+        query.is_contiguous()
+        and key.is_contiguous()
+        and value.is_contiguous()
+        and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+        and (query.numel() | key.numel() | value.numel()) < 2**31
+    ):
+        return None
     return memory(query), memory(key), memory(value)
 
 

@@ -16,7 +16,7 @@ from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.registry.hot_path import Posed, generation
 from anyflex.registry.selection import names_in_force
-from anyflex.runtime.facts import architecture, determinism, memories, q_class
+from anyflex.runtime.facts import architecture, determinism, memories, memory, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
 
@@ -156,7 +156,8 @@ def plan_for(inputs: Inputs) -> Plan:
     history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
     names = names_in_force(inputs.backend)
     views = call.mask
-    _, heads, length, head_dim = query.shape
+    batch, heads, length, head_dim = query.shape
+    kv_batch, kv_heads, _, _ = key.shape
     dtype = query.dtype
     facts = (
         history,  # stands for both texts
@@ -167,8 +168,8 @@ def plan_for(inputs: Inputs) -> Plan:
         dtype,
         head_dim,
         value.shape[3],
-        heads // key.shape[1],
-        key.shape[0] != query.shape[0],
+        heads // kv_heads,
+        kv_batch != batch,
         "long" if length > 64 else q_class(length),
         memories(query, key, value),
         inputs.gradients,
@@ -220,7 +221,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
     )
     needs_backward = any(inputs.gradients)
     posed = inputs.posed or (query.device.type, architecture(query.device))
-    classes = memories(query, key, value)
+    classes = [memory(tensor) for tensor in (query, key, value)]
     aux = (("lse", inputs.lse), ("max_scores", inputs.max_scores))
     return Spec(
         device_type=posed[0],
