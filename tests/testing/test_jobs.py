@@ -273,11 +273,14 @@ def test_what_the_machine_must_be_free_for_runs_last_and_alone() -> None:
 
 
 PROGRAM = """
+import signal
 import sys
 from anyflex.cli.main import main
 from anyflex.plugin import register
 from tests.testing.unruly_backends import Holding
 
+# A shell starts what it runs in the background with this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 register("cpu.holds", Holding)
 sys.exit(main(["conformance", "--backend", "cpu.holds", "--case", "processes/bare",
                "--case", "run_time/scale", "--timeout", "0", "--jobs", "2"]))

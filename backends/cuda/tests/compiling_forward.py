@@ -26,6 +26,7 @@ from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
+from anyflex_triton.programs import Mods
 
 BINARIES = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 CAUSAL = NAMED["causal"][1]
@@ -82,10 +83,7 @@ def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
     functions = vars(
         load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
     )
-    program = program_for(
-        made, tiles_for(spec), None, functions.get("score_mod"),
-        functions.get("mask_mod"), even, True, False, rest,
-    )  # fmt: skip
+    program = program_for(made, tiles_for(spec), Mods.of(None, functions), even, True, False, rest)
     compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
     told, sass = told_of(compiled)
     loops = loops_of(sass)

@@ -50,6 +50,26 @@ def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
         assert torch.equal(found.bool(), case.value(case.spec.mask_graph).bool())
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "mask") for name in MASKS), *((name, "score") for name in SCORES)],
+)
+def test_what_rows_and_columns_alone_decide_may_be_read_before(name: str, kind: str) -> None:
+    for tile in (TILES[0], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
+        case = case_of((MASKS if kind == "mask" else SCORES)[name], kind, tile)
+        if "def read_rows" in case.source:
+            function = f"{kind}_mod"
+            found = case.run(f"{function}_of_read", kind)
+            assert torch.equal(found.nan_to_num(7), case.run(function, kind).nan_to_num(7))
+
+
+def test_documents_are_read_by_row_and_by_column_and_nowhere_else() -> None:
+    source = case_of(MASKS["doc_sorted"], "mask", TILES[0]).source
+    functions = source.split("def ")[1:]
+    reads = {text.split("(")[0]: text.count("load_once") for text in functions}
+    assert reads == {"mask_mod": 2, "read_rows": 1, "read_columns": 1, "mask_mod_of_read": 0}
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_and_its_slope_are_core_s(name: str) -> None:
     for tile in TILES:

@@ -92,7 +92,8 @@ def test_order_changes_bits_only_where_they_may_change(
     again = gradients(table, factor)
     assert torch.equal(found[0], again[0])
     same = [torch.equal(one, other) for one, other in zip(found[1:], again[1:], strict=True)]
-    assert same == ([False, False] if mode == "off" else [True, True])
+    # One sum may come out the same by chance.
+    assert not all(same) if mode == "off" else all(same)
     for gradient, wanted in zip(found, oracle(table, factor), strict=True):
         error = (gradient.double() - wanted).abs().max() / wanted.abs().max()
         assert error < 1e-5

@@ -28,7 +28,8 @@ M, N = 16, 32
 def on_a_tile(
     scores, grads, lives, out, b, h, first_q, first_k, tables, ints, floats, totals,
     MOD: tl.constexpr, KIND: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr, READ_ROWS: tl.constexpr,
+    READ_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One of the functions, on scores [M, N] whose rows are queries, or keys if TRANSPOSED."""
     places = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
@@ -43,6 +44,9 @@ def on_a_tile(
         kv_idx = first_k + tl.arange(0, N)[None, :]
     if ROWS:
         h = h + tl.arange(0, M)[:, None] % 2
+    if READ_ROWS is not None:
+        tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
+        tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
     if KIND == "score":
         found = MOD(score, b, h, q_idx, kv_idx, tables, ints, floats)
         tl.store(out + places, found)
@@ -111,6 +115,11 @@ class Case:
             "kv_idx": kv_idx + self.first_k,
         }
 
+    @property
+    def source(self) -> str:
+        """The text of the functions."""
+        return write_source(self.spec)
+
     def run(self, name: str, kind: str, totals: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
         out = torch.full((M, N), math.nan)
         numbers: list[int] = []
@@ -120,12 +129,14 @@ class Case:
             tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor
             for tensor in self.captured
         )
-        module = load_module(write_source(self.spec))
+        module = load_module(self.source)
+        of_read = name.endswith("_of_read")
         on_a_tile[(1,)](
             self.score, self.grad, self.live.to(torch.int32), out, self.b, self.h, self.first_q,
             self.first_k, tables, (*numbers, *self.ints), self.floats, totals,
             MOD=getattr(module, name), KIND=kind, M=M, N=N, TRANSPOSED=self.transposed,
-            ROWS=self.rows,
+            ROWS=self.rows, READ_ROWS=module.read_rows if of_read else None,
+            READ_COLUMNS=module.read_columns if of_read else None,
         )  # fmt: skip
         return out
 

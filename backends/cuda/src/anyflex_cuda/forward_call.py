@@ -18,7 +18,7 @@ from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Options, Program, Types, begin_compiling
 from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import float_pointers, int32s, or_else
+from anyflex_triton.programs import Mods, float_pointers, int32s, or_else
 
 __all__ = [
     "OUTS",
@@ -170,24 +170,24 @@ def boxed_arguments(
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
-    even: bool, lse: bool, max_scores: bool, rest: bool,
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
+    rest: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls.
 
     Args:
-        mods_of, score_mod, mask_mod: of `GluonPrograms.mods`.
+        mods: of `GluonPrograms.mods`.
         even: lengths of keys, and of the mask's blocks, are multiples of a step's.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
     spec = made.spec
-    key = ("hopper forward", tiles, mods_of, even, lse, max_scores, rest)
+    key = ("hopper forward", tiles, mods.key, even, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
     d, dv = width(spec.head_dim), width(spec.value_head_dim)
     types, constants = boxed_arguments(
-        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+        made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
     )
     return made.program(
         key,
@@ -195,6 +195,10 @@ def program_for(
         types,
         {
             **constants,
+            "READ_ROWS": mods.read_rows,
+            "READ_COLUMNS": mods.read_columns,
+            "SCORE_MOD_OF_READ": mods.score_mod_of_read,
+            "MASK_MOD_OF_READ": mods.mask_mod_of_read,
             "DYNAMIC": tiles.dynamic,
             "TURNS": tiles.turns,
             "PINNED": tiles.pinned,
@@ -314,8 +318,8 @@ def launch_forward(
     rest = out.saved[0] if out.saved else None
     mods = made.mods(call, fit.even)
     program = program_for(
-        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
-        out.max_scores is not None, rest is not None,
+        made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
+        rest is not None,
     )  # fmt: skip
     if not program.is_compiled(call.query.device.index) and not _is_captured(call):
         program.meanwhile = lambda target: begin_compiling(needed_next(call, out), target)

@@ -245,23 +245,42 @@ def produce(
 
 @gluon.jit
 def said_of_step(
-    step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr
+    step_words, slot, masked, MASKED: gl.constexpr, EVEN: gl.constexpr, ALWAYS: gl.constexpr
 ):
     """(first key, end, whether FULL) of a step as far as its weights need them, before its slot is
-    given back."""
+    given back.
+
+    Args:
+        ALWAYS: the first key is needed without a mask too.
+    """
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
     full = gl.to_tensor(True)
-    if SCORE_MOD is not None:
+    if ALWAYS:
         first = said(step_words, slot * WORDS)
     if MASKED:  # noqa: SIM102  the other is known at run time alone
         if masked:
-            if SCORE_MOD is None:
+            if not ALWAYS:
                 first = said(step_words, slot * WORDS)
-            full = said(step_words, slot * WORDS + 2) != 0
             if not EVEN:
                 end = said(step_words, slot * WORDS + 1)
+                full = said(step_words, slot * WORDS + 2) != 0
     return first, end, full
+
+
+@gluon.jit
+def tables_of_step(
+    tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """`tables` with what a step's keys alone decide: a key a thread, on the way while products
+    run. In the layout of scores each thread would read a quarter of them, one by one."""
+    if READ_COLUMNS is None:
+        return tables
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        keys = gl.minimum(first + gl.arange(0, BLOCK_N, layout=LAYOUT), kv_length - 1)
+        return READ_COLUMNS(b, h, keys + shifts[3], tables, ints, floats)
 
 
 @gluon.jit
@@ -277,9 +296,10 @@ def weights_of(
     Args:
         masked: whether some pair of the step may be dead, where MASKED.
     """
+    # Where tiles end with the keys, no FULL step has dead pairs.
     scores = scores_of_step(
-        raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-        MASKED, EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
+        raw, first, end, None if EVEN else full, masked, b, h, q_idx, kv_length, shifts, tables,
+        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
     )
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
@@ -299,9 +319,9 @@ def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
     step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -309,7 +329,11 @@ def advance(
     before = (step - 1) % STAGES
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, SCORE_MOD)
+    ALWAYS: gl.constexpr = SCORE_MOD is not None or READ_COLUMNS is not None
+    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, ALWAYS)
+    tables = tables_of_step(
+        tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
+    )
     take_turn(ME, TURNS)
     k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
@@ -339,11 +363,13 @@ def consume(
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables,
     ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
-    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr,
-    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+    EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -360,6 +386,7 @@ def consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    ALWAYS: gl.constexpr = SCORE_MOD is not None or READ_COLUMNS is not None
     q = q_bufs.index(ME).reshape([ROWS, D])
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -378,6 +405,10 @@ def consume(
         mod_h = h + shifts[1]
         rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
         q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
+        if READ_ROWS is not None:
+            read = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
+        else:
+            read = tables
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
@@ -386,7 +417,10 @@ def consume(
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
             first, end, full = said_of_step(
-                step_words, slot, masked > 0, MASKED, EVEN, SCORE_MOD,
+                step_words, slot, masked > 0, MASKED, EVEN, ALWAYS,
+            )
+            first_read = tables_of_step(
+                read, mod_b, mod_h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
             )
             take_turn(ME, TURNS)
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
@@ -397,8 +431,8 @@ def consume(
             mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, total, nans = weights_of(
                 raw, top, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
-                kv_length, shifts, tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD,
-                WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
+                kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
             halves = gl.convert_layout(
                 weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
@@ -410,8 +444,9 @@ def consume(
                 halves, acc, top, total, nans = advance(
                     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
-                    shifts, tables, ints, floats, scale, ME, TURNS, MASKED, EVEN, SCORE_MOD,
-                    MASK_MOD, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    shifts, read, ints, floats, scale, ME, TURNS, MASKED, EVEN, READ_COLUMNS,
+                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT,
+                    STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -479,13 +514,14 @@ def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides,
     tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
-    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    DYNAMIC: gl.constexpr, TURNS: gl.constexpr, PINNED: gl.constexpr, SHARES_ROOM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+    EVEN: gl.constexpr, DYNAMIC: gl.constexpr, TURNS: gl.constexpr, PINNED: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
 
@@ -505,6 +541,8 @@ def forward_kernel(
         TURNS: two consumers take turns with the tensor cores.
         PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
+        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ: of `anyflex_triton.mods`, for
+            the loops; the first two None where nothing is read early.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -550,18 +588,20 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -578,27 +618,30 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-                MASKED, SHARES_ROOM, PINNED, STAGES, BLOCK_N,
+                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,

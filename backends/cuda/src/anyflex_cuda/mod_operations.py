@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from anyflex_triton import operations as ops
 
-__all__ = ["fast_tanh_capped", "full", "load_once", "spread", "tanh_capped"]
+__all__ = ["column", "fast_tanh_capped", "full", "load_once", "spread", "tanh_capped"]
 
 
 @gluon.jit
@@ -36,25 +36,32 @@ def load_once(pointers, inside, COPIES: gl.constexpr):
 
 
 @gluon.jit
-def tanh_capped(x, COARSE: tl.constexpr):
-    """The portable one, with the device's reciprocal: a multiplication less for every score."""
-    if COARSE:
-        total = tl.exp2(x * 2.8853900817779268) + 1.0
-        inverse = gl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=True, pack=1
-        )
-        return 1.0 - 2.0 * inverse
-    else:
-        return ops.tanh(x)
+def column(x, kv_idx):
+    """Values [N] of columns, which lie in any layout, as kv_idx [1, N] has them."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, kv_idx.type.layout)), 0)
 
 
 @gluon.jit
-def fast_tanh_capped(x, COARSE: tl.constexpr):
+def tanh_capped(x, number, cap, COARSE: tl.constexpr):
+    """The portable one, with the device's reciprocal: a multiplication less for every score."""
+    if COARSE:
+        total = tl.exp2(x * (number * 2.8853900817779268)) + 1.0
+        inverse = gl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [total], dtype=gl.float32, is_pure=True, pack=1
+        )
+        return cap - (2.0 * cap) * inverse
+    else:
+        return cap * ops.tanh(number * x)
+
+
+@gluon.jit
+def fast_tanh_capped(x, number, cap, COARSE: tl.constexpr):
     """The device's own instruction, 2^-11 off: one slow instruction instead of two. Not for caps
     that are too large for the coarse one."""
     if COARSE:
-        return gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        of = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [number * x], dtype=gl.float32, is_pure=True, pack=1
         )
+        return cap * of
     else:
-        return ops.tanh(x)
+        return cap * ops.tanh(number * x)

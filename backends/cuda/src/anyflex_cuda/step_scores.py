@@ -14,6 +14,15 @@ __all__ = ["scores_of_step"]
 
 
 @gluon.jit
+def now(x):
+    """x, of which compilers don't know what it is made of: of a sum they would add the parts to
+    each column one by one."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def scores_of_step(
     raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
@@ -29,12 +38,12 @@ def scores_of_step(
     """
     scores = raw
     if MASKED or SCORE_MOD is not None:
-        keys = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        keys = gl.expand_dims(keys, 0)
+        columns = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)), 0)
         if MASKED and not EVEN:
+            keys = columns + first
             kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
         else:
-            kv_idx = keys + shifts[3]
+            kv_idx = columns + now(first + shifts[3])
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
     if MASKED:  # noqa: SIM102  the other is known at run time alone

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -212,6 +212,9 @@ class _Program:
         capped: whether each tanh of a float32 is of `cap_factors`.
         direct: `direct_reads`.
         types: name of a value -> the language's type that holds it.
+        multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
+            the same for a whole tile.
+        tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
     """
 
     nodes: Sequence[Node]
@@ -223,6 +226,8 @@ class _Program:
     direct: frozenset[DirectRead]
     lines: list[str] = field(default_factory=list)
     types: dict[str, str] = field(default_factory=dict)
+    multiples: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tanhs: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: Spec, nodes: Sequence[Node], capped: bool) -> _Program:
@@ -387,6 +392,14 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
     return value
 
 
+_EARLY = "early"
+"""The operation of a node that stands for what was read early; its attribute says where it is."""
+
+
+def _early_value(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    return program.emit(str(node.attribute), program.type_of(node))
+
+
 def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
     (value,) = operands
     source = program.nodes[node.arguments[0]].dtype
@@ -489,7 +502,10 @@ def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> st
         return _plain("{0} / {1}")(program, node, operands)
     # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
-    return _plain("{0} * {1}")(program, node, (operands[0], inverse))
+    value = _plain("{0} * {1}")(program, node, (operands[0], inverse))
+    if node.dtype is torch.float32:
+        program.multiples[value] = (operands[0], inverse)
+    return value
 
 
 def _sqrt(program: _Program, node: Node, operands: Sequence[str]) -> str:
@@ -498,10 +514,25 @@ def _sqrt(program: _Program, node: Node, operands: Sequence[str]) -> str:
 
 
 def _tanh(program: _Program, node: Node, operands: Sequence[str]) -> str:
-    capped = program.capped and node.dtype is torch.float32
-    return _plain("ops.tanh_capped({0}, COARSE)" if capped else "ops.tanh({0})")(
-        program, node, operands
-    )
+    if not program.capped or node.dtype is not torch.float32:
+        return _plain("ops.tanh({0})")(program, node, operands)
+    x, number = program.multiples.get(operands[0], (operands[0], "1.0"))
+    value = program.emit(f"ops.tanh_capped({x}, {number}, 1.0, COARSE)", "float32")
+    program.tanhs[value] = (x, number)
+    return value
+
+
+def _float_product(program: _Program, node: Node, operands: Sequence[str]) -> str:
+    """Of a tanh of `cap_factors` and a number for the whole tile: the number becomes one of the
+    tanh's own, as the divisor of a soft cap has."""
+    if node.dtype is torch.float32:
+        for slot, operand in enumerate(operands):
+            other = node.arguments[1 - slot]
+            if operand in program.tanhs and not program.needs[program.nodes[other]]:
+                x, number = program.tanhs[operand]
+                text = f"ops.tanh_capped({x}, {number}, {operands[1 - slot]}, COARSE)"
+                return program.emit(text, "float32")
+    return _plain("{0} * {1}")(program, node, operands)
 
 
 _EVERY = "{tl}.PropagateNan.ALL"
@@ -515,10 +546,12 @@ TRITON: Lowering[_Program, str] = Lowering(
         "load": _load,
         "cast": _cast,
         "detach": _detach,
+        _EARLY: _early_value,
         "where": _plain("{tl}.where({0}, {1}, {2})"),
         "add": _plain("{0} + {1}"),
         "sub": _plain("{0} - {1}"),
-        "mul": _plain("{0} * {1}"),
+        "mul:int": _plain("{0} * {1}"),
+        "mul:float": _float_product,
         "truediv": _true_division,
         "sqrt": _sqrt,
         "floordiv:int": _division(
@@ -581,9 +614,108 @@ _INDICES = ", ".join(_DIRECT)
 _CALL = "tables, ints, floats"
 
 
-def _function(name: str, arguments: str, program: _Program, last: str) -> list[str]:
-    body = [f"    {line}" for line in (*program.lines, last)]
+def _function(name: str, arguments: str, lines: Sequence[str], last: str) -> list[str]:
+    body = [f"    {line}" for line in (*lines, last)]
     return ["", "", f"@{_JIT}", f"def {name}({arguments}):", *body]
+
+
+# What is read early
+
+_MOST_EARLY = 4
+"""Values of rows, and of columns: each keeps a register or two for every row of a tile."""
+
+
+_Fact = TypeVar("_Fact")
+
+
+class _Early(NamedTuple):
+    """Values of a graph that one row or one column alone decides, and that take a read.
+
+    Args:
+        rows: positions of nodes that need no kv_idx, no score.
+        columns: of those that need kv_idx alone.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+
+
+def _early(nodes: Sequence[Node], output: int) -> _Early:
+    """The largest such values: those that others than such values need."""
+    needs = _dependences(nodes)
+    kinds: list[str] = []
+    for node in nodes:
+        reads = node.operation == "load" or any(kinds[a] for a in node.arguments)
+        of_row, of_column = needs[node] <= {"q_idx"}, needs[node] == {"kv_idx"}
+        kinds.append("row" if reads and of_row else "column" if reads and of_column else "")
+    wanted = {output} | {
+        argument
+        for position, node in enumerate(nodes)
+        for argument in node.arguments
+        if kinds[argument] != kinds[position]
+    }
+    rows, columns = (
+        tuple(position for position in sorted(wanted) if kinds[position] == kind)[:_MOST_EARLY]
+        for kind in ("row", "column")
+    )
+    return _Early(rows, columns)
+
+
+def _early_functions(spec: Spec) -> list[str]:
+    """``read_rows``, ``read_columns`` and who takes what they return, or nothing."""
+    graphs = [
+        (name, simplify(graph))
+        for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph))
+        if graph is not None
+    ]
+    found = [_early(graph.nodes, graph.output) for _, graph in graphs]
+    if not any(early.rows or early.columns for early in found):
+        return []
+    values = [f"tables[{i}]" for i in range(len(spec.captured))]
+    lines: list[str] = []
+    stand_ins: list[dict[int, str]] = [{} for _ in graphs]
+    for kind, index in (("rows", "q_idx"), ("columns", "kv_idx")):
+        body: list[str] = []
+        given = list(values)
+        for (_, graph), early, places in zip(graphs, found, stand_ins, strict=True):
+            positions = early.rows if kind == "rows" else early.columns
+            program = replace(_Program.of(spec, graph.nodes, False), lines=body)
+            lowered = TRITON.lower(graph.nodes, program, positions)
+            for position in positions:
+                node = graph.nodes[position]
+                place = f"tables[{len(values)}]"
+                places[position] = place if kind == "rows" else f"ops.column({place}, kv_idx)"
+                given.append(program.cast(lowered[position], program.type_of(node)))
+                values.append(place)
+        arguments = f"b, h, {index}, {_CALL}"
+        last = "return " + (f"({', '.join(given)},)" if body else "tables")
+        lines += _function(f"read_{kind}", arguments, body, last)
+    for (name, graph), places in zip(graphs, stand_ins, strict=True):
+        nodes = [
+            Node(_EARLY, node.dtype, (), places[position]) if position in places else node
+            for position, node in enumerate(graph.nodes)
+        ]
+        of_all = _Program.of(spec, graph.nodes, name == "score_mod" and bool(cap_factors(spec)))
+        program = replace(
+            of_all,
+            nodes=nodes,
+            ranges={**of_all.ranges, **_moved(of_all.ranges, graph.nodes, nodes)},
+            needs={**of_all.needs, **_moved(of_all.needs, graph.nodes, nodes)},
+        )
+        value = TRITON.lower(nodes, program, [graph.output])[graph.output]
+        if name == "score_mod":
+            arguments, last = f"score, {_INDICES}, {_CALL}", f"return ops.spread({value}, score)"
+        else:
+            arguments, last = f"{_INDICES}, {_CALL}", f"return {program.cast(value, 'int1')}"
+        lines += _function(f"{name}_of_read", arguments, program.lines, last)
+    return lines
+
+
+def _moved(
+    facts: Mapping[Node, _Fact], nodes: Sequence[Node], others: Sequence[Node]
+) -> dict[Node, _Fact]:
+    """What is known of nodes, of those that stand in their places."""
+    return {other: facts[node] for node, other in zip(nodes, others, strict=True) if node in facts}
 
 
 def _score_mod(spec: Spec, nodes: Sequence[Node], output: int | None) -> tuple[_Program, str]:
@@ -724,6 +856,12 @@ def write_source(spec: Spec) -> str:
         atomic additions; ``live``, int1 of the score's shape, says where. `source_for` makes
         functions that add in other ways.
 
+    ``read_rows(b, h, q_idx, tables, ints, floats)``, ``read_columns(b, h, kv_idx, ...)``
+        Where a row or a column alone decides something that is read: ``tables`` with those values
+        behind, rows first; ``b`` and ``h`` are scalars, ``kv_idx`` is [N], ``read_columns`` takes
+        what ``read_rows`` returned.
+        With both, ``score_mod_of_read`` and ``mask_mod_of_read`` read what is left.
+
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
     score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: of each captured
     tensor its sizes, then its strides; then the call's ints. ``floats``: the call's floats.
@@ -732,18 +870,21 @@ def write_source(spec: Spec) -> str:
     if spec.score_graph is not None:
         graph = simplify(spec.score_graph)
         arguments = f"score, {_INDICES}, {_CALL}"
-        lines += _function("score_mod", arguments, *_score_mod(spec, graph.nodes, graph.output))
+        program, last = _score_mod(spec, graph.nodes, graph.output)
+        lines += _function("score_mod", arguments, program.lines, last)
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
             arguments = f"grad, score, {_INDICES}, {_CALL}"
-            program = _score_mod(spec, slope.nodes, slope.score)
-            lines += _function("score_mod_backward", arguments, *program)
+            program, last = _score_mod(spec, slope.nodes, slope.score)
+            lines += _function("score_mod_backward", arguments, program.lines, last)
         if learned:
             arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
-            program = _captured_gradients(spec, slope)
-            lines += _function("captured_gradients", arguments, *program)
+            program, last = _captured_gradients(spec, slope)
+            lines += _function("captured_gradients", arguments, program.lines, last)
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
-        lines += _function("mask_mod", f"{_INDICES}, {_CALL}", *_mask_mod(spec, graph))
+        program, last = _mask_mod(spec, graph)
+        lines += _function("mask_mod", f"{_INDICES}, {_CALL}", program.lines, last)
+    lines += _early_functions(spec)
     return "\n".join([*lines, ""])

@@ -461,13 +461,14 @@ def tanh(x):
 
 
 @triton.jit
-def tanh_capped(x, COARSE: tl.constexpr):
-    """`tanh`; where COARSE within 5e-7 of it, which near 0 is fewer digits, by half the work."""
+def tanh_capped(x, number, cap, COARSE: tl.constexpr):
+    """cap * tanh(number * x); where COARSE within 5e-7 * cap of it, which near 0 is fewer digits,
+    by half the work: both numbers are factors that it has anyway."""
     if COARSE:
-        root = tl.rsqrt(tl.exp2(x * 2.8853900817779268) + 1.0)
-        return 1.0 - 2.0 * (root * root)
+        root = tl.rsqrt(tl.exp2(x * (number * 2.8853900817779268)) + 1.0)
+        return cap - (2.0 * cap) * (root * root)
     else:
-        return tanh(x)
+        return cap * tanh(number * x)
 
 
 @triton.jit
@@ -684,6 +685,12 @@ def load_once(pointers, inside, COPIES: tl.constexpr):
         return tl.max(tl.load(copies, mask=inside, other=0), axis=0, keep_dims=True)
     else:
         return tl.load(pointers, mask=inside, other=0)
+
+
+@triton.jit
+def column(x, kv_idx):
+    """Values [N] of columns, as kv_idx [1, N] has them."""
+    return x[None, :]
 
 
 @triton.jit

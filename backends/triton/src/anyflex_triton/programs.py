@@ -90,6 +90,8 @@ class Mods(NamedTuple):
     Args:
         key: tells modules of one spec apart.
         score_mod: also brings in a scale that can't wait until maxima are taken.
+        read_rows, read_columns: of what rows and columns alone decide. Without both, the others of
+            read are `score_mod` and `mask_mod`.
     """
 
     key: object
@@ -97,6 +99,31 @@ class Mods(NamedTuple):
     mask_mod: Any
     score_mod_backward: Any
     captured_gradients: Any
+    read_rows: Any
+    read_columns: Any
+    score_mod_of_read: Any
+    mask_mod_of_read: Any
+
+    @classmethod
+    def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:
+        """Return a module's.
+
+        Args:
+            functions: by name.
+            unscored: what a module without a score mod has in its place.
+        """
+        score_mod, mask_mod = functions.get("score_mod", unscored), functions.get("mask_mod")
+        return cls(
+            key,
+            score_mod,
+            mask_mod,
+            functions.get("score_mod_backward"),
+            functions.get("captured_gradients"),
+            functions.get("read_rows"),
+            functions.get("read_columns"),
+            functions.get("score_mod_of_read", score_mod),
+            functions.get("mask_mod_of_read", mask_mod),
+        )
 
 
 class Programs:
@@ -279,13 +306,7 @@ class Programs:
                 self._source, within=within, coarse=coarse, sums=sums, copies=copies
             )
             functions = vars(load_module(source))
-            found = self._mods[key] = Mods(
-                key,
-                functions.get("score_mod", None if plain else plain_score),
-                functions.get("mask_mod"),
-                functions.get("score_mod_backward"),
-                functions.get("captured_gradients"),
-            )
+            found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
 
     def _is_coarse(self, call: Call) -> bool:
