@@ -18,7 +18,7 @@ SHARED = 228 * 1024 // 2 - 1024
 def test_decoding_compiles_without_spills_and_fits_twice() -> None:
     lines = printed_by("compiling_decode.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    of_steps, of_calls = found[:11], found[11:]
+    of_steps, of_calls = found[:9], found[9:]
     for facts in of_steps:
         assert facts["serialized"] == [] and facts["spills"] == facts["local"] == 0, facts
         assert facts["shared"] <= SHARED and facts["registers"] == 128, facts
