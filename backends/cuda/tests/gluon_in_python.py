@@ -394,9 +394,9 @@ class Device:
         assert is_async
         return product
 
-    def mma_wait(self, num_outstanding: int, deps: tuple[Product, ...]) -> Any:
+    def mma_wait(self, num_outstanding: int, deps: tuple[Any, ...]) -> Any:
         self._drain("products", num_outstanding)
-        values = tuple(product.value for product in deps)
+        values = tuple(dep.value if isinstance(dep, Product) else dep for dep in deps)
         assert all(x is not None for x in values), "a product is used that nobody waited for"
         return values if len(values) > 1 else values[0]
 

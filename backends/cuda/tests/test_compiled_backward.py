@@ -9,17 +9,17 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = {128: 600, 64: 700}
-"""Bytes by head dim: scalars of the loops over runs and heads, what masks read, and with a soft
-cap some 45 registers in the loop of steps that have a mask."""
-REPAIRED = 700
+SPILLED = {128: 400, 64: 700}
+"""Bytes by head dim, with Triton 3.6 to 3.9: scalars of the loops over runs and heads, and in the
+loop of steps that have a mask what it reads of tensors, or with a soft cap some registers."""
+REPAIRED = 400
 """Of the kernel that makes again what isn't finite, which is seldom."""
 
 
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
     lines = printed_by("compiling_backward.py")
     found = [line.split() for line in lines]
-    assert sum(line[1] == "backward_kernel" for line in found) == 13
+    assert sum(line[1] == "backward_kernel" for line in found) == 8
     for case, kernel, shared, spilled, products, loops in found:
         assert products == "free", (case, kernel)
         assert int(shared) <= SHARED, (case, kernel, shared)

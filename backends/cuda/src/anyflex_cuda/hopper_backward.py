@@ -4,6 +4,8 @@ A program has a producer of one warp, which loads by TMA, and two consumers of f
 own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand transposed, keys by
 query rows, so that weights and their gradients are register operands of the products that make dV
 and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA.
+A step ends with the scores of the next in flight, and issues dK before it waits for the other
+consumer: tensor cores have work where steps and consumers would wait.
 
 Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `repair_kernel`.
 """
@@ -339,8 +341,23 @@ def in_order_of_threads(x):
 
 
 @gluon.jit
+def begin_scores(
+    it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
+    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+):
+    """The product of keys and a step's query rows, in flight. If no such step is `there`, nothing
+    is waited for, and the product is of anything."""
+    slot = it % STAGES
+    k = k_tiles.index(now(gl.to_tensor(ME))).reshape([64, D])
+    q = q_tiles.index(slot).reshape([BLOCK_M, D])
+    mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)
+    zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
+    return warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def add_step(
-    dk, dv, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
+    dk, dv, raw, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
     delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
     scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
     WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD:
@@ -348,10 +365,14 @@ def add_step(
     S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT:
     gl.constexpr,
 ):
-    """dK and dV with what one step adds; its dQ goes out.
+    """dK and dV with what one step adds, and the raw products of the next, in flight: of anything
+    if there are no `more`. Its dQ goes out.
 
     Of a step's dQ [BLOCK_M, D] a consumer makes 64 columns where D is 128, else 64 rows where
     BLOCK_M is 128. Where neither is, it adds what its own keys give.
+
+    Args:
+        raw: this step's products, in flight, and nothing else is.
     """
     slot = it % STAGES
     phase = (it // STAGES) & 1
@@ -363,11 +384,11 @@ def add_step(
     q = q_tiles.index(slot).reshape([BLOCK_M, D])
     do = do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
-    mbarrier.wait(q_full.index(slot), phase)
-    raw = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # Before dout's product is issued: unless this wait leaves none in flight, ptxas takes what
+    # came round the loop for unfinished, and makes every product wait for the one before (C7514).
+    raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     mbarrier.wait(do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw,))
     weights, factor = weights_of(
         raw, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
         q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
@@ -383,6 +404,8 @@ def add_step(
         ds_tiles.index(pair + half).store(ds)
         fence_async_shared()
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
+    # Before the consumers meet: it runs while one waits for the other.
+    dk = warpgroup_mma(operand, q, dk, is_async=True)
     if WANT_DQ:
         nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
         if ALONE:
@@ -406,12 +429,15 @@ def add_step(
                 ds1 = ds1.slice(ME * 64, 64, dim=1)
             dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
             dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-        # dQ goes out while this runs.
-        dk = warpgroup_mma(operand, q, dk, is_async=True)
-        dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
+        dq, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dv))
         # The tile before has left this buffer.
         tma.store_wait(0)
         dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
+        # Not while dQ has its registers: there aren't enough for both, and ptxas would make every
+        # product wait for the one before (C7512).
+        raw = begin_scores(
+            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+        )
         fence_async_shared()
         if D == 128:
             place = m0 // 64 * 2 + ME
@@ -420,12 +446,41 @@ def add_step(
         else:
             place = m0 // 64 + ME
         _add(dq_desc, [bh, place * 128, 0], dq_tiles.index(half))
-        dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk,))
     else:
-        dk = warpgroup_mma(operand, q, dk, is_async=True)
-        dk, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dk, dv))
+        raw = begin_scores(
+            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+        )
+    # All but the next step's scores: these are dK and dV where no dQ is wanted, else none.
+    dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
     mbarrier.arrive(q_empty.index(slot), count=1)
-    return dk, dv
+    return dk, dv, raw
+
+
+@gluon.jit
+def consume_steps(
+    dk, dv, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles,
+    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length,
+    kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr,
+    ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+):
+    """dK, dV and the count of steps after those from start to stop, one or more."""
+    raw = begin_scores(it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT)
+    for i in range(start, stop):
+        m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
+        dk, dv, raw = add_step(
+            dk, dv, raw, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+            k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc,
+            q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED, RAGGED, WANT_DQ,
+            SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT,
+            V_LAYOUT, DQ_LAYOUT,
+        )
+        it += 1
+    # Of no step: what the last one has begun.
+    warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
+    return dk, dv, it
 
 
 @gluon.jit
@@ -450,27 +505,24 @@ def consume_pass(
             # for the first. The producer has just brought these into the first cache.
             begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
-            for i in range(start, stop):
-                dk, dv = add_step(
-                    dk, dv, it, i * BLOCK_M, full, b, h, bh, n0, v_tiles,
-                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints,
-                    floats, ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                    BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            if start < stop:
+                dk, dv, it = consume_steps(
+                    dk, dv, it, start, stop, 0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+                    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
+                    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
+                    False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D,
+                    DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
-                it += 1
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
-        for i in range(start, stop):
-            m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
-            dk, dv = add_step(
-                dk, dv, it, m0, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+        if start < stop:
+            dk, dv, it = consume_steps(
+                dk, dv, it, start, stop, rotation, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
                 k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
                 dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
-                RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES,
-                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                not MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D,
+                DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
             )
-            it += 1
     return dk, dv, it
 
 
@@ -595,6 +647,8 @@ def backward_kernel(
         units: Bkv * Hkv; head_group: of these, those that run at a time.
         RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
             mod.
+        STAGES: of query rows and dout, 2 or more: a step is held till the next one's scores have
+            begun.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
     """
     dtype: gl.constexpr = query.dtype
