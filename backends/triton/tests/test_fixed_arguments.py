@@ -163,3 +163,14 @@ def test_a_launcher_that_is_not_known_is_left_to_triton(
     assert len(launched) == 4
     assert all(isinstance(found["desc"], arguments.Boxes) for found in launched)
     assert all(found["desc"].base is found["x"] for found in launched)
+
+
+def test_a_descriptor_is_of_the_tensor_that_it_is_said_to_be_of(encoded: list[int]) -> None:
+    program, calls = compiled()
+    fixed, values = given()
+    fixed = FixedArguments(fixed.values, {"desc": "x"})
+    del values["desc"]
+    for _ in range(2):
+        fixed.launch(program, 3, GPU, values)
+    own, again = calls
+    assert as_numbers(own) == list(again) and values["x"].data_ptr() == encoded[0]

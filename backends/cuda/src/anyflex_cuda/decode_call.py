@@ -13,7 +13,7 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, decode_sums, forward_call, hopper_decode
-from anyflex_cuda.forward_call import OUTS, Lengths
+from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Layout, layout_like, layout_of
@@ -230,7 +230,7 @@ def decode_fit_of(
 
 def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
     """As `DecodeFit.fixed`."""
-    return FixedArguments({**values, "o_strides": out.strides})
+    return FixedArguments({**values, "o_strides": out.strides}, DESCRIBED)
 
 
 def _aligned(programs: int, units: int, most: int) -> int:
@@ -341,8 +341,8 @@ def launch_decode(
     # Of all kernels: what one of them calls a name is the same to another.
     values = made.mod_values(call)
     values["query"] = call.query
-    values["key"] = values["k_desc"] = call.key
-    values["value"] = values["v_desc"] = call.value
+    values["key"] = call.key
+    values["value"] = call.value
     values["partial_out"] = partial_out
     values["counts"] = partial_out
     values["edges"] = edges

@@ -21,6 +21,7 @@ from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import Mods, float_pointers, int32s, or_else
 
 __all__ = [
+    "DESCRIBED",
     "OUTS",
     "Fit",
     "Lengths",
@@ -46,6 +47,11 @@ OUTS = 8
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 """Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
 calls of the driver."""
+
+DESCRIBED = {
+    "q_desc": "query", "k_desc": "key", "v_desc": "value", "o_desc": "out", "r_desc": "rest",
+}  # fmt: skip
+"""Whose tensors the descriptors are."""
 
 Lengths = tuple[int, ...]
 """Of a tensor's dimensions, or from one element of each to the next."""
@@ -301,7 +307,7 @@ def _with_out(
     if rest_strides is not None:
         found["r_strides"] = rest_strides[:3]
         found["r_desc"] = boxes_of(shape, rest_strides, size, box)
-    return FixedArguments(found)
+    return FixedArguments(found, DESCRIBED)
 
 
 def launch_forward(
@@ -339,16 +345,16 @@ def launch_boxed(
     query, key, value = call.query, call.key, call.value
     result = out.out
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    values["query"] = values["q_desc"] = query
-    values["key"] = values["k_desc"] = key
-    values["value"] = values["v_desc"] = value
-    values["out"] = values["o_desc"] = result
+    values["query"] = query
+    values["key"] = key
+    values["value"] = value
+    values["out"] = result
     values["lse"] = or_else(out.lse, result)
     values["max_scores"] = or_else(out.max_scores, result)
     values["counter"] = out.workspace[0] if out.workspace else result
     rest_strides = None
     if out.saved:
-        values["rest"] = values["r_desc"] = rest = out.saved[0]
+        values["rest"] = rest = out.saved[0]
         rest_strides = rest.stride()
     fixed = fit.fixed(result.stride(), rest_strides)
     fixed.launch(program, fit.programs, query.device, values)

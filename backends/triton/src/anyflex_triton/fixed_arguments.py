@@ -35,14 +35,14 @@ class _List(NamedTuple):
     Args:
         launch: the function.
         arguments: with anything where those of a call stand.
-        boxed: places of descriptors, their names, and what encodes them for an address.
-        pointers, others: places and names of a call's.
+        tensors: name -> places of its address; places of its descriptors, and what encodes them
+            for an address.
+        others: places and names of a call's.
     """
 
     launch: Callable[..., None]
     arguments: list[Any]
-    boxed: list[tuple[int, str, Callable[[int], object]]]
-    pointers: list[tuple[int, str]]
+    tensors: dict[str, tuple[list[int], list[tuple[int, Callable[[int], object]]]]]
     others: list[tuple[int, str]]
 
 
@@ -51,10 +51,15 @@ class FixedArguments:
 
     Args:
         values: by name; of a descriptor what `Boxes` takes beside the base.
+        described: name of a descriptor -> name of its tensor, where that is an argument too; else
+            they have one name.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], described: Mapping[str, str] | None = None
+    ) -> None:
         self.values = values
+        self._described = described or {}
         self._lists: dict[Program, _List | None] = {}
 
     @classmethod
@@ -77,7 +82,7 @@ class FixedArguments:
 
         Args:
             values: of all other arguments that aren't constants, and more; of a descriptor the
-                tensor.
+                tensor, under the tensor's name.
         """
         found = self._lists.get(program)
         if found is None or hooked():
@@ -86,11 +91,13 @@ class FixedArguments:
                 self._prepare(program, device)
             return
         arguments = found.arguments.copy()
-        for place, name, encoded in found.boxed:
-            arguments[place] = encoded(values[name].data_ptr())
-        # Numbers: for a tensor the function in C asks the driver whose memory it is.
-        for place, name in found.pointers:
-            arguments[place] = values[name].data_ptr()
+        for name, (places, boxed) in found.tensors.items():
+            # A number: for a tensor the function in C asks the driver whose memory it is.
+            address = values[name].data_ptr()
+            for place in places:
+                arguments[place] = address
+            for place, encoded in boxed:
+                arguments[place] = encoded(address)
         for place, name in found.others:
             arguments[place] = values[name]
         arguments[_GRID] = grid
@@ -100,8 +107,9 @@ class FixedArguments:
     def _together(self, values: Mapping[str, Any]) -> dict[str, Any]:
         together = {**values, **self.values}
         for name, fixed in self.values.items():
-            if name in values:
-                together[name] = Boxes(values[name], *fixed)
+            tensor = values.get(self._described.get(name, name))
+            if tensor is not None:
+                together[name] = Boxes(tensor, *fixed)
         return together
 
     def _prepare(self, program: Program, device: torch.device) -> None:
@@ -120,7 +128,7 @@ class FixedArguments:
             kernel.packed_metadata, None, None, None,
         ]  # fmt: skip
         described = iter(kernel.metadata.tensordesc_meta or ())
-        made = _List(launch, arguments, [], [], [])
+        made = _List(launch, arguments, {}, [])
         for name in program.order:
             types = program.types.get(name)
             place = len(arguments)
@@ -128,14 +136,17 @@ class FixedArguments:
                 arguments.append(program.constants[name])
             elif isinstance(types, str) and types.startswith("tensordesc"):
                 shape, strides, _ = self.values[name]
-                made.boxed.append((place, name, _encoder(next(described), shape, strides, device)))
+                _, boxed = made.tensors.setdefault(self._described.get(name, name), ([], []))
+                boxed.append((place, _encoder(next(described), shape, strides, device)))
                 arguments += [None, *shape, *strides]
             elif name in self.values:
                 arguments.append(self.values[name])
             else:
                 arguments.append(None)
-                is_pointer = isinstance(types, str) and types.startswith("*")
-                (made.pointers if is_pointer else made.others).append((place, name))
+                if isinstance(types, str) and types.startswith("*"):
+                    made.tensors.setdefault(name, ([], []))[0].append(place)
+                else:
+                    made.others.append((place, name))
         self._lists[program] = made
 
 
