@@ -294,13 +294,15 @@ def weights_of(
     The derivative is linear in the gradient that comes in, and takes the weights here: what is
     left, dweights - delta, is a factor, and raw products needn't be kept until that is there.
     """
-    rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+    rows = m0 + columns
     keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     if MASKED and RAGGED:
         q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1) + shifts[2], 0)
         kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
     else:
-        q_idx = gl.expand_dims(rows + shifts[2], 0)
+        # One sum for all columns: compilers would add its parts to each.
+        q_idx = gl.expand_dims(columns + now(m0 + shifts[2]), 0)
         kv_idx = gl.expand_dims(keys + shifts[3], 1)
     if SCORE_MOD is not None:
         raw = raw * scale
