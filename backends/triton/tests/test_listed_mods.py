@@ -55,7 +55,7 @@ def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
     [*((name, "mask") for name in MASKS), *((name, "score") for name in SCORES)],
 )
 def test_what_rows_and_columns_alone_decide_may_be_read_before(name: str, kind: str) -> None:
-    for tile in (TILES[0], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
+    for tile in (*TILES[:2], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
         case = case_of((MASKS if kind == "mask" else SCORES)[name], kind, tile)
         if "def read_rows" in case.source:
             function = f"{kind}_mod"

@@ -45,8 +45,13 @@ def on_a_tile(
     if ROWS:
         h = h + tl.arange(0, M)[:, None] % 2
     if READ_ROWS is not None:
-        tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
-        tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
+        # The side that a kernel's loop runs over comes as [N], after the other.
+        if TRANSPOSED:
+            tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
+            tables = READ_ROWS(b, h, first_q + tl.arange(0, N), tables, ints, floats)
+        else:
+            tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
+            tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
     if KIND == "score":
         found = MOD(score, b, h, q_idx, kv_idx, tables, ints, floats)
         tl.store(out + places, found)

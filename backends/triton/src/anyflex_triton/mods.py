@@ -23,6 +23,7 @@ __all__ = [
     "Sums",
     "cap_factors",
     "direct_reads",
+    "reads_pairs",
     "source_for",
     "write_source",
 ]
@@ -50,7 +51,6 @@ from anyflex_triton import operations as ops
 WITHIN = {_LANGUAGE}.constexpr(False)
 COARSE = {_LANGUAGE}.constexpr(False)
 SUMS = {_LANGUAGE}.constexpr('floats')
-COPIES = {_LANGUAGE}.constexpr(True)
 """
 _JIT = "triton.jit"
 
@@ -383,7 +383,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
             text = f"ops.moved({pointer}, {place}, {stride})"
         pointer = program.emit(text, "pointer")
     if rank:
-        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)}, COPIES)"
+        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
     else:
         text = f"{_LANGUAGE}.load({pointer})"
     value = program.cast(program.emit(text, ""), program.type_of(node))
@@ -661,6 +661,13 @@ def _early(nodes: Sequence[Node], output: int) -> _Early:
     return _Early(rows, columns)
 
 
+def reads_pairs(graph: ModGraph) -> bool:
+    """Whether what is read depends on row and column, so that nothing reads it early."""
+    nodes = simplify(graph).nodes
+    needs = _dependences(nodes)
+    return any(node.operation == "load" and len(needs[node]) > 1 for node in nodes)
+
+
 def _early_functions(spec: Spec) -> list[str]:
     """``read_rows``, ``read_columns`` and who takes what they return, or nothing."""
     graphs = [
@@ -671,24 +678,28 @@ def _early_functions(spec: Spec) -> list[str]:
     found = [_early(graph.nodes, graph.output) for _, graph in graphs]
     if not any(early.rows or early.columns for early in found):
         return []
-    values = [f"tables[{i}]" for i in range(len(spec.captured))]
+    first = count = len(spec.captured)
     lines: list[str] = []
     stand_ins: list[dict[int, str]] = [{} for _ in graphs]
     for kind, index in (("rows", "q_idx"), ("columns", "kv_idx")):
         body: list[str] = []
-        given = list(values)
+        given: list[str] = []
         for (_, graph), early, places in zip(graphs, found, stand_ins, strict=True):
             positions = early.rows if kind == "rows" else early.columns
             program = replace(_Program.of(spec, graph.nodes, False), lines=body)
             lowered = TRITON.lower(graph.nodes, program, positions)
             for position in positions:
                 node = graph.nodes[position]
-                place = f"tables[{len(values)}]"
-                places[position] = place if kind == "rows" else f"ops.column({place}, kv_idx)"
+                places[position] = f"ops.along(tables[{count}], {index})"
+                count += 1
                 given.append(program.cast(lowered[position], program.type_of(node)))
-                values.append(place)
         arguments = f"b, h, {index}, {_CALL}"
-        last = "return " + (f"({', '.join(given)},)" if body else "tables")
+        last = "return tables"
+        if given and kind == "rows":
+            # Columns' may be there already.
+            last = f"return tables[:{first}] + ({', '.join(given)},) + tables[{first}:]"
+        elif given:
+            last = f"return tables + ({', '.join(given)},)"
         lines += _function(f"read_{kind}", arguments, body, last)
     for (name, graph), places in zip(graphs, stand_ins, strict=True):
         nodes = [
@@ -818,9 +829,7 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     return tuple(factors)
 
 
-def source_for(
-    source: str, *, within: bool, coarse: bool, sums: Sums = "floats", copies: bool = True
-) -> str:
+def source_for(source: str, *, within: bool, coarse: bool, sums: Sums = "floats") -> str:
     """Return `write_source`'s text for some calls.
 
     Args:
@@ -828,13 +837,11 @@ def source_for(
             captured tensor is 1.
         coarse: the sum of `cap_factors` is small.
         sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
-        copies: how a row of a captured tensor is read (`operations.load_once`).
     """
     for name, default, value in (
         ("WITHIN", False, within),
         ("COARSE", False, coarse),
         ("SUMS", "floats", sums),
-        ("COPIES", True, copies),
     ):
         line = f"\n{name} = {_LANGUAGE}.constexpr("
         source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")
@@ -858,8 +865,8 @@ def write_source(spec: Spec) -> str:
 
     ``read_rows(b, h, q_idx, tables, ints, floats)``, ``read_columns(b, h, kv_idx, ...)``
         Where a row or a column alone decides something that is read: ``tables`` with those values
-        behind, rows first; ``b`` and ``h`` are scalars, ``kv_idx`` is [N], ``read_columns`` takes
-        what ``read_rows`` returned.
+        behind. Each takes what the other returned, whichever comes first; ``b`` and ``h`` are
+        scalars. The side that a loop runs over comes as [N], so that each value is read once.
         With both, ``score_mod_of_read`` and ``mask_mod_of_read`` read what is left.
 
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the

@@ -27,7 +27,7 @@ from anyflex_triton.launch import (
     pointer_type,
     without_bools,
 )
-from anyflex_triton.mods import Sums, cap_factors, direct_reads, source_for
+from anyflex_triton.mods import Sums, cap_factors, direct_reads, reads_pairs, source_for
 from anyflex_triton.module_files import load_module
 from anyflex_triton.tuning import Tuner
 
@@ -125,6 +125,15 @@ class Mods(NamedTuple):
             functions.get("mask_mod_of_read", mask_mod),
         )
 
+    def reading(self) -> dict[str, object]:
+        """Constants of a kernel that reads early what it can."""
+        return {
+            "READ_ROWS": self.read_rows,
+            "READ_COLUMNS": self.read_columns,
+            "SCORE_MOD": self.score_mod_of_read,
+            "MASK_MOD": self.mask_mod_of_read,
+        }
+
 
 class Programs:
     """Thread-safe.
@@ -162,6 +171,7 @@ class Programs:
         self._lock = threading.Lock()
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
+        self.mask_reads_pairs = graph is not None and reads_pairs(graph)
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
             bool(self.overrides.get("finer_mask", self.mask_reads))
@@ -287,24 +297,22 @@ class Programs:
             ),
         )
 
-    def mods(self, call: Call, even: bool, sums: Sums = "floats", *, copies: bool = True) -> Mods:
+    def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
         """The call's mods.
 
         Args:
             even: whether the kernel's tiles end where the lengths do.
-            sums, copies: as in `source_for`.
+            sums: as in `source_for`.
         """
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = bool(self._caps) and self._is_coarse(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, plain, sums, copies)
+        key = (within, coarse, plain, sums)
         found = self._mods.get(key)
         if found is None:
-            source = source_for(
-                self._source, within=within, coarse=coarse, sums=sums, copies=copies
-            )
+            source = source_for(self._source, within=within, coarse=coarse, sums=sums)
             functions = vars(load_module(source))
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
