@@ -10,6 +10,7 @@ from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -79,7 +80,7 @@ def add_to_keys(
     else:
         # It meets nothing that is kept.
         d = lse2
-    q_idx = (tl.minimum(rows, q_length - 1) if BOUND else rows) + shifts[2]
+    q_idx = indices(first, rows_of_tile, q_length, shifts[2], BOUND, SCORE_MOD is not None)
     inside = (rows < end)[None, :] if BOUND else None
     if READ_ROWS is not None:
         tables = READ_ROWS(b, h, q_idx, tables, ints, floats)

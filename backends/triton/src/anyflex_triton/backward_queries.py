@@ -10,6 +10,7 @@ from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -53,7 +54,7 @@ def add_to_queries(
         value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
         SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
-    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys) + shifts[3]
+    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
     inside = (keys < end)[None, :] if BOUND else None
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)

@@ -12,6 +12,7 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -119,7 +120,7 @@ def forward_step(
             VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
         )
     keys = first + columns
-    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys) + shifts[3]
+    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
     inside = (keys < end)[None, :] if BOUND else None
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)

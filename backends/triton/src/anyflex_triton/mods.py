@@ -50,6 +50,7 @@ from anyflex_triton import operations as ops
 
 WITHIN = {_LANGUAGE}.constexpr(False)
 COARSE = {_LANGUAGE}.constexpr(False)
+SHORT = {_LANGUAGE}.constexpr(False)
 SUMS = {_LANGUAGE}.constexpr('floats')
 """
 _JIT = "triton.jit"
@@ -215,6 +216,7 @@ class _Program:
         multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
             the same for a whole tile.
         tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
+        scaled: name of a float32 -> (others', a number's) whose product it is.
     """
 
     nodes: Sequence[Node]
@@ -228,6 +230,7 @@ class _Program:
     types: dict[str, str] = field(default_factory=dict)
     multiples: dict[str, tuple[str, str]] = field(default_factory=dict)
     tanhs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    scaled: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: Spec, nodes: Sequence[Node], capped: bool) -> _Program:
@@ -406,10 +409,28 @@ def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
     if source.is_floating_point and node.dtype in (torch.uint8, torch.int8, torch.int16):
         # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
         value = program.cast(value, "int32")
+    apart = _index_difference(program, node)
+    if apart is not None:
+        value = program.emit(f"{apart} if SHORT else {value}", "")
     value = program.cast(value, program.type_of(node))
     if node.dtype is torch.bool and source is not torch.bool and not program.needs[node]:
         value = program.emit(f"ops.truth({value})", "int1")
     return value if source is node.dtype else program.rounded(value, node.dtype)
+
+
+def _index_difference(program: _Program, node: Node) -> str | None:
+    """Text of the difference of q_idx and kv_idx that a cast to float32 takes, made of float32:
+    they are converted once a row and once a column, not once a pair."""
+    difference = program.nodes[node.arguments[0]]
+    if difference.operation != "sub" or program.type_of(node) != "float32":
+        return None
+    names = [str(program.nodes[a].attribute) for a in difference.arguments]
+    if any(program.nodes[a].operation != "input" for a in difference.arguments):
+        return None
+    if set(names) != {"q_idx", "kv_idx"}:
+        return None
+    minuend, subtrahend = (f"{_LANGUAGE}.cast({name}, {_LANGUAGE}.float32)" for name in names)
+    return f"{minuend} - {subtrahend}"
 
 
 def _detach(program: _Program, node: Node, operands: Sequence[str]) -> str:
@@ -500,6 +521,10 @@ def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> st
         return _plain("{tl}.div_rn({0}, {1})")(program, node, operands)
     if program.needs[program.nodes[node.arguments[1]]] or node.dtype is torch.float64:
         return _plain("{0} / {1}")(program, node, operands)
+    others, number = program.scaled.get(operands[0], ((), ""))
+    if number == operands[1]:
+        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
+        return _plain(" * ".join(others))(program, node, operands)
     # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
     value = _plain("{0} * {1}")(program, node, (operands[0], inverse))
@@ -532,7 +557,16 @@ def _float_product(program: _Program, node: Node, operands: Sequence[str]) -> st
                 x, number = program.tanhs[operand]
                 text = f"ops.tanh_capped({x}, {number}, {operands[1 - slot]}, COARSE)"
                 return program.emit(text, "float32")
-    return _plain("{0} * {1}")(program, node, operands)
+    value = _plain("{0} * {1}")(program, node, operands)
+    if node.dtype is torch.float32:
+        for slot, operand in enumerate(operands):
+            beside = operands[1 - slot]
+            if operand in program.scaled:
+                others, scale = program.scaled[operand]
+                program.scaled[value] = ((*others, beside), scale)
+            elif not program.needs[program.nodes[node.arguments[1 - slot]]]:
+                program.scaled[value] = ((operand,), beside)
+    return value
 
 
 _EVERY = "{tl}.PropagateNan.ALL"
@@ -745,6 +779,14 @@ def _mask_mod(spec: Spec, graph: ModGraph) -> tuple[_Program, str]:
     return program, f"return {program.cast(value, 'int1')}"
 
 
+def _is_grad(derivative: Derivative) -> bool:
+    """Whether the score's gradient is what comes in, as of whatever is added to a score."""
+    if derivative.score is None:
+        return False
+    node = derivative.nodes[derivative.score]
+    return node.operation == "input" and node.attribute == "grad"
+
+
 def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, str]:
     program = _Program.of(spec, derivative.nodes, bool(cap_factors(spec)))
     learned = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
@@ -829,18 +871,22 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     return tuple(factors)
 
 
-def source_for(source: str, *, within: bool, coarse: bool, sums: Sums = "floats") -> str:
+def source_for(
+    source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats"
+) -> str:
     """Return `write_source`'s text for some calls.
 
     Args:
         within: each of `direct_reads` stays inside of its dimension, and the last stride of every
             captured tensor is 1.
         coarse: the sum of `cap_factors` is small.
+        short: q_idx and kv_idx are at most 2^24, so that float32 holds them.
         sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
     """
     for name, default, value in (
         ("WITHIN", False, within),
         ("COARSE", False, coarse),
+        ("SHORT", False, short),
         ("SUMS", "floats", sums),
     ):
         line = f"\n{name} = {_LANGUAGE}.constexpr("
@@ -857,7 +903,7 @@ def write_source(spec: Spec) -> str:
     ``mask_mod(b, h, q_idx, kv_idx, tables, ints, floats)``
         int1, of any shape that broadcasts.
     ``score_mod_backward(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)``
-        The gradient of the score that came in, float32, of its shape.
+        The gradient of the score that came in, float32, of its shape. Not where that is ``grad``.
     ``captured_gradients(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)``
         Adds to ``totals``, a contiguous accumulator for each captured tensor that learns, by
         atomic additions; ``live``, int1 of the score's shape, says where. `source_for` makes
@@ -882,6 +928,7 @@ def write_source(spec: Spec) -> str:
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
+        if spec.needs_backward and not _is_grad(slope):
             arguments = f"grad, score, {_INDICES}, {_CALL}"
             program, last = _score_mod(spec, slope.nodes, slope.score)
             lines += _function("score_mod_backward", arguments, program.lines, last)

@@ -164,6 +164,7 @@ class Programs:
         self._mods: dict[object, Mods] = {}
         self._direct = direct_reads(spec)
         self._caps = cap_factors(spec)
+        self._may_be_short = " if SHORT else " in source
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
         self.tuner = tuner
@@ -307,12 +308,13 @@ class Programs:
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = bool(self._caps) and self._is_coarse(call)
+        short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, plain, sums)
+        key = (within, coarse, short, plain, sums)
         found = self._mods.get(key)
         if found is None:
-            source = source_for(self._source, within=within, coarse=coarse, sums=sums)
+            source = source_for(self._source, within=within, coarse=coarse, short=short, sums=sums)
             functions = vars(load_module(source))
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
@@ -326,6 +328,11 @@ class Programs:
             for factor in self._caps
         )
         return sum(map(abs, factors)) <= _LARGEST_CAP
+
+    def _is_short(self, call: Call) -> bool:
+        """As `source_for` asks."""
+        ends = zip(call.index_offsets[2:], (call.query.shape[2], call.key.shape[2]), strict=True)
+        return all(first >= 0 and first + count <= 1 << 24 for first, count in ends)
 
     def _is_within(self, call: Call) -> bool:
         """As `source_for` asks."""
