@@ -39,7 +39,9 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
-        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+        load_module(
+            source_for(gluon_source(source), within=even, coarse=True, short=even, sums="floats")
+        )
     )
     program = program_for(
         made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,

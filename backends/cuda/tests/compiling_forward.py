@@ -81,7 +81,9 @@ def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
-        load_module(source_for(gluon_source(source), within=even, coarse=True, sums="floats"))
+        load_module(
+            source_for(gluon_source(source), within=even, coarse=True, short=even, sums="floats")
+        )
     )
     program = program_for(made, tiles_for(spec), Mods.of(None, functions), even, True, False, rest)
     compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())

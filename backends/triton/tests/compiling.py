@@ -151,7 +151,7 @@ def source(spec: Spec, sums: Sums) -> ASTSource:
     functions = {
         "SCORE": module.score_mod,
         "MASK": module.mask_mod,
-        "BACKWARD": module.score_mod_backward,
+        "BACKWARD": getattr(module, "score_mod_backward", None),
         "CAPTURED": getattr(module, "captured_gradients", None),
     }
     signature |= dict.fromkeys(functions, "constexpr")

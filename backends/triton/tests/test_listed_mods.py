@@ -55,7 +55,7 @@ def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
     [*((name, "mask") for name in MASKS), *((name, "score") for name in SCORES)],
 )
 def test_what_rows_and_columns_alone_decide_may_be_read_before(name: str, kind: str) -> None:
-    for tile in (TILES[0], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
+    for tile in (*TILES[:2], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
         case = case_of((MASKS if kind == "mask" else SCORES)[name], kind, tile)
         if "def read_rows" in case.source:
             function = f"{kind}_mod"
@@ -70,6 +70,33 @@ def test_documents_are_read_by_row_and_by_column_and_nowhere_else() -> None:
     assert reads == {"mask_mod": 2, "read_rows": 1, "read_columns": 1, "mask_mod_of_read": 0}
 
 
+def test_what_is_added_to_a_score_has_no_slope_and_a_distance_no_conversion_a_pair() -> None:
+    graph = parse_graph(
+        "input f32 - score;input i64 - q_idx;input i64 - kv_idx;sub i64 2,1 -;cast f32 3 -;"
+        "add f32 0,4 -;=5"
+    )
+    case = Case(graph, **TILES[0])  # type: ignore[arg-type]
+    assert "def score_mod_backward" not in case.source
+    assert "tl.cast(kv_idx, tl.float32) - tl.cast(q_idx, tl.float32) if SHORT" in case.source
+    for short in (False, True):
+        assert torch.equal(case.run("score_mod", "score", short=short), case.value(graph))
+
+
+def test_the_slope_of_a_soft_cap_takes_the_cap_neither_as_factor_nor_as_divisor() -> None:
+    graph = parse_graph(
+        "input f32 - score;const f32 - 30.0;truediv f32 0,1 -;tanh f32 2 -;mul f32 1,3 -;=4"
+    )
+    case = Case(graph, **TILES[0])  # type: ignore[arg-type]
+    slope = case.source.split("def score_mod_backward")[1]
+    _before, returned = slope.split("return ops.spread(")
+    name = returned.split(",")[0]
+    (product,) = (line.strip() for line in slope.splitlines() if f" {name} = " in line)
+    assert f"{name} = v5 * v10" == product and "v5 = tl.cast(grad" in slope
+    found = case.run("score_mod_backward", "backward")
+    wanted = case.grad * (1 - torch.tanh(case.score / 30) ** 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_and_its_slope_are_core_s(name: str) -> None:
     for tile in TILES:
@@ -78,13 +105,17 @@ def test_a_score_mod_and_its_slope_are_core_s(name: str) -> None:
         assert graph is not None
         with torch.no_grad():
             near = {"rtol": 4e-6, "atol": 2e-6, "equal_nan": True}
-            found = case.run("score_mod", "score")
-            torch.testing.assert_close(found, case.value(graph).float(), **near)
+            for short in (False, True):
+                found = case.run("score_mod", "score", short=short)
+                torch.testing.assert_close(found, case.value(graph).float(), **near)
             slope = differentiate(graph, wanted_captured=frozenset(case.learned))
             wanted = torch.zeros(M, N)
             if slope.score is not None:
                 (wanted,) = case.evaluated(slope.nodes, [slope.score])
-            found = case.run("score_mod_backward", "backward")
+            if "def score_mod_backward" in case.source:
+                found = case.run("score_mod_backward", "backward")
+            else:
+                found = case.grad
             torch.testing.assert_close(found, wanted.expand(M, N).float(), **near)
             totals = tuple(torch.zeros(case.captured[i].shape) for i in case.learned)
             if totals:

@@ -16,7 +16,7 @@ if not triton.knobs.runtime.interpret:
 
 import triton.language as tl  # noqa: E402
 
-from anyflex_triton.mods import write_source  # noqa: E402
+from anyflex_triton.mods import source_for, write_source  # noqa: E402
 from anyflex_triton.module_files import load_module  # noqa: E402
 
 __all__ = ["Case", "M", "N"]
@@ -45,8 +45,13 @@ def on_a_tile(
     if ROWS:
         h = h + tl.arange(0, M)[:, None] % 2
     if READ_ROWS is not None:
-        tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
-        tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
+        # The side that a kernel's loop runs over comes as [N], after the other.
+        if TRANSPOSED:
+            tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
+            tables = READ_ROWS(b, h, first_q + tl.arange(0, N), tables, ints, floats)
+        else:
+            tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
+            tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
     if KIND == "score":
         found = MOD(score, b, h, q_idx, kv_idx, tables, ints, floats)
         tl.store(out + places, found)
@@ -120,7 +125,14 @@ class Case:
         """The text of the functions."""
         return write_source(self.spec)
 
-    def run(self, name: str, kind: str, totals: tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+    def run(
+        self,
+        name: str,
+        kind: str,
+        totals: tuple[torch.Tensor, ...] = (),
+        *,
+        short: bool = False,
+    ) -> torch.Tensor:
         out = torch.full((M, N), math.nan)
         numbers: list[int] = []
         for tensor in self.captured:
@@ -129,7 +141,8 @@ class Case:
             tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor
             for tensor in self.captured
         )
-        module = load_module(self.source)
+        source = source_for(self.source, within=False, coarse=False, short=short)
+        module = load_module(source)
         of_read = name.endswith("_of_read")
         on_a_tile[(1,)](
             self.score, self.grad, self.live.to(torch.int32), out, self.b, self.h, self.first_q,

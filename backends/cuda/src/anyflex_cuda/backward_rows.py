@@ -147,9 +147,9 @@ def repair_queries(
             sums = add_to_queries(
                 sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
                 first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1], q_idx,
-                shifts, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None,
-                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, PRECISION, None,
-                True, True,
+                shifts, tables, ints, floats, None, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD,
+                None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, PRECISION,
+                None, True, True,
             )
     base = tensor_at(dq, dq_strides, b, h, UNITS[4])
     store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)
@@ -202,8 +202,9 @@ def repair_keys(
                     dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
                     do_strides, 0, first_value, values_in_all, k, v, first, rows_of_tile, end,
                     q_length, True, full, b + shifts[0], h + shifts[1], kv_idx, shifts, tables,
-                    ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM,
-                    D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION, None, True, True,
+                    ints, floats, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION, None, True,
+                    True,
                 )
     base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[6])
     store_rows(base, dv_strides, keys, kv_length, dv_sum, VALUE_DIM, DV, UNITS[6], WIDE)

@@ -15,7 +15,7 @@ _REBOUND = {
     "tl.full(": "mod_operations.full(",
     "ops.spread(": "mod_operations.spread(",
     "ops.load_once(": "mod_operations.load_once(",
-    "ops.column(": "mod_operations.column(",
+    "ops.along(": "mod_operations.along(",
     "ops.tanh_capped(": "mod_operations.tanh_capped(",
 }
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from anyflex_triton import operations as ops
 
-__all__ = ["column", "fast_tanh_capped", "full", "load_once", "spread", "tanh_capped"]
+__all__ = ["along", "fast_tanh_capped", "full", "load_once", "spread", "tanh_capped"]
 
 
 @gluon.jit
@@ -29,16 +29,22 @@ def spread(x, score):
 
 
 @gluon.jit
-def load_once(pointers, inside, COPIES: gl.constexpr):
-    """What lies there, 0 where not inside. The portable one may make copies of a row, for the sake
-    of a layout that Triton then chooses; here the layout is the score's."""
+def load_once(pointers, inside):
+    """What lies there, 0 where not inside. The portable one makes copies of a row, for the sake of
+    a layout that Triton then chooses; here that is given."""
     return tl.load(pointers, mask=inside, other=0)
 
 
 @gluon.jit
-def column(x, kv_idx):
-    """Values [N] of columns, which lie in any layout, as kv_idx [1, N] has them."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, kv_idx.type.layout)), 0)
+def along(x, index):
+    """Values [R] of rows or columns, which lie in any layout, as `index` has them, which is [R, 1]
+    or [1, R]. Others, as scalars, stay as they are."""
+    if len(x.shape) != 1:
+        return x
+    elif index.shape[0] == 1:
+        return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, index.type.layout)), 0)
+    else:
+        return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, index.type.layout)), 1)
 
 
 @gluon.jit

@@ -156,9 +156,8 @@ def keys_launch(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": mods.score_mod,
+                **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
-                "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": blocks[1],
                 "KV_BLOCK": blocks[0],
                 "WANT_DK": dk is not None,
@@ -242,10 +241,9 @@ def queries_launch(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": mods.score_mod,
+                **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
-                "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
                 "WANT_DQ": dq is not None,

@@ -10,6 +10,7 @@ from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -49,7 +50,7 @@ def load_row_values(
 def add_to_keys(
     dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides, do_strides, first_row,
     first_value, values_in_all, k, v, first, rows_of_tile, end, q_length, masked, full, b, h,
-    kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
+    kv_idx, shifts, tables, ints, floats, scale, READ_ROWS: tl.constexpr, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
@@ -79,10 +80,12 @@ def add_to_keys(
     else:
         # It meets nothing that is kept.
         d = lse2
-    q_idx = (tl.minimum(rows, q_length - 1) if BOUND else rows)[None, :] + shifts[2]
+    q_idx = indices(first, rows_of_tile, q_length, shifts[2], BOUND, SCORE_MOD is not None)
     inside = (rows < end)[None, :] if BOUND else None
+    if READ_ROWS is not None:
+        tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
     weights, grad = gradient_of_scores(
-        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], b, h, q_idx,
+        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], b, h, q_idx[None, :],
         kv_idx, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, MASK_MOD,
         PRECISION, True, CAREFUL,
     )
@@ -104,7 +107,8 @@ def key_kernel(
     query, key, value, dout, row_values, dk, dv, offsets, ends, runs, q_strides, k_strides,
     v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts,
     scale, batch, heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length,
-    kv_length, tiles, head_group, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    kv_length, tiles, head_group, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
@@ -159,6 +163,10 @@ def key_kernel(
         h = kv_head * GROUP + stream % GROUP
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
+        if READ_COLUMNS is not None:
+            read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
+        else:
+            read = tables
         if DESCRIBED == "host":
             q_base = 0
             do_base = 0
@@ -194,9 +202,9 @@ def key_kernel(
                     dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v,
                     begin + step * BLOCK_M, rows_of_tile, 0, q_length, None, True, mod_b, mod_h,
-                    kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
-                    MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV,
-                    PRECISION, DESCRIBED, False, False,
+                    kv_idx, shifts, read, ints, floats, scale, READ_ROWS, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                    WANT_DK, WANT_DV, PRECISION, DESCRIBED, False, False,
                 )
 
         # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -217,10 +225,10 @@ def key_kernel(
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                     do_strides, first_row, first_value, values_in_all, k, v, first, rows_of_tile,
-                    end, q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, tables, ints,
-                    floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV,
-                    UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, not EVEN,
-                    False,
+                    end, q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, read, ints,
+                    floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
+                    DESCRIBED, not EVEN, False,
                 )
                 r, first, end, full = next_other_step(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
@@ -234,6 +242,12 @@ def key_kernel(
         for stream in range(streams):
             b = stream // GROUP if KV_SHARED else kv_b
             h = kv_head * GROUP + stream % GROUP
+            mod_b = b + shifts[0]
+            mod_h = h + shifts[1]
+            if READ_COLUMNS is not None:
+                read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
+            else:
+                read = tables
             if DESCRIBED == "host":
                 q_base = 0
                 do_base = 0
@@ -263,8 +277,8 @@ def key_kernel(
                     dk_sum, dv_sum = add_to_keys(
                         dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
                         do_strides, first_row, first_value, values_in_all, k, v, first,
-                        rows_of_tile, end, q_length, True, full, b + shifts[0], h + shifts[1],
-                        kv_idx, shifts, tables, ints, floats, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                        rows_of_tile, end, q_length, True, full, mod_b, mod_h, kv_idx, shifts,
+                        read, ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD,
                         MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV,
                         PRECISION, DESCRIBED, True, True,
                     )

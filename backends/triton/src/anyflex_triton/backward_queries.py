@@ -10,6 +10,7 @@ from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -31,7 +32,7 @@ __all__ = ["query_kernel"]
 def add_to_queries(
     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, first,
     columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats, totals,
-    scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
@@ -53,11 +54,13 @@ def add_to_queries(
         value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
         SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
-    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
+    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
     inside = (keys < end)[None, :] if BOUND else None
+    if READ_COLUMNS is not None:
+        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     _weights, grad = gradient_of_scores(
         q, k, do, v, masked, inside, full, lse2[:, None], d[:, None], b, h, q_idx,
-        kv_idx, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+        kv_idx[None, :], tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
         CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
     )
     if CAREFUL:
@@ -73,12 +76,13 @@ def query_kernel(
     query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides, v_strides,
     do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale, batch_heads,
     heads, values_of_head, values_in_all, q_length, kv_length, tiles, head_group,
-    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr,
-    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
@@ -131,6 +135,8 @@ def query_kernel(
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    if READ_ROWS is not None:
+        tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
     columns = tl.arange(0, BLOCK_N)
     dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
 
@@ -144,9 +150,9 @@ def query_kernel(
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
                 d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h, q_idx,
-                shifts, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
-                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DQ, PRECISION, DESCRIBED, False, False,
+                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
+                SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, False, False,
             )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -167,7 +173,7 @@ def query_kernel(
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
                 d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx, shifts,
-                tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
+                tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD, SCORE_MOD_BACKWARD,
                 CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
                 WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
             )
@@ -184,9 +190,9 @@ def query_kernel(
                 dq_sum = add_to_queries(
                     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,
                     lse2, d, first, columns, end, kv_length, True, full, mod_b, mod_h, q_idx,
-                    shifts, tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
-                    None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DQ,
-                    PRECISION, DESCRIBED, True, True,
+                    shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
+                    WIDE, WANT_DQ, PRECISION, DESCRIBED, True, True,
                 )
 
     if WANT_DQ:

@@ -12,6 +12,7 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     first_other_step,
+    indices,
     load_rows,
     load_tile,
     long_steps,
@@ -93,10 +94,11 @@ def add_values(
 def forward_step(
     acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides, v_strides,
     first_key, first, before, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables,
-    ints, floats, scale, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_MAX: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr,
+    ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    WANT_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """All sums after one more step, of the keys from `first` on.
 
@@ -118,12 +120,14 @@ def forward_step(
             VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
         )
     keys = first + columns
-    kv_idx = (tl.minimum(keys, kv_length - 1) if BOUND else keys)[None, :] + shifts[3]
+    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
     inside = (keys < end)[None, :] if BOUND else None
+    if READ_COLUMNS is not None:
+        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     if SCORE_MOD is not None:
         raw = raw * scale
     scores = final_scores(
-        raw, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats,
+        raw, masked, inside, full, b, h, q_idx, kv_idx[None, :], tables, ints, floats,
         SCORE_MOD, MASK_MOD,
     )
     if WANT_MAX:
@@ -145,21 +149,24 @@ def forward_step(
 @triton.jit
 def careful_step(
     acc, shift, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h, q_idx, kv_length,
-    shifts, tables, ints, floats, scale, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """The sum of values after one more step, of rows whose maximum is known: `shift`. What isn't
     finite reaches the rows that see it, and no other."""
     k = load_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
     v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
-    kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
+    kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
+    if READ_COLUMNS is not None:
+        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SCORE_MOD is not None:
         scores = scores * scale
     scores = final_scores(
-        scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx, tables, ints, floats,
-        SCORE_MOD, MASK_MOD,
+        scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx[None, :], tables, ints,
+        floats, SCORE_MOD, MASK_MOD,
     )
     weights = tl.exp2(scores * unit_of_scores(scale, SCORE_MOD) - shift[:, None])
     acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
@@ -171,13 +178,13 @@ def forward_kernel(
     query, key, value, key_rows, value_rows, out, rest, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
     shifts, scale, batch_heads, heads, q_length, kv_length, tiles, head_group,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_LSE: tl.constexpr,
-    WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr,
+    EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -190,7 +197,8 @@ def forward_kernel(
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
         tiles: of a head; batch_heads: B * Hq; head_group: heads that run at a time.
         Q_BLOCK, KV_BLOCK: the mask's. A tile never crosses its blocks.
-        MASK_READS: the mask mod reads captured tensors.
+        READ_ROWS, READ_COLUMNS: with them SCORE_MOD and MASK_MOD are those of read.
+        MASK_READS: the mask mod reads what neither a row nor a key alone decides.
         EVEN: lengths, and the mask's blocks, are multiples of the tiles that this runs over.
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         DESCRIBED: "host": key and value are descriptors [rows of all heads, dims] of tiles of
@@ -235,6 +243,8 @@ def forward_kernel(
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    if READ_ROWS is not None:
+        tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
     columns = tl.arange(0, BLOCK_N)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -258,8 +268,8 @@ def forward_kernel(
             before = begin + tl.maximum(step - 1, 0) * BLOCK_N
             acc, weights, alpha, top, total, nans = forward_step(
                 acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
-                v_strides, first_key, first, before, columns, 0, kv_length,
-                None, True, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, SCORE_MOD,
+                v_strides, first_key, first, before, columns, 0, kv_length, None, True, mod_b,
+                mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
                 MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
                 DESCRIBED, False, OVERLAP,
             )
@@ -294,10 +304,10 @@ def forward_kernel(
                 masked = (not full) | (first + BLOCK_N > end)
             acc, weights, alpha, top, total, nans = forward_step(
                 acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
-                v_strides, first_key, first, first, columns, end, kv_length,
-                masked, mask_full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale,
-                SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX,
-                PRECISION, DESCRIBED, not EVEN, False,
+                v_strides, first_key, first, first, columns, end, kv_length, masked, mask_full,
+                mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
+                DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
@@ -316,8 +326,9 @@ def forward_kernel(
             for first in range(begin, end, FEW):
                 acc = careful_step(
                     acc, shift, q, k_rows, v_rows, k_strides, v_strides, first + few, end, full,
-                    mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale, SCORE_MOD,
-                    MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
+                    mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+                    READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
+                    WIDE, PRECISION,
                 )
 
     # A row without a live pair has 0 here, and gives 0. NaN stays.

@@ -84,7 +84,7 @@ def _prefill_launch(
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
-    mods = made.mods(call, even, copies=False)
+    mods = made.mods(call, even)
     blocks = spec.block_size if rows is None else rows.block_size
     key = (
         "forward", config, blocks, even, mods.key, described, rest is not None, *classes(layouts),
@@ -104,15 +104,14 @@ def _prefill_launch(
             },
             {
                 **made.common_constants(layouts),
-                "SCORE_MOD": mods.score_mod,
-                "MASK_MOD": mods.mask_mod,
+                **mods.reading(),
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "DESCRIBED": described,
-                "MASK_READS": made.mask_reads,
+                "MASK_READS": made.mask_reads_pairs,
                 "EVEN": even,
                 "OVERLAP": config.overlap,
                 "BLOCK_M": config.block_m,

@@ -100,7 +100,7 @@ def _finer(
     views = call.mask
     if transposed:
         tile, lengths, views = tile[::-1], lengths[::-1], views.transposed()
-    mods = made.mods(call, False, copies=False)
+    mods = made.mods(call, False)
     rows = mask_rows(views)
     values = made.common_values(call, rows)
     of_mods = ("tables", "ints", "floats", "shifts")

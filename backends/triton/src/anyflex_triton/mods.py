@@ -23,6 +23,7 @@ __all__ = [
     "Sums",
     "cap_factors",
     "direct_reads",
+    "reads_pairs",
     "source_for",
     "write_source",
 ]
@@ -49,8 +50,8 @@ from anyflex_triton import operations as ops
 
 WITHIN = {_LANGUAGE}.constexpr(False)
 COARSE = {_LANGUAGE}.constexpr(False)
+SHORT = {_LANGUAGE}.constexpr(False)
 SUMS = {_LANGUAGE}.constexpr('floats')
-COPIES = {_LANGUAGE}.constexpr(True)
 """
 _JIT = "triton.jit"
 
@@ -215,6 +216,7 @@ class _Program:
         multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
             the same for a whole tile.
         tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
+        scaled: name of a float32 -> (others', a number's) whose product it is.
     """
 
     nodes: Sequence[Node]
@@ -228,6 +230,7 @@ class _Program:
     types: dict[str, str] = field(default_factory=dict)
     multiples: dict[str, tuple[str, str]] = field(default_factory=dict)
     tanhs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    scaled: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: Spec, nodes: Sequence[Node], capped: bool) -> _Program:
@@ -383,7 +386,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
             text = f"ops.moved({pointer}, {place}, {stride})"
         pointer = program.emit(text, "pointer")
     if rank:
-        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)}, COPIES)"
+        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
     else:
         text = f"{_LANGUAGE}.load({pointer})"
     value = program.cast(program.emit(text, ""), program.type_of(node))
@@ -406,10 +409,28 @@ def _cast(program: _Program, node: Node, operands: Sequence[str]) -> str:
     if source.is_floating_point and node.dtype in (torch.uint8, torch.int8, torch.int16):
         # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
         value = program.cast(value, "int32")
+    apart = _index_difference(program, node)
+    if apart is not None:
+        value = program.emit(f"{apart} if SHORT else {value}", "")
     value = program.cast(value, program.type_of(node))
     if node.dtype is torch.bool and source is not torch.bool and not program.needs[node]:
         value = program.emit(f"ops.truth({value})", "int1")
     return value if source is node.dtype else program.rounded(value, node.dtype)
+
+
+def _index_difference(program: _Program, node: Node) -> str | None:
+    """Text of the difference of q_idx and kv_idx that a cast to float32 takes, made of float32:
+    they are converted once a row and once a column, not once a pair."""
+    difference = program.nodes[node.arguments[0]]
+    if difference.operation != "sub" or program.type_of(node) != "float32":
+        return None
+    names = [str(program.nodes[a].attribute) for a in difference.arguments]
+    if any(program.nodes[a].operation != "input" for a in difference.arguments):
+        return None
+    if set(names) != {"q_idx", "kv_idx"}:
+        return None
+    minuend, subtrahend = (f"{_LANGUAGE}.cast({name}, {_LANGUAGE}.float32)" for name in names)
+    return f"{minuend} - {subtrahend}"
 
 
 def _detach(program: _Program, node: Node, operands: Sequence[str]) -> str:
@@ -500,6 +521,10 @@ def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> st
         return _plain("{tl}.div_rn({0}, {1})")(program, node, operands)
     if program.needs[program.nodes[node.arguments[1]]] or node.dtype is torch.float64:
         return _plain("{0} / {1}")(program, node, operands)
+    others, number = program.scaled.get(operands[0], ((), ""))
+    if number == operands[1]:
+        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
+        return _plain(" * ".join(others))(program, node, operands)
     # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
     value = _plain("{0} * {1}")(program, node, (operands[0], inverse))
@@ -532,7 +557,16 @@ def _float_product(program: _Program, node: Node, operands: Sequence[str]) -> st
                 x, number = program.tanhs[operand]
                 text = f"ops.tanh_capped({x}, {number}, {operands[1 - slot]}, COARSE)"
                 return program.emit(text, "float32")
-    return _plain("{0} * {1}")(program, node, operands)
+    value = _plain("{0} * {1}")(program, node, operands)
+    if node.dtype is torch.float32:
+        for slot, operand in enumerate(operands):
+            beside = operands[1 - slot]
+            if operand in program.scaled:
+                others, scale = program.scaled[operand]
+                program.scaled[value] = ((*others, beside), scale)
+            elif not program.needs[program.nodes[node.arguments[1 - slot]]]:
+                program.scaled[value] = ((operand,), beside)
+    return value
 
 
 _EVERY = "{tl}.PropagateNan.ALL"
@@ -661,6 +695,13 @@ def _early(nodes: Sequence[Node], output: int) -> _Early:
     return _Early(rows, columns)
 
 
+def reads_pairs(graph: ModGraph) -> bool:
+    """Whether what is read depends on row and column, so that nothing reads it early."""
+    nodes = simplify(graph).nodes
+    needs = _dependences(nodes)
+    return any(node.operation == "load" and len(needs[node]) > 1 for node in nodes)
+
+
 def _early_functions(spec: Spec) -> list[str]:
     """``read_rows``, ``read_columns`` and who takes what they return, or nothing."""
     graphs = [
@@ -671,24 +712,28 @@ def _early_functions(spec: Spec) -> list[str]:
     found = [_early(graph.nodes, graph.output) for _, graph in graphs]
     if not any(early.rows or early.columns for early in found):
         return []
-    values = [f"tables[{i}]" for i in range(len(spec.captured))]
+    first = count = len(spec.captured)
     lines: list[str] = []
     stand_ins: list[dict[int, str]] = [{} for _ in graphs]
     for kind, index in (("rows", "q_idx"), ("columns", "kv_idx")):
         body: list[str] = []
-        given = list(values)
+        given: list[str] = []
         for (_, graph), early, places in zip(graphs, found, stand_ins, strict=True):
             positions = early.rows if kind == "rows" else early.columns
             program = replace(_Program.of(spec, graph.nodes, False), lines=body)
             lowered = TRITON.lower(graph.nodes, program, positions)
             for position in positions:
                 node = graph.nodes[position]
-                place = f"tables[{len(values)}]"
-                places[position] = place if kind == "rows" else f"ops.column({place}, kv_idx)"
+                places[position] = f"ops.along(tables[{count}], {index})"
+                count += 1
                 given.append(program.cast(lowered[position], program.type_of(node)))
-                values.append(place)
         arguments = f"b, h, {index}, {_CALL}"
-        last = "return " + (f"({', '.join(given)},)" if body else "tables")
+        last = "return tables"
+        if given and kind == "rows":
+            # Columns' may be there already.
+            last = f"return tables[:{first}] + ({', '.join(given)},) + tables[{first}:]"
+        elif given:
+            last = f"return tables + ({', '.join(given)},)"
         lines += _function(f"read_{kind}", arguments, body, last)
     for (name, graph), places in zip(graphs, stand_ins, strict=True):
         nodes = [
@@ -732,6 +777,14 @@ def _mask_mod(spec: Spec, graph: ModGraph) -> tuple[_Program, str]:
     program = _Program.of(spec, graph.nodes, False)
     value = TRITON.lower(graph.nodes, program, [graph.output])[graph.output]
     return program, f"return {program.cast(value, 'int1')}"
+
+
+def _is_grad(derivative: Derivative) -> bool:
+    """Whether the score's gradient is what comes in, as of whatever is added to a score."""
+    if derivative.score is None:
+        return False
+    node = derivative.nodes[derivative.score]
+    return node.operation == "input" and node.attribute == "grad"
 
 
 def _captured_gradients(spec: Spec, derivative: Derivative) -> tuple[_Program, str]:
@@ -819,7 +872,7 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
 
 
 def source_for(
-    source: str, *, within: bool, coarse: bool, sums: Sums = "floats", copies: bool = True
+    source: str, *, within: bool, coarse: bool, short: bool = False, sums: Sums = "floats"
 ) -> str:
     """Return `write_source`'s text for some calls.
 
@@ -827,14 +880,14 @@ def source_for(
         within: each of `direct_reads` stays inside of its dimension, and the last stride of every
             captured tensor is 1.
         coarse: the sum of `cap_factors` is small.
+        short: q_idx and kv_idx are at most 2^24, so that float32 holds them.
         sums: of ``captured_gradients``, what it adds to `totals` (`operations.accumulate`).
-        copies: how a row of a captured tensor is read (`operations.load_once`).
     """
     for name, default, value in (
         ("WITHIN", False, within),
         ("COARSE", False, coarse),
+        ("SHORT", False, short),
         ("SUMS", "floats", sums),
-        ("COPIES", True, copies),
     ):
         line = f"\n{name} = {_LANGUAGE}.constexpr("
         source = source.replace(f"{line}{default!r})\n", f"{line}{value!r})\n")
@@ -850,7 +903,7 @@ def write_source(spec: Spec) -> str:
     ``mask_mod(b, h, q_idx, kv_idx, tables, ints, floats)``
         int1, of any shape that broadcasts.
     ``score_mod_backward(grad, score, b, h, q_idx, kv_idx, tables, ints, floats)``
-        The gradient of the score that came in, float32, of its shape.
+        The gradient of the score that came in, float32, of its shape. Not where that is ``grad``.
     ``captured_gradients(grad, score, live, b, h, q_idx, kv_idx, tables, ints, floats, totals)``
         Adds to ``totals``, a contiguous accumulator for each captured tensor that learns, by
         atomic additions; ``live``, int1 of the score's shape, says where. `source_for` makes
@@ -858,8 +911,8 @@ def write_source(spec: Spec) -> str:
 
     ``read_rows(b, h, q_idx, tables, ints, floats)``, ``read_columns(b, h, kv_idx, ...)``
         Where a row or a column alone decides something that is read: ``tables`` with those values
-        behind, rows first; ``b`` and ``h`` are scalars, ``kv_idx`` is [N], ``read_columns`` takes
-        what ``read_rows`` returned.
+        behind. Each takes what the other returned, whichever comes first; ``b`` and ``h`` are
+        scalars. The side that a loop runs over comes as [N], so that each value is read once.
         With both, ``score_mod_of_read`` and ``mask_mod_of_read`` read what is left.
 
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
@@ -875,6 +928,7 @@ def write_source(spec: Spec) -> str:
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
+        if spec.needs_backward and not _is_grad(slope):
             arguments = f"grad, score, {_INDICES}, {_CALL}"
             program, last = _score_mod(spec, slope.nodes, slope.score)
             lines += _function("score_mod_backward", arguments, program.lines, last)

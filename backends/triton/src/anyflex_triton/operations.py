@@ -671,26 +671,42 @@ def moved_last(pointer, place, stride, WITHIN: tl.constexpr):
 
 
 @triton.jit
-def load_once(pointers, inside, COPIES: tl.constexpr):
-    """What lies there, 0 where not inside.
-
-    With COPIES a row [1, N] is loaded by copies, [256 / N, N]: of fewer elements than a program
-    has threads Triton makes each thread load all that its part of the scores has, 16 of 64, one
-    by one. Measured on an H200, documents: backward gains 5 to 15 % by copies, forward loses 3.
-    """
-    # A name for all of this would be no constant.
-    if COPIES and len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] < 256:
-        COUNT: tl.constexpr = 256 // pointers.shape[1]
-        copies = tl.broadcast_to(pointers, (COUNT, pointers.shape[1]))
-        return tl.max(tl.load(copies, mask=inside, other=0), axis=0, keep_dims=True)
+def load_once(pointers, inside):
+    """What lies there, 0 where not inside."""
+    # Names for all of this would be no constants.
+    if len(pointers.shape) == 1 and pointers.shape[0] < 256:
+        return load_few(pointers, inside)
+    elif len(pointers.shape) == 2 and pointers.shape[0] == 1 and pointers.shape[1] < 256:
+        return load_few(tl.reshape(pointers, (pointers.shape[1],)), inside)[None, :]
     else:
         return tl.load(pointers, mask=inside, other=0)
 
 
 @triton.jit
-def column(x, kv_idx):
-    """Values [N] of columns, as kv_idx [1, N] has them."""
-    return x[None, :]
+def load_few(pointers, inside):
+    """`load_once` of [N], by copies: of fewer elements than a program has threads Triton makes
+    each thread load all that its part of the scores has, 16 of 64, one by one."""
+    N: tl.constexpr = pointers.shape[0]
+    copies = tl.broadcast_to(pointers[:, None], (N, 256 // N))
+    found = tl.load(copies, mask=inside, other=0)
+    # Halves, then halves of those: taken apart in registers.
+    for halved in tl.static_range(1, 8):
+        if 256 // N >> halved > 1:
+            found, _other = tl.split(tl.reshape(found, (N, 256 // N >> halved, 2)))
+    found, _other = tl.split(found)
+    return found
+
+
+@triton.jit
+def along(x, index):
+    """Values [R] of rows or columns, as `index` has them, which is [R, 1] or [1, R]. Others, as
+    scalars, stay as they are."""
+    if len(x.shape) != 1:
+        return x
+    elif index.shape[0] == 1:
+        return x[None, :]
+    else:
+        return x[:, None]
 
 
 @triton.jit

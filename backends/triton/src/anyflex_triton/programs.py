@@ -27,7 +27,7 @@ from anyflex_triton.launch import (
     pointer_type,
     without_bools,
 )
-from anyflex_triton.mods import Sums, cap_factors, direct_reads, source_for
+from anyflex_triton.mods import Sums, cap_factors, direct_reads, reads_pairs, source_for
 from anyflex_triton.module_files import load_module
 from anyflex_triton.tuning import Tuner
 
@@ -125,6 +125,15 @@ class Mods(NamedTuple):
             functions.get("mask_mod_of_read", mask_mod),
         )
 
+    def reading(self) -> dict[str, object]:
+        """Constants of a kernel that reads early what it can."""
+        return {
+            "READ_ROWS": self.read_rows,
+            "READ_COLUMNS": self.read_columns,
+            "SCORE_MOD": self.score_mod_of_read,
+            "MASK_MOD": self.mask_mod_of_read,
+        }
+
 
 class Programs:
     """Thread-safe.
@@ -155,6 +164,7 @@ class Programs:
         self._mods: dict[object, Mods] = {}
         self._direct = direct_reads(spec)
         self._caps = cap_factors(spec)
+        self._may_be_short = " if SHORT else " in source
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
         self.tuner = tuner
@@ -162,6 +172,7 @@ class Programs:
         self._lock = threading.Lock()
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
+        self.mask_reads_pairs = graph is not None and reads_pairs(graph)
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
             bool(self.overrides.get("finer_mask", self.mask_reads))
@@ -287,24 +298,23 @@ class Programs:
             ),
         )
 
-    def mods(self, call: Call, even: bool, sums: Sums = "floats", *, copies: bool = True) -> Mods:
+    def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
         """The call's mods.
 
         Args:
             even: whether the kernel's tiles end where the lengths do.
-            sums, copies: as in `source_for`.
+            sums: as in `source_for`.
         """
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = bool(self._caps) and self._is_coarse(call)
+        short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, plain, sums, copies)
+        key = (within, coarse, short, plain, sums)
         found = self._mods.get(key)
         if found is None:
-            source = source_for(
-                self._source, within=within, coarse=coarse, sums=sums, copies=copies
-            )
+            source = source_for(self._source, within=within, coarse=coarse, short=short, sums=sums)
             functions = vars(load_module(source))
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
@@ -318,6 +328,11 @@ class Programs:
             for factor in self._caps
         )
         return sum(map(abs, factors)) <= _LARGEST_CAP
+
+    def _is_short(self, call: Call) -> bool:
+        """As `source_for` asks."""
+        ends = zip(call.index_offsets[2:], (call.query.shape[2], call.key.shape[2]), strict=True)
+        return all(first >= 0 and first + count <= 1 << 24 for first, count in ends)
 
     def _is_within(self, call: Call) -> bool:
         """As `source_for` asks."""

@@ -15,6 +15,7 @@ __all__ = [
     "PARTIAL",
     "bounded_run",
     "first_other_step",
+    "indices",
     "load_rows",
     "load_tile",
     "long_steps",
@@ -57,6 +58,24 @@ def row_offsets(
     if SCATTERED:
         columns = columns * strides[3].to(INDEX)
     return rows.to(INDEX)[:, None] * (strides[2].to(INDEX) * UNIT) + columns[None, :]
+
+
+@triton.jit
+def indices(first, places, length, shift, BOUND: tl.constexpr, SCORED: tl.constexpr):
+    """What mods see of the rows or keys first + places.
+
+    Args:
+        BOUND: those past the end are there, and read as the last one would.
+        SCORED: a score mod sees them, in steps without a mask too.
+    """
+    if BOUND:
+        return tl.minimum(first + places, length - 1) + shift
+    elif SCORED:
+        # A minimum that changes nothing: else both numbers are added to each place one by one,
+        # and what loops have in common is kept in registers. A mask alone takes less without.
+        return places + tl.minimum(first + shift, 0x7FFFFFFE)
+    else:
+        return first + places + shift
 
 
 @triton.jit
