@@ -7,7 +7,6 @@ answer. Here the class is said once, by types, so that a new length or stride ne
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -234,9 +233,8 @@ class Program:
         with self._lock:
             if not self._compiled and self._ahead is None:
                 found = triton.compile(
-                    _with_front_end(self.source()), target=target,
-                    options=self.options.keywords(),
-                )  # fmt: skip
+                    self.source(), target=target, options=self.options.keywords()
+                )
                 # Leaves its module in C in Triton's cache.
                 driver.active.launcher_cls(found.src, found.metadata)
                 self._ahead = found
@@ -252,8 +250,10 @@ class Program:
         keywords = self.options.keywords()
         found, self._ahead = self._ahead, None
         if found is None:
-            source = _with_front_end(self.source(), self.meanwhile)
-            self.meanwhile = None
+            source = self.source()
+            if self.meanwhile is not None:
+                _call_after_front_end(source, self.meanwhile)
+                self.meanwhile = None
             found = triton.compile(source, options=keywords)
         if device is not None:
             stages = self.options.num_stages
@@ -285,43 +285,15 @@ class Program:
         _launch(self.compile(device.index), grid, arguments)
 
 
-def _with_front_end(source: Any, meanwhile: Callable[[Any], None] | None = None) -> Any:
-    """What ``triton.compile`` takes, whose front end runs without collections of garbage, and is
-    followed by `meanwhile`."""
+def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:
     make_ir = source.make_ir
 
     def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
-        with _uncollected():
-            module = make_ir(target, *more, **named)
-        if meanwhile is not None:
-            _attempt(partial(meanwhile, target))
+        module = make_ir(target, *more, **named)
+        _attempt(partial(meanwhile, target))
         return module
 
     source.make_ir = make_and_call
-    return source
-
-
-_uncollecting = [0, False]
-"""How many threads are in `_uncollected`; whether Python collected before the first."""
-_counting = threading.Lock()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python collects no cyclic garbage meanwhile. A front end makes objects so fast that half of
-    them set off a collection of everything that torch has in memory: 0.1 to 0.2 of 0.6 s."""
-    with _counting:
-        if not _uncollecting[0]:
-            _uncollecting[1] = gc.isenabled()
-            gc.disable()
-        _uncollecting[0] += 1
-    try:
-        yield
-    finally:
-        with _counting:
-            _uncollecting[0] -= 1
-            if not _uncollecting[0] and _uncollecting[1]:
-                gc.enable()
 
 
 def begin_compiling(programs: Iterable[Program], target: Any) -> None:
