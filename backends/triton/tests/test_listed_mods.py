@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tile_case import Case, M, N
@@ -50,23 +52,55 @@ def test_a_mask_mod_keeps_what_core_keeps(name: str) -> None:
         assert torch.equal(found.bool(), case.value(case.spec.mask_graph).bool())
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [*((name, "mask") for name in MASKS), *((name, "score") for name in SCORES)],
-)
+def reads_of(source: str) -> dict[str, int]:
+    """Of each function of a module."""
+    functions = source.split("def ")[1:]
+    return {text.split("(")[0]: text.count("load_once") for text in functions}
+
+
+def listed_with_early_reads() -> list[tuple[str, str]]:
+    return [
+        (name, kind)
+        for kind, entries in (("mask", MASKS), ("score", SCORES))
+        for name, entry in entries.items()
+        if "def read_rows" in case_of(entry, kind, TILES[0]).source
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), listed_with_early_reads())
 def test_what_rows_and_columns_alone_decide_may_be_read_before(name: str, kind: str) -> None:
     for tile in (*TILES[:2], {"b": 0, "h": 0, "first_q": 0, "first_k": 0}):
         case = case_of((MASKS if kind == "mask" else SCORES)[name], kind, tile)
-        if "def read_rows" in case.source:
-            function = f"{kind}_mod"
-            found = case.run(f"{function}_of_read", kind)
-            assert torch.equal(found.nan_to_num(7), case.run(function, kind).nan_to_num(7))
+        function = f"{kind}_mod"
+        found = case.run(f"{function}_of_read", kind)
+        assert torch.equal(found.nan_to_num(7), case.run(function, kind).nan_to_num(7))
+
+
+def test_what_only_a_column_needs_takes_no_row_s_place() -> None:
+    generator = torch.Generator().manual_seed(3)
+    orders = [torch.randperm(4, generator=generator) for _ in range(5)]
+    table, bias = torch.randn(4, 80, generator=generator), torch.randn(48, generator=generator)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for order in orders[:4]:
+            s = s + table[order[h], k]
+        # A pair needs the last one too.
+        last = orders[4][h]
+        return s * last + table[last, k] + bias[q]
+
+    traced = trace_mod(mod, "score")
+    graph = simplify(parse_graph(traced.text))
+    for tile in TILES[:2]:
+        case = Case(graph, captured=traced.captured, **tile)  # type: ignore[arg-type]
+        reads = reads_of(case.source)
+        # A place for each of the last order and the bias, and for four of the five columns'.
+        assert reads["read_rows"] == 2 and reads["read_columns"] == 8
+        assert reads["score_mod_of_read"] == 2
+        assert torch.equal(case.run("score_mod_of_read", "score"), case.run("score_mod", "score"))
 
 
 def test_documents_are_read_by_row_and_by_column_and_nowhere_else() -> None:
-    source = case_of(MASKS["doc_sorted"], "mask", TILES[0]).source
-    functions = source.split("def ")[1:]
-    reads = {text.split("(")[0]: text.count("load_once") for text in functions}
+    reads = reads_of(case_of(MASKS["doc_sorted"], "mask", TILES[0]).source)
     assert reads == {"mask_mod": 2, "read_rows": 1, "read_columns": 1, "mask_mod_of_read": 0}
 
 

@@ -83,13 +83,14 @@ class Case:
         first_k: int = 0,
         transposed: bool = False,
         rows: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.captured, self.ints, self.floats = tuple(captured), tuple(ints), tuple(floats)
         self.learned = tuple(learned)
         self.spec = Spec(
             "cuda",
             "sm_90",
-            torch.float32,
+            dtype,
             64,
             64,
             score_graph=score,
@@ -132,6 +133,7 @@ class Case:
         totals: tuple[torch.Tensor, ...] = (),
         *,
         short: bool = False,
+        coarse: bool = False,
     ) -> torch.Tensor:
         out = torch.full((M, N), math.nan)
         numbers: list[int] = []
@@ -141,7 +143,7 @@ class Case:
             tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor
             for tensor in self.captured
         )
-        source = source_for(self.source, within=False, coarse=False, short=short)
+        source = source_for(self.source, within=False, coarse=coarse, short=short)
         module = load_module(source)
         of_read = name.endswith("_of_read")
         on_a_tile[(1,)](

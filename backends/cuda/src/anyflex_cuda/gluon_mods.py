@@ -2,7 +2,7 @@
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton.mods` serves here too, with four names of its text bound to `mod_operations`.
+`anyflex_triton.mods` serves here too, with five names of its text bound to `mod_operations`.
 """
 
 from __future__ import annotations

@@ -523,7 +523,8 @@ def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> st
         return _plain("{0} / {1}")(program, node, operands)
     others, number = program.scaled.get(operands[0], ((), ""))
     if number == operands[1]:
-        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
+        # As the slope of a soft cap has it, whose cap is a factor and a divisor. Of a cap of 0,
+        # which softcap() refuses, torch's is NaN.
         return _plain(" * ".join(others))(program, node, operands)
     # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
@@ -675,7 +676,8 @@ class _Early(NamedTuple):
 
 
 def _early(nodes: Sequence[Node], output: int) -> _Early:
-    """The largest such values: those that others than such values need."""
+    """The largest such values: those that a node of neither kind needs, or the output. A row's
+    that only a column's needs is none of them, as ``perm[h]`` in ``table[perm[h], kv_idx]``."""
     needs = _dependences(nodes)
     kinds: list[str] = []
     for node in nodes:
@@ -685,8 +687,8 @@ def _early(nodes: Sequence[Node], output: int) -> _Early:
     wanted = {output} | {
         argument
         for position, node in enumerate(nodes)
+        if not kinds[position]
         for argument in node.arguments
-        if kinds[argument] != kinds[position]
     }
     rows, columns = (
         tuple(position for position in sorted(wanted) if kinds[position] == kind)[:_MOST_EARLY]

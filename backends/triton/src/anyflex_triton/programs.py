@@ -49,8 +49,9 @@ __all__ = [
 _HEAD_GROUP_BYTES = 16 << 20
 """Keys and values of the heads that run at a time: a part of the second cache."""
 _LARGEST_CAP = 256.0
-"""Times what `operations.tanh_capped` is off, a quarter of what rounding takes from a weight in
-float16."""
+"""The sum of `cap_factors` up to which a call is coarse: 5e-7 times it, what
+`operations.tanh_capped` is then off, is a quarter of what rounding to float16 may take from a
+weight."""
 _OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
     "forward": ("block_m", "block_n", "num_warps", "num_stages"),
     # Its rows are all that there are.
