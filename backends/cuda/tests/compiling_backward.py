@@ -53,7 +53,7 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("softcap", {}),
     ("full", {"dims": (64, 64)}),
     ("softcap", {"dims": (64, 64)}),
-    ("documents", {"dims": (64, 64)}),
+    ("documents", {}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
 ]

@@ -18,13 +18,16 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from triton import JITFunction
 
-__all__ = ["Box", "Pointer", "Stuck", "in_numpy", "run_kernel", "runs_of"]
+from anyflex_triton import operations
+
+__all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
 
 _LIMIT = 20_000
 """Steps in a row in which nobody got on."""
@@ -313,6 +316,7 @@ class Device:
             if any(array is pointer.array for array, _, _ in self._stores(kind)):
                 self._show_stores(kind)
         at = np.where(mask, pointer.at, 0)
+        assert np.min(at) >= 0, "a load before its tensor"
         found = pointer.array[at]
         if id(pointer.array) in self.stored and not (cache_modifier == ".cg" or volatile):
             before, writers = self.stored[id(pointer.array)]
@@ -503,7 +507,8 @@ class Device:
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
-            constexpr=lambda x: x, float16="f16", float32="f32", int32="i32", int64="i64",
+            constexpr=lambda x: x, float16="f16", float32="f32", int1="i1", int32="i32",
+            int64="i64", static_assert=nothing,
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
             arange=lambda a, b, layout: tile(np.arange(a, b)),
@@ -538,12 +543,58 @@ def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
             view = np.lib.stride_tricks.as_strided(array, value.shape, strides)
             given[name] = Box(view, value.block_shape, array.itemsize)
         elif isinstance(value, Tensor):
-            memory = value.untyped_storage().nbytes() // value.element_size()
-            count = memory - value.storage_offset()
-            given[name] = Pointer(value.detach().as_strided((count,), (1,)).numpy())
+            given[name] = _pointer_to(value)
+        elif isinstance(value, tuple):
+            given[name] = tuple(_pointer_to(x) if isinstance(x, Tensor) else x for x in value)
         else:
             given[name] = value
     return given
+
+
+def _pointer_to(tensor: Tensor) -> Pointer:
+    memory = tensor.untyped_storage().nbytes() // tensor.element_size()
+    count = memory - tensor.storage_offset()
+    return Pointer(tensor.detach().as_strided((count,), (1,)).numpy())
+
+
+def mod_in_python(function: Any) -> Callable[..., Any]:
+    """A function of a module of mods for Gluon, as `run_kernel` takes it."""
+    # Mods only read, and nothing is written that they do: no program's device is needed.
+    language = Device(0, 1).language()
+    ours = {"tl": language, "bound": lambda size, index: size}
+    ops = _in_python(vars(operations), ours)
+    ours_of_gluon = {
+        "full": lambda shape, x, dtype: x,
+        "spread": lambda x, score: tile(np.broadcast_to(x, score.shape)),
+        "load_once": lambda pointers, inside: language.load(pointers, inside),
+        "along": _along,
+    }
+    names = {
+        "tl": language,
+        "ops": SimpleNamespace(**ops),
+        "mod_operations": SimpleNamespace(**ours_of_gluon),
+    }
+    found: Callable[..., Any] = _in_python(function.fn.__globals__, names)[function.fn.__name__]
+    return found
+
+
+def _in_python(module: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's names, of functions for Triton those that Python can call.
+
+    Args:
+        names: that stand for something else.
+    """
+    found = {**module, **names}
+    for name, value in found.items():
+        if isinstance(value, JITFunction):
+            found[name] = FunctionType(value.fn.__code__, found, name)
+    return found
+
+
+def _along(x: Any, index: Any) -> Any:
+    if np.ndim(x) != 1:
+        return x
+    return tile(np.expand_dims(x, 0 if index.shape[0] == 1 else 1))
 
 
 def run_kernel(

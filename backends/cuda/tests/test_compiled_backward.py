@@ -9,11 +9,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = {128: 400, 64: 700}
-"""Bytes by head dim, with Triton 3.6 to 3.9: scalars of the loops over runs and heads, and in the
-loop of steps that have a mask what it reads of tensors, or with a soft cap some registers."""
-REPAIRED = 400
-"""Of the kernel that makes again what isn't finite, which is seldom."""
+SPILLED = 400
+"""Bytes, with Triton 3.6 at most 112; the rest is room for newer ones: scalars of the loops over
+runs and heads, and in the loop of steps that have a mask what it reads of tensors, or with a soft
+cap some registers."""
+REPAIRED = 500
+"""Of the kernel that makes again what isn't finite, which is seldom; with Triton 3.6 at most
+408."""
 
 
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
@@ -27,5 +29,5 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
             # Two passes of each of two consumers and of the producer. Triton 3.6 may take every
             # run for the first one, where a run's bounds are loaded a run ahead.
             assert loops == "6/6", (case, loops)
-        limit = SPILLED[128 if "128" in case else 64] if kernel == "backward_kernel" else REPAIRED
+        limit = SPILLED if kernel == "backward_kernel" else REPAIRED
         assert int(spilled) <= limit, (case, kernel, spilled)

@@ -63,7 +63,7 @@ def listed_with_early_reads() -> list[tuple[str, str]]:
         (name, kind)
         for kind, entries in (("mask", MASKS), ("score", SCORES))
         for name, entry in entries.items()
-        if "def read_rows" in case_of(entry, kind, TILES[0]).source
+        if f"def {kind}_mod_of_read" in case_of(entry, kind, TILES[0]).source
     ]
 
 

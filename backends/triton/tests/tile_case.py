@@ -44,14 +44,14 @@ def on_a_tile(
         kv_idx = first_k + tl.arange(0, N)[None, :]
     if ROWS:
         h = h + tl.arange(0, M)[:, None] % 2
+    # The side that a kernel's loop runs over comes as [N], after the other.
+    if READ_COLUMNS is not None and TRANSPOSED:
+        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     if READ_ROWS is not None:
-        # The side that a kernel's loop runs over comes as [N], after the other.
-        if TRANSPOSED:
-            tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
-            tables = READ_ROWS(b, h, first_q + tl.arange(0, N), tables, ints, floats)
-        else:
-            tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
-            tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
+        rows = first_q + tl.arange(0, N) if TRANSPOSED else q_idx
+        tables = READ_ROWS(b, h, rows, tables, ints, floats)
+    if READ_COLUMNS is not None and not TRANSPOSED:
+        tables = READ_COLUMNS(b, h, first_k + tl.arange(0, N), tables, ints, floats)
     if KIND == "score":
         found = MOD(score, b, h, q_idx, kv_idx, tables, ints, floats)
         tl.store(out + places, found)
@@ -150,8 +150,8 @@ class Case:
             self.score, self.grad, self.live.to(torch.int32), out, self.b, self.h, self.first_q,
             self.first_k, tables, (*numbers, *self.ints), self.floats, totals,
             MOD=getattr(module, name), KIND=kind, M=M, N=N, TRANSPOSED=self.transposed,
-            ROWS=self.rows, READ_ROWS=module.read_rows if of_read else None,
-            READ_COLUMNS=module.read_columns if of_read else None,
+            ROWS=self.rows, READ_ROWS=getattr(module, "read_rows", None) if of_read else None,
+            READ_COLUMNS=getattr(module, "read_columns", None) if of_read else None,
         )  # fmt: skip
         return out
 

@@ -63,15 +63,16 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
 
     Accelerators have torch's caching allocators. On a CPU torch gets large memory from the
     operating system at each allocation, page by page as it is touched: on 16 cores that took
-    longer than the attention of a sliding window. There the last launch's memory is used again.
+    longer than the attention of a sliding window. There the last launch's memory is used again,
+    and so are the tensors of the last small workspace, by launches that ask for the same.
     """
     if not specs:
         return _NONE
+    if device.type != "cpu":
+        return Workspace(specs, allocate(device, specs))
     found = _the_same(_kept_small, device, specs)
     if found is not None:
         return found
-    if device.type != "cpu":
-        return Workspace(specs, allocate(device, specs))
     found = _the_same(_kept, device, specs)
     if found is not None:
         return found

@@ -220,7 +220,7 @@ def produce(
                         q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
                         v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
                         before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
-                        full.to(gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
+                        gl.cast(full, gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
         if step == first_step:
@@ -319,9 +319,10 @@ def advance(
     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
     step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -329,7 +330,6 @@ def advance(
     before = (step - 1) % STAGES
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    ALWAYS: gl.constexpr = SCORE_MOD is not None or READ_COLUMNS is not None
     first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, ALWAYS)
     tables = tables_of_step(
         tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
@@ -445,8 +445,8 @@ def consume(
                     step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, ME, TURNS, MASKED, EVEN, READ_COLUMNS,
-                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, O_LAYOUT,
-                    STAGES, BLOCK_N, D, DV,
+                    ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT,
+                    O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -489,7 +489,7 @@ def consume(
                     r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
                     fence_async_shared()
                 _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
-        at = (b * heads + h).to(gl.int64) * q_length
+        at = gl.cast(b * heads + h, gl.int64) * q_length
         if WANT_LSE:
             natural = (top + gl.log2(total)) / LOG2E
             natural = gl.where(dead, float("-inf"), natural)

@@ -14,7 +14,7 @@ __all__ = ["scores_of_step"]
 
 
 @gluon.jit
-def now(x):
+def one_sum(x):
     """x, of which compilers don't know what it is made of: of a sum they would add the parts to
     each column one by one."""
     return gl.inline_asm_elementwise(
@@ -32,7 +32,8 @@ def scores_of_step(
     They are in `unit_of_scores`.
 
     Args:
-        first, end: of its keys; `full`: the mask mod holds for all pairs. Used where needed.
+        first, end: of its keys; `full`: the mask mod holds for all pairs; None: it is asked
+            everywhere. Used where needed.
         b, h, q_idx: as mods see them; q_idx is [rows, 1].
         masked: whether some pair may be dead, where MASKED.
     """
@@ -43,7 +44,7 @@ def scores_of_step(
             keys = columns + first
             kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
         else:
-            kv_idx = columns + now(first + shifts[3])
+            kv_idx = columns + one_sum(first + shifts[3])
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
     if MASKED:  # noqa: SIM102  the other is known at run time alone

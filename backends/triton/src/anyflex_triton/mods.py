@@ -705,7 +705,7 @@ def reads_pairs(graph: ModGraph) -> bool:
 
 
 def _early_functions(spec: Spec) -> list[str]:
-    """``read_rows``, ``read_columns`` and who takes what they return, or nothing."""
+    """``read_rows``, ``read_columns`` where they read something, and who takes the values."""
     graphs = [
         (name, simplify(graph))
         for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph))
@@ -729,12 +729,13 @@ def _early_functions(spec: Spec) -> list[str]:
                 places[position] = f"ops.along(tables[{count}], {index})"
                 count += 1
                 given.append(program.cast(lowered[position], program.type_of(node)))
+        if not given:
+            continue
         arguments = f"b, h, {index}, {_CALL}"
-        last = "return tables"
-        if given and kind == "rows":
+        if kind == "rows":
             # Columns' may be there already.
             last = f"return tables[:{first}] + ({', '.join(given)},) + tables[{first}:]"
-        elif given:
+        else:
             last = f"return tables + ({', '.join(given)},)"
         lines += _function(f"read_{kind}", arguments, body, last)
     for (name, graph), places in zip(graphs, stand_ins, strict=True):
@@ -915,7 +916,8 @@ def write_source(spec: Spec) -> str:
         Where a row or a column alone decides something that is read: ``tables`` with those values
         behind. Each takes what the other returned, whichever comes first; ``b`` and ``h`` are
         scalars. The side that a loop runs over comes as [N], so that each value is read once.
-        With both, ``score_mod_of_read`` and ``mask_mod_of_read`` read what is left.
+        Neither is there if it has nothing to read. With those that are, ``score_mod_of_read`` and
+        ``mask_mod_of_read`` read what is left.
 
     ``b``, ``h``: scalars or tensors; ``q_idx``, ``kv_idx``: int32 tensors; all broadcast with the
     score. ``tables``: pointers to the captured tensors, bool as int8. ``ints``: of each captured

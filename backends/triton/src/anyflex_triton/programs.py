@@ -91,8 +91,8 @@ class Mods(NamedTuple):
     Args:
         key: tells modules of one spec apart.
         score_mod: also brings in a scale that can't wait until maxima are taken.
-        read_rows, read_columns: of what rows and columns alone decide. Without both, the others of
-            read are `score_mod` and `mask_mod`.
+        read_rows, read_columns: of what rows and columns alone decide, each None where that is
+            nothing. Without both, the others of read are `score_mod` and `mask_mod`.
     """
 
     key: object

@@ -1,0 +1,268 @@
+"""Whole forward calls on a made-up Hopper GPU, whose kernel and mods run in Python, against the
+reference."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from gluon_in_python import in_numpy, mod_in_python, run_kernel
+from recording import OnHopper, recording
+
+import anyflex
+from anyflex.errors import PluginError
+from anyflex.plugin import isolated, register
+from anyflex_cuda import (
+    forward_call,
+    hopper_forward,
+    kernel,
+    named_barriers,
+    spoken_words,
+    step_scores,
+    strange_values,
+)
+from anyflex_triton import forward, tiles
+from anyflex_triton.launch import Program
+
+CALLED = (tiles, forward, spoken_words, step_scores, strange_values, named_barriers)
+MODS = (
+    "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
+)  # fmt: skip
+Mod = Callable[..., Any]
+Offsets = tuple[int, int, int, int]
+
+
+def bent(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * 0.5 + (k - q) * 0.01
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def packed(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Documents of 170 tokens."""
+    return (q // 170 == k // 170) & (q >= k)
+
+
+def documents(dtype: torch.dtype = torch.int32, count: int = 400) -> Mod:
+    """Of 37 tokens, and others for each batch entry from the second on."""
+    ids = torch.arange(count).to(dtype).div(37, rounding_mode="floor")
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (ids[q] == ids[k]) & (q >= k)
+
+    return mask_mod
+
+
+def documents_of_batch() -> Mod:
+    ids = torch.stack([torch.arange(400, dtype=torch.int32) // size for size in (37, 90, 61, 111)])
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ids[b, q] == ids[b, k]
+
+    return mask_mod
+
+
+def slopes() -> Mod:
+    """Of heads: of what is read, nothing is columns'."""
+    by_head = torch.linspace(0.01, 0.3, 8)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + by_head[h] * (k - q)
+
+    return score_mod
+
+
+def weighed() -> Mod:
+    """By key, so that what is read is columns' alone."""
+    by_key = torch.linspace(-1.0, 1.0, 400).sin() * 3
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + by_key[k]
+
+    return score_mod
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of 4 heads, 2 of keys.
+
+    Args:
+        cores: programs at a time.
+        offsets: the call's index offsets.
+        odd: some elements aren't finite.
+    """
+
+    rows: int = 200
+    keys: int = 200
+    dims: tuple[int, int] = (64, 64)
+    score: Mod | None = None
+    mask: Mod | None = None
+    block: int = 128
+    batch: int = 1
+    cores: int = 3
+    offsets: Offsets = (0, 0, 0, 0)
+    odd: bool = False
+
+
+AWAY = (1, 2, 30, 45)
+CASES = {
+    "three consumers": Case(300, 200, batch=2, cores=5),
+    "three consumers, mask": Case(300, 300, mask=packed, block=192),
+    "three consumers, columns": Case(score=weighed(), offsets=AWAY),
+    "three consumers, not finite": Case(300, score=bent, odd=True),
+    "two consumers, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=5),
+    "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
+    "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
+    "where the queries were": Case(130, 140, (256, 256)),
+    "documents": Case(300, 300, (128, 128), mask=documents(count=300)),
+    "documents of int64": Case(130, 300, mask=documents(torch.int64)),
+    "documents, whole steps": Case(256, 256, (128, 128), mask=documents(count=256)),
+    "documents, away": Case(200, 300, (128, 128), mask=documents(), offsets=AWAY),
+    "documents of batch": Case(mask=documents_of_batch(), batch=2),
+    "documents of batch, away": Case(mask=documents_of_batch(), batch=2, offsets=AWAY),
+    "slopes": Case(score=slopes(), mask=causal, offsets=AWAY),
+    "columns without a mask": Case(130, 256, (128, 128), weighed(), batch=2, offsets=AWAY),
+    "documents, not finite": Case(300, 300, score=weighed(), mask=documents(), odd=True),
+}
+
+
+def moved(mod: Mod | None, offsets: Offsets) -> Mod | None:
+    """A mod whose indices begin elsewhere."""
+    if mod is None:
+        return None
+    return lambda *given: mod(
+        *given[:-4], *(index + offset for index, offset in zip(given[-4:], offsets, strict=True))
+    )
+
+
+def watched(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
+    """It fails if it is asked about rows and keys that aren't the call's."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    _, _, first_row, first_key = case.offsets
+    bounds = {
+        "q_idx": (first_row, first_row + case.rows), "kv_idx": (first_key, first_key + case.keys),
+    }  # fmt: skip
+
+    def called(*arguments: Any) -> Any:
+        for name, indices in zip(names, arguments, strict=True):
+            if name in bounds:
+                first, end = bounds[name]
+                assert first <= np.min(indices) and np.max(indices) < end, name
+        return function(*arguments)
+
+    return called
+
+
+def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> None:
+    """Compare a call's outputs with the reference's.
+
+    Args:
+        changed, seed: as `run_kernel` takes them.
+    """
+    ran = []
+
+    def launch(
+        program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
+    ) -> None:
+        given = dict(program.constants)
+        for name in MODS:
+            if given[name] is not None:
+                given[name] = watched(mod_in_python(given[name]), case)
+        given |= in_numpy({each: values[each] for each in program.types})
+        run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, CALLED)
+        ran.append(program.function.__name__)
+
+    def launch_away(made: Any, sizes: Any, fit: Any, call: Any, *more: Any) -> None:
+        """No argument of a user's sets offsets."""
+        call = copy.copy(call)
+        object.__setattr__(call, "index_offsets", case.offsets)
+        forward_call.launch_forward(made, sizes, fit, call, *more)
+
+    torch.manual_seed(0)
+    q = torch.randn(case.batch, case.rows, 4, case.dims[0]).half().transpose(1, 2)
+    k, v = (torch.randn(case.batch, 2, case.keys, d).half() for d in case.dims)
+    if case.odd:
+        # Of several tiles of a program, and of both ends of a head.
+        k[0, 1, 130, 5] = torch.nan
+        v[0, 0, 20, 7], v[0, 1, 90, 1], v[-1, 0, -1] = torch.nan, -torch.inf, torch.inf
+    score, mask_mod = moved(case.score, case.offsets), moved(case.mask, case.offsets)
+    mask = given = None
+    if mask_mod is not None:
+        sizes: Any = (case.batch, None, case.rows, case.keys)
+        mask = anyflex.create_block_mask(mask_mod, *sizes, BLOCK_SIZE=case.block)
+        given = copy.copy(mask)
+        given.mask_mod = case.mask
+    with isolated():
+        register("cuda", OnHopper)
+        with (
+            recording(),
+            mock.patch.object(forward_call, "cores", lambda device: case.cores),
+            mock.patch.object(Program, "launch", launch),
+            mock.patch.object(kernel, "launch_forward", launch_away),
+        ):
+            out, lse = anyflex.flex_attention(
+                q, k, v, case.score, given, enable_gqa=True, return_lse=True, backend="cuda"
+            )
+    assert ran == ["forward_kernel"]
+    wanted, wanted_lse = anyflex.flex_attention(
+        q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="reference"
+    )
+    same: Any = partial(torch.testing.assert_close, equal_nan=True)
+    same(out, wanted, atol=3e-3, rtol=3e-3)
+    same(lse, wanted_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_gives_what_the_reference_gives(name: str) -> None:
+    check(CASES[name])
+
+
+READ_EARLY = [
+    ("documents", "gl.minimum(first + gl.arange(0, BLOCK_N, layout=LAYOUT), kv_length - 1)",
+     "first + gl.arange(0, BLOCK_N, layout=LAYOUT)"),
+    ("documents, away", "READ_COLUMNS(b, h, keys + shifts[3],", "READ_COLUMNS(b, h, keys,"),
+    ("documents of batch, away", "read, mod_b, mod_h, first,", "read, b, h, first,"),
+    ("documents of batch, away", "READ_ROWS(mod_b,", "READ_ROWS(b,"),
+    ("slopes", "READ_ROWS(mod_b, mod_h,", "READ_ROWS(mod_b, h,"),
+    ("documents", "if READ_ROWS is not None:", "if False:"),
+    ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
+]  # fmt: skip
+PROTOCOL = [
+    ("two consumers, mods", f"{piece}\n", "pass\n")
+    for piece in (
+        "mbarrier.wait(k_empty.index(slot), phase)",
+        "mbarrier.wait(v_empty.index(slot), phase)",
+        "await_tile(k_empty, passed, step, empties, before, STAGES)",
+        "mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)",
+        "mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)",
+        "mbarrier.wait(q_full.index(ME), turn & 1)",
+        "mbarrier.arrive(k_empty.index(slot), count=1)",
+        "mbarrier.arrive(v_empty.index(before), count=1)",
+        "pass_turn(ME, TURNS)",
+        "tma.store_wait(0)",
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "piece", "instead"), [*READ_EARLY, *PROTOCOL])
+def test_without_a_piece_of_it_a_call_fails(name: str, piece: str, instead: str) -> None:
+    for seed in range(12):
+        case = replace(CASES[name], cores=1 + seed % 2)
+        try:
+            check(case, (piece, instead), seed)
+        except (AssertionError, PluginError):
+            return
+    pytest.fail("every seed gave the right outputs")
