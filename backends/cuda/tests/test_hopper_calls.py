@@ -20,8 +20,7 @@ from gluon_in_python import in_numpy, mod_in_python, run_kernel
 from recording import OnHopper, recording
 
 import anyflex
-from anyflex.errors import PluginError
-from anyflex.plugin import isolated, register
+from anyflex.plugin import PluginError, isolated, register
 from anyflex_cuda import (
     forward_call,
     hopper_forward,
