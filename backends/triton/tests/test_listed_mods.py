@@ -131,6 +131,18 @@ def test_the_slope_of_a_soft_cap_takes_the_cap_neither_as_factor_nor_as_divisor(
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("number", [0.0, float("inf")])
+def test_what_is_multiplied_and_divided_by_zero_or_infinity_is_not_a_number(number: float) -> None:
+    caps = torch.tensor([number, 1.0])
+    traced = trace_mod(lambda s, b, h, q, k: caps[0] * s / caps[0], "score")
+    case = Case(simplify(parse_graph(traced.text)), captured=traced.captured, **TILES[0])  # type: ignore[arg-type]
+    assert case.run("score_mod", "score").isnan().all()
+    graph = parse_graph(
+        f"input f32 - score;const f32 - {number};mul f32 0,1 -;truediv f32 2,1 -;=3"
+    )
+    assert Case(graph, **TILES[0]).run("score_mod", "score").isnan().all()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_mod_and_its_slope_are_core_s(name: str) -> None:
     for tile in TILES:

@@ -216,7 +216,7 @@ class _Program:
         multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
             the same for a whole tile.
         tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
-        scaled: name of a float32 -> (others', a number's) whose product it is.
+        scaled: name of a float32 -> (others', a constant's) whose product it is: see `_cancels`.
     """
 
     nodes: Sequence[Node]
@@ -523,8 +523,7 @@ def _true_division(program: _Program, node: Node, operands: Sequence[str]) -> st
         return _plain("{0} / {1}")(program, node, operands)
     others, number = program.scaled.get(operands[0], ((), ""))
     if number == operands[1]:
-        # As the slope of a soft cap has it, whose cap is a factor and a divisor. Of a cap of 0,
-        # which softcap() refuses, torch's is NaN.
+        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
         return _plain(" * ".join(others))(program, node, operands)
     # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
     inverse = program.emit(f"1.0 / {operands[1]}", "float32")
@@ -548,6 +547,12 @@ def _tanh(program: _Program, node: Node, operands: Sequence[str]) -> str:
     return value
 
 
+def _cancels(node: Node) -> bool:
+    """Whether a factor may be left out where it is divided by again: a constant that is neither 0
+    nor infinite, for which torch gives NaN, and whose products hardly overflow."""
+    return node.operation == "const" and 2.0**-32 < abs(_held(node)) < 2.0**32
+
+
 def _float_product(program: _Program, node: Node, operands: Sequence[str]) -> str:
     """Of a tanh of `cap_factors` and a number for the whole tile: the number becomes one of the
     tanh's own, as the divisor of a soft cap has."""
@@ -565,7 +570,7 @@ def _float_product(program: _Program, node: Node, operands: Sequence[str]) -> st
             if operand in program.scaled:
                 others, scale = program.scaled[operand]
                 program.scaled[value] = ((*others, beside), scale)
-            elif not program.needs[program.nodes[node.arguments[1 - slot]]]:
+            elif _cancels(program.nodes[node.arguments[1 - slot]]):
                 program.scaled[value] = ((operand,), beside)
     return value
 
