@@ -70,12 +70,10 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
         return _NONE
     if device.type != "cpu":
         return Workspace(specs, allocate(device, specs))
-    found = _the_same(_kept_small, device, specs)
-    if found is not None:
-        return found
-    found = _the_same(_kept, device, specs)
-    if found is not None:
-        return found
+    for kept in (_kept_small, _kept):
+        found = _the_same(kept, specs)
+        if found is not None:
+            return found
     places = []
     end = 0
     zeroed = False
@@ -88,11 +86,11 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
         return Workspace(specs, allocate(device, specs))
     if end < _SMALL_BYTES:
         return Workspace(specs, _allocate_writable(device, specs), again=True)
-    kept = _pop(_kept)
-    memory = None if kept is None else kept.memory
+    last = _pop(_kept)
+    memory = None if last is None else last.memory
     if memory is None or memory.numel() < end:
         # Both at a time would be more than is promised.
-        del kept, memory
+        del last, memory
         (memory,) = _allocate_writable(device, (TensorSpec((end,), torch.uint8),))
     # What inference mode makes can't be written outside of it.
     with torch.inference_mode(False):
@@ -111,12 +109,10 @@ def _allocate_writable(device: torch.device, specs: tuple[TensorSpec, ...]) -> t
         return allocate(device, specs)
 
 
-def _the_same(
-    kept: list[Workspace], device: torch.device, specs: tuple[TensorSpec, ...]
-) -> Workspace | None:
+def _the_same(kept: list[Workspace], specs: tuple[TensorSpec, ...]) -> Workspace | None:
     """Take what is kept, if its tensors are those asked for."""
     found = _pop(kept)
-    if found is None or (found.tensors[0].device == device and found.specs == specs):
+    if found is None or found.specs == specs:
         return found
     kept[:] = (found,)
     return None
