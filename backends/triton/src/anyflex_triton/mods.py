@@ -755,11 +755,10 @@ def _early_functions(spec: Spec) -> list[str]:
             ranges={**of_all.ranges, **_moved(of_all.ranges, graph.nodes, nodes)},
             needs={**of_all.needs, **_moved(of_all.needs, graph.nodes, nodes)},
         )
-        value = TRITON.lower(nodes, program, [graph.output])[graph.output]
         if name == "score_mod":
-            arguments, last = f"score, {_INDICES}, {_CALL}", f"return ops.spread({value}, score)"
+            arguments, last = f"score, {_INDICES}, {_CALL}", _score_mod(program, graph.output)
         else:
-            arguments, last = f"{_INDICES}, {_CALL}", f"return {program.cast(value, 'int1')}"
+            arguments, last = f"{_INDICES}, {_CALL}", _mask_mod(program, graph.output)
         lines += _function(f"{name}_of_read", arguments, program.lines, last)
     return lines
 
@@ -771,20 +770,18 @@ def _moved(
     return {other: facts[node] for node, other in zip(nodes, others, strict=True) if node in facts}
 
 
-def _score_mod(spec: Spec, nodes: Sequence[Node], output: int | None) -> tuple[_Program, str]:
-    """A program whose result is float32 in the score's shape; None is 0."""
-    program = _Program.of(spec, nodes, bool(cap_factors(spec)))
+def _score_mod(program: _Program, output: int | None) -> str:
+    """The last line, whose result is float32 in the score's shape; None is 0."""
     if output is None:
         value = program.full("0.0", "float32")
     else:
-        value = TRITON.lower(nodes, program, [output])[output]
-    return program, f"return ops.spread({value}, score)"
+        value = TRITON.lower(program.nodes, program, [output])[output]
+    return f"return ops.spread({value}, score)"
 
 
-def _mask_mod(spec: Spec, graph: ModGraph) -> tuple[_Program, str]:
-    program = _Program.of(spec, graph.nodes, False)
-    value = TRITON.lower(graph.nodes, program, [graph.output])[graph.output]
-    return program, f"return {program.cast(value, 'int1')}"
+def _mask_mod(program: _Program, output: int) -> str:
+    value = TRITON.lower(program.nodes, program, [output])[output]
+    return f"return {program.cast(value, 'int1')}"
 
 
 def _is_grad(derivative: Derivative) -> bool:
@@ -932,14 +929,16 @@ def write_source(spec: Spec) -> str:
     if spec.score_graph is not None:
         graph = simplify(spec.score_graph)
         arguments = f"score, {_INDICES}, {_CALL}"
-        program, last = _score_mod(spec, graph.nodes, graph.output)
+        program = _Program.of(spec, graph.nodes, bool(cap_factors(spec)))
+        last = _score_mod(program, graph.output)
         lines += _function("score_mod", arguments, program.lines, last)
         learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         if spec.needs_backward:
             slope = differentiate(graph, wanted_captured=learned)
         if spec.needs_backward and not _is_grad(slope):
             arguments = f"grad, score, {_INDICES}, {_CALL}"
-            program, last = _score_mod(spec, slope.nodes, slope.score)
+            program = _Program.of(spec, slope.nodes, bool(cap_factors(spec)))
+            last = _score_mod(program, slope.score)
             lines += _function("score_mod_backward", arguments, program.lines, last)
         if learned:
             arguments = f"grad, score, live, {_INDICES}, {_CALL}, totals"
@@ -947,7 +946,8 @@ def write_source(spec: Spec) -> str:
             lines += _function("captured_gradients", arguments, program.lines, last)
     if spec.mask_graph is not None:
         graph = simplify(spec.mask_graph)
-        program, last = _mask_mod(spec, graph)
+        program = _Program.of(spec, graph.nodes, False)
+        last = _mask_mod(program, graph.output)
         lines += _function("mask_mod", f"{_INDICES}, {_CALL}", program.lines, last)
     lines += _early_functions(spec)
     return "\n".join([*lines, ""])
