@@ -77,3 +77,14 @@ def recording() -> Iterator[list[tuple[Program, int, Mapping[str, object]]]]:
         mock.patch.object(Program, "is_compiled", lambda program, device: True),
     ):
         yield launched
+
+
+def check_half_outputs(
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, score: Any, mask: Any
+) -> None:
+    """Hold what a kernel that ran in Python made of a call in float16 to the reference."""
+    wanted, wanted_lse = anyflex.flex_attention(
+        q, k, v, score, mask, enable_gqa=True, return_lse=True, backend="reference"
+    )
+    torch.testing.assert_close(out, wanted, atol=3e-3, rtol=3e-3, equal_nan=True)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-4, equal_nan=True)
