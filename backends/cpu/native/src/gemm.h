@@ -113,7 +113,8 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
         rows -= done;
         if constexpr (HOW == into::rescale) alpha += done;
     };
-    while (rows >= MR) {
+    // Two rows would leave half of the units idle: of 8 two times 4.
+    while (rows >= MR && !(MR == 6 && rows == 8)) {
         micro<MR, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
         step(MR);
     }
@@ -123,7 +124,7 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
             step(8);
         }
     }
-    if (rows >= 4) {
+    while (rows >= 4) {
         micro<4, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
         step(4);
     }

@@ -90,7 +90,25 @@ AF_INLINE vu fetch_pairs(const matrix& m, int64_t r, int64_t c, int64_t n) {
     return v;
 }
 
-// A VL x VL block of words, in registers where the level has shuffles for it.
+#if !defined(__AVX512F__)
+// a0 b0 a1 b1, and a2 b2 a3 b3, of each 128 bits.
+AF_INLINE vu interleave_low(vu a, vu b) {
+#if defined(__AVX2__)
+    return AF_SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+#else
+    return AF_SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+AF_INLINE vu interleave_high(vu a, vu b) {
+#if defined(__AVX2__)
+    return AF_SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+#else
+    return AF_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+#endif
+
+// A VL x VL block of words, in registers.
 AF_INLINE void transpose(vu (&r)[VL]) {
 #if defined(__AVX512F__)
     __m512i t[16], *x = reinterpret_cast<__m512i*>(r);
@@ -121,11 +139,26 @@ AF_INLINE void transpose(vu (&r)[VL]) {
         x[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
     }
 #else
-    alignas(64) uint32_t w[VL][VL], z[VL][VL];
-    for (int i = 0; i < VL; ++i) store(w[i], r[i]);
-    for (int i = 0; i < VL; ++i)
-        for (int j = 0; j < VL; ++j) z[j][i] = w[i][j];
-    for (int i = 0; i < VL; ++i) r[i] = load(z[i]);
+    vu t[VL];
+#if defined(__AVX2__)
+    AF_UNROLL
+    for (int i = 0; i < 4; ++i) {
+        t[i] = AF_SHUFFLE(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        t[i + 4] = AF_SHUFFLE(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#else
+    memcpy(t, r, sizeof t);
+#endif
+    // Blocks of 4 x 4.
+    AF_UNROLL
+    for (int i = 0; i < VL; i += 4) {
+        const vu a = interleave_low(t[i], t[i + 2]), b = interleave_low(t[i + 1], t[i + 3]);
+        const vu c = interleave_high(t[i], t[i + 2]), d = interleave_high(t[i + 1], t[i + 3]);
+        r[i] = interleave_low(a, b);
+        r[i + 1] = interleave_high(a, b);
+        r[i + 2] = interleave_low(c, d);
+        r[i + 3] = interleave_high(c, d);
+    }
 #endif
 }
 
