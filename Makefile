@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance sanitize test-arm test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance sanitize test-arm test-clang test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -24,7 +24,7 @@ help:
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
-	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM"
+	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make triton-compiles  what Triton makes of every configuration, without a GPU; fails where forward spills"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
@@ -61,6 +61,9 @@ sanitize:
 
 test-arm:
 	@bash scripts/native_checks.sh arm
+
+test-clang:
+	@bash scripts/native_checks.sh clang
 
 # Needs a torch for XPU: see docs/xpu.md.
 test-xpu:

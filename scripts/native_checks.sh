@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The CPU backend's native library by itself: `native_checks.sh sanitize`, `native_checks.sh arm`.
+# The CPU backend's native library by itself: `native_checks.sh sanitize`, `arm`, `clang`.
 #   sanitize  AddressSanitizer with UndefinedBehaviorSanitizer, then ThreadSanitizer, every level
 #             that this processor runs. PROBLEMS=N of each level (default 400).
 #   arm       the portable level, cross-compiled and executed by qemu-user. It needs
 #             g++-aarch64-linux-gnu and qemu-user.
+#   clang     built by clang, as on macOS and Windows: CLANG=clang++-19 names it (default clang++).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../backends/cpu/native"
 problems=${PROBLEMS:-400}
@@ -28,8 +29,14 @@ case ${1:-} in
     build "$builds/aarch64" "-DCMAKE_TOOLCHAIN_FILE=$PWD/tests/aarch64.cmake"
     qemu-aarch64 -L /usr/aarch64-linux-gnu "$builds/aarch64/native_test" "$problems" 3 3
     ;;
+  clang)
+    clang=${CLANG:-clang++}
+    command -v "$clang" >/dev/null || { echo "$clang isn't here; apt-get install clang, or CLANG=its name" >&2; exit 3; }
+    build "$builds/clang" "-DCMAKE_CXX_COMPILER=$clang"
+    "$builds/clang/native_test" "$problems" 5 3
+    ;;
   *)
-    sed -n '2,6p' "../../../scripts/native_checks.sh" >&2
+    sed -n '2,7p' "../../../scripts/native_checks.sh" >&2
     exit 2
     ;;
 esac

@@ -269,40 +269,49 @@ struct shr {
     }
 };
 
+// The bits of a comparison's lanes, whose vector type clang doesn't take for vl's.
+template <class V>
+AF_INLINE uint32_t bits_where(V holds) {
+    if constexpr (sizeof(holds[0]) == 8)
+        return bits_of(reinterpret_cast<vl>(holds));
+    else
+        return bits_of(reinterpret_cast<vi>(holds));
+}
+
 struct eq {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a == b);
+        return bits_where(a == b);
     }
 };
 struct ne {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a != b);
+        return bits_where(a != b);
     }
 };
 struct lt {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a < b);
+        return bits_where(a < b);
     }
 };
 struct le {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a <= b);
+        return bits_where(a <= b);
     }
 };
 struct gt {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a > b);
+        return bits_where(a > b);
     }
 };
 struct ge {
     template <class V>
     AF_INLINE uint32_t bits(V a, V b) {
-        return bits_of(a >= b);
+        return bits_where(a >= b);
     }
 };
 
