@@ -177,7 +177,7 @@ def shortfalls(rows: Rows, backend: str) -> tuple[int, list[str]]:
             ratios.append(value)
             median = found[backend]["median_ms"]
             if value < goal.least:
-                lines.append(f"{name}: {value:.2f}, wanted {goal.least:.2f}")
+                lines.append(f"{name}: {value:.3f}, wanted {goal.least:.2f}")
             elif goal.most_ms is not None and median > goal.most_ms:
                 lines.append(f"{name}: {median:.3f} ms, wanted {goal.most_ms:g}")
             else:
@@ -199,9 +199,7 @@ def main() -> int:
     rows = read(args.reports)
     print("\n".join(table(rows, args.backend)))
     reached, lines = shortfalls(rows, args.backend)
-    print(
-        f"\n{reached} rows reach their target, {len(lines)} don't:" if lines else "\nall reached"
-    )
+    print(f"\n{reached} rows reach their target; what doesn't:" if lines else "\nall reached")
     print("\n".join(lines))
     return int(bool(lines))
 

@@ -45,7 +45,7 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     slow = copy.deepcopy(rows)
     slow[case]["cuda"]["median_ms"] = 2 * min(times.values())
     less, lines = targets.shortfalls(slow, "cuda")
-    assert less == reached - 1 and f"{case[0]}, forward: 0.50, wanted 0.95" in lines
+    assert less == reached - 1 and f"{case[0]}, forward: 0.500, wanted 0.95" in lines
     del slow[case]["cuda"]
     assert f"{case[0]}, forward: not measured" in targets.shortfalls(slow, "cuda")[1]
 
@@ -84,8 +84,8 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
 
     assert lines_of(0.044, 0.0109) == []
     assert lines_of(0.046, 0.0109) == [f"{targets.SMALL}, wall, forward: 0.046 ms, wanted 0.045"]
-    assert lines_of(0.2, 0.0109) == [f"{targets.SMALL}, wall, forward: 0.50, wanted 1.00"]
-    assert lines_of(0.04, 0.0112) == [f"{targets.SMALL}, graph, forward: 0.89, wanted 0.91"]
+    assert lines_of(0.2, 0.0109) == [f"{targets.SMALL}, wall, forward: 0.500, wanted 1.00"]
+    assert lines_of(0.04, 0.0112) == [f"{targets.SMALL}, graph, forward: 0.893, wanted 0.91"]
 
 
 def test_the_committed_table_is_of_the_committed_report() -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from anyflex.plugin import Artifacts, Kernel, Spec
 from anyflex_triton.backend import TritonBackend
 
 if TYPE_CHECKING:
@@ -36,16 +37,22 @@ class IntelTilesBackend(TritonBackend):
     priority = TritonBackend.priority - 1
 
     def target(self) -> Target:
+        return "xpu"
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         from triton.runtime import _allocation
 
         # Descriptors that a kernel makes lie in memory that Triton asks for at a launch. Its own
         # setting belongs to a thread, and backward runs in autograd's.
-        _allocation._allocator = ContextVar("scratch", default=_scratch)
-        return "xpu"
+        _allocation._allocator = _SCRATCH
+        return super().compile(spec, artifacts)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+_SCRATCH = ContextVar("scratch", default=_allocate)
 
 
 def main() -> int:
@@ -59,7 +66,7 @@ def main() -> int:
         facts.joinpath("entry_points.txt").write_text(
             f"[anyflex.backends.v1]\n{NAME} = {Path(__file__).stem}:{IntelTilesBackend.__name__}\n"
         )
-        path = [folder, str(Path(__file__).parent), *filter(None, sys.path)]
+        path = [folder, str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-m", "anyflex", "conformance", "--backend", NAME]
         return subprocess.run([*command, *sys.argv[1:]], env=environment).returncode

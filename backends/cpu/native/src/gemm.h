@@ -113,8 +113,8 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
         rows -= done;
         if constexpr (HOW == into::rescale) alpha += done;
     };
-    // Two rows would leave half of the units idle: of 8 two times 4.
-    while (rows >= MR && !(MR == 6 && rows == 8)) {
+    // One or two rows would leave half of the units idle: 8 are two times 4, 9 are 4, 4 and 1.
+    while (rows >= MR && !(MR == 6 && (rows == 8 || rows == 9))) {
         micro<MR, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
         step(MR);
     }

@@ -18,17 +18,10 @@
 #define AF_INLINE_MEMBER inline __attribute__((always_inline))
 #define AF_UNROLL _Pragma("GCC unroll 16")
 
-// Lanes of a, then of b, by their numbers.
+// Lanes of 32 bits of a, then of b, by their numbers.
 #if defined(__clang__)
 #define AF_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else  // gcc has clang's name for it from 12 on
-#define AF_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vu{__VA_ARGS__})
-#endif
-
-// Lanes of a, then of b, by their numbers.
-#if defined(__clang__)
-#define AF_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // gcc has clang's spelling from 12 on
 #define AF_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vu{__VA_ARGS__})
 #endif
 
