@@ -212,6 +212,8 @@ AF_INLINE vf where(vm m, vf a, vf b) { return m ? a : b; }
 AF_INLINE vf float_of_bf16(vh x) {
 #if defined(__AVX512F__)  // gcc 12 widens halves apart
     return as_float(reinterpret_cast<vu>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(x))) << 16);
+#elif defined(__AVX2__)
+    return as_float(reinterpret_cast<vu>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x))) << 16);
 #else
     return as_float(__builtin_convertvector(x, vu) << 16);
 #endif
