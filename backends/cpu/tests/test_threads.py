@@ -250,3 +250,63 @@ def test_a_tiny_call_wakes_nobody() -> None:
         "print(tasks() - before)\n"
     )
     assert found == ["0"]
+
+
+FORKS_WHILE_COMPILING = """
+import itertools, os, signal, threading
+import torch, anyflex
+
+torch.set_num_threads(1)
+query = torch.randn(1, 1, 40, 16)
+options = {"cpu": {"mods": "jit"}}
+stop = threading.Event()
+
+
+def call(factor):
+    anyflex.flex_attention(
+        query, query, query, lambda s, b, h, q, k: torch.cos(s * factor),
+        backend="cpu", kernel_options=options,
+    )
+
+
+def compile_on():
+    for number in itertools.count():
+        if stop.is_set():
+            return
+        steps = [torch.sin, torch.tanh, torch.exp, torch.abs]
+        def mod(s, b, h, q, k):
+            for place in range(2 + number % 9):
+                s = steps[(number >> 2 * (place % 5)) % 4](s)
+            return s
+        anyflex.flex_attention(query, query, query, mod, backend="cpu", kernel_options=options)
+
+
+call(0.5)
+thread = threading.Thread(target=compile_on)
+thread.start()
+found = []
+for number in range(8):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        call(float(number + 2) / 8)
+        os._exit(0)
+    found.append(os.waitpid(child, 0)[1])
+stop.set()
+thread.join()
+print(found)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_compiles_whatever_its_parent_compiled_at_the_fork(tmp_path: Path) -> None:
+    pytest.importorskip("llvmlite", reason="llvmlite is not installed")
+    environment = os.environ | {
+        "ANYFLEX_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_WHILE_COMPILING],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == str([0] * 8), done.stderr[-2000:]

@@ -106,6 +106,7 @@ def assemble(text: str, target: Target) -> bytes:
         module.verify()
         code: bytes = target.machine.emit_object(module)
         module.close()
+        context.close()
         return code
 
 
@@ -164,11 +165,8 @@ def _loader_machine() -> Any:
     )
 
 
-def _after_fork() -> None:
-    # A thread that doesn't exist in the child may hold it.
-    global _lock
-    _lock = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    # llvmlite has a lock of its own, which a child would inherit held: nobody compiles at a fork.
+    os.register_at_fork(
+        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
