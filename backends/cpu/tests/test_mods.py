@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from dense import assert_near, dense_attention
@@ -145,3 +147,34 @@ def test_numbers_that_change_are_read_anew(way: dict[str, dict[str, str]]) -> No
         )
         wanted = dense_attention(query, key, value, score_mod)[0]
         assert_near(out, wanted, torch.float32)
+
+
+def _freed() -> Tensor:
+    tensor = torch.randn(50)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: torch._efficientzerotensor((50,)), _freed], ids=["zero tensor", "freed"]
+)
+@pytest.mark.parametrize("reader", ["score_mod", "mask_mod"])
+def test_a_captured_tensor_without_memory_is_refused(
+    made: Callable[[], Tensor], reader: str, way: dict[str, dict[str, str]]
+) -> None:
+    (query,) = some(50)
+    table = torch.zeros(50)
+    mask = None
+    if reader == "mask_mod":
+        mask = anyflex.create_block_mask(lambda b, h, q, k: table[k] <= q, None, None, 50, 50)
+        mask.mask_mod = lambda b, h, q, k, table=made(): table[k] <= q
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + empty[k]
+
+    empty = made()
+    chosen = score_mod if reader == "score_mod" else None
+    with pytest.raises(anyflex.ArgumentError, match="has no memory that a kernel could read"):
+        anyflex.flex_attention(
+            query, query, query, chosen, mask, None, False, False, way, backend="cpu"
+        )

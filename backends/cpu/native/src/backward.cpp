@@ -92,9 +92,12 @@ void pack_job(void* context, int64_t index, int thread) {
     at.q = tile * q_tile_rows;
     at.operands = run.q_tile_of(unit, stream, tile);
     pack_q_tile(*run.args, run.plan, b, h, at.q, at.operands);
-    if (has_large_rows(*run.args, run.plan, at.operands)) {
+    if (*at.operands.large_rows > 0 && !run.args->delta) {
         tile_buffers t = run.buffers_of(thread);
-        normalise_large_rows(at, t);
+        if (run.plan.pairs)
+            sum_large_rows<has_pairs>(at, t);
+        else
+            sum_large_rows<false>(at, t);
     }
     for (int64_t i = 0; i < run.plan.partitions; ++i)
         run.touched[run.partial_of(unit, i, stream, tile)] = 0;

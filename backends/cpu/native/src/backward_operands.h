@@ -1,6 +1,7 @@
 // What the backward pass packs: the rows of a q tile, the rows of a kv tile; what it writes back.
 #pragma once
 #include "backward_plan.h"
+#include "score_base.h"
 
 namespace AF_LEVEL {
 
@@ -62,8 +63,12 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
 }
 
-// Rows whose lse, in powers of two here, is a coarse float: backward_row_sums.h.
-inline bool is_large(float lse) { return __builtin_fabsf(lse) >= 128.0f * log2_e; }
+// Whether a row's weights want more than its lse: backward_row_sums.h. Products of bf16 round
+// weights to 8 bits themselves, and what comes from outside can't be summed again.
+inline bool is_large(const af_backward_args& args, const backward_plan& plan, float lse) {
+    const float size = __builtin_fabsf(lse);
+    return size >= (plan.pairs || args.delta ? far_away : 128.0f) && size < infinity;
+}
 
 // Rows [first, first + q_tile_rows) of query head h.
 inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan, int64_t b,
@@ -77,14 +82,21 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
     const matrix out = args.unrounded_out ? matrix{args.unrounded_out + at * ev, ev, 1, AF_F32}
                                           : matrix_of(args.out, p.dtype, b, h, first);
     *tile.dead_rows = 0;
+    *tile.large_rows = 0;
     for (int64_t r = 0; r < q_tile_rows; ++r) {
         const bool dead = r >= rows || args.lse[at + r] == -__builtin_inff();
         tile.dead[r] = dead;
         *tile.dead_rows += dead;
+        tile.large[r] = !dead && is_large(args, plan, args.lse[at + r]);
+        *tile.large_rows += tile.large[r];
         tile.lse[r] = 0;
+        tile.top[r] = 0;
         tile.delta[r] = 0;
         if (dead) continue;
-        tile.lse[r] = args.lse[at + r] * log2_e;
+        if (tile.large[r])
+            tile.top[r] = p.score ? args.lse[at + r] : static_cast<float>(args.lse[at + r] / p.scale);
+        else
+            tile.lse[r] = args.lse[at + r] * log2_e;
         tile.delta[r] = args.delta ? args.delta[at + r] : row_product(out, r, dout, r, ev);
         if (args.dlse) tile.delta[r] -= args.dlse[at + r];
     }
@@ -96,8 +108,7 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
     // lse in powers of two was rounded again: all weights of a row are off by one factor, which
     // dout and delta, that they multiply, take in. Products of bf16 don't see it.
     for (int64_t r = 0; r < rows; ++r) {
-        if (tile.dead[r] || tile.lse[r] - tile.lse[r] != 0) continue;
-        if (!args.delta && is_large(tile.lse[r])) continue;  // backward_row_sums.h sees to both
+        if (tile.dead[r] || tile.large[r] || tile.lse[r] - tile.lse[r] != 0) continue;
         const double exact = args.lse[at + r] * 1.4426950408889634;
         const float factor = static_cast<float>(1 - (exact - tile.lse[r]) * 0.6931471805599453);
         tile.delta[r] *= factor;
@@ -126,16 +137,23 @@ inline kv_operands take_kv_operands(arena& memory, const backward_plan& plan) {
     return kv;
 }
 
+inline void pack_keys_transposed(const af_problem& p, const backward_plan& plan, const matrix& key,
+                                 int64_t rows, const kv_operands& kv) {
+    if (plan.pairs)
+        pack_transposed_pairs(key, rows, p.head_dim, plan.head_dim, plan.kv_rows, kv.key_t);
+    else
+        pack_transposed(key, rows, p.head_dim, plan.kv_rows, reinterpret_cast<float*>(kv.key_t));
+}
+
 inline void pack_kv_tile(const af_problem& p, const backward_plan& plan, const matrix& key,
                          const matrix& value, int64_t rows, kv_operands& kv) {
     const int64_t e = p.head_dim, ev = p.value_head_dim;
+    pack_keys_transposed(p, plan, key, rows, kv);
     if (plan.pairs) {
-        pack_transposed_pairs(key, rows, e, plan.head_dim, plan.kv_rows, kv.key_t);
         pack_transposed_pairs(value, rows, ev, plan.value_dim, plan.kv_rows, kv.value_t);
         kv.bad_keys = pack_straight_pairs(key, rows, plan.kv_rows, e, kv.key,
                                           plan.kv_rows / 2 * NR, kv.bad_key);
     } else {
-        pack_transposed(key, rows, e, plan.kv_rows, reinterpret_cast<float*>(kv.key_t));
         pack_transposed(value, rows, ev, plan.kv_rows, reinterpret_cast<float*>(kv.value_t));
         kv.bad_keys = pack_straight(key, rows, plan.kv_rows, e, reinterpret_cast<float*>(kv.key),
                                     plan.kv_rows * NR, kv.bad_key);

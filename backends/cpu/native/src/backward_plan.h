@@ -77,7 +77,10 @@ struct q_tile {
     int64_t* dead_rows;  // how many
     int64_t* bad_queries;
     int64_t* bad_douts;
-    float* lse;          // [q_tile_rows] in powers of two
+    uint8_t* large;      // [q_tile_rows] lse is too coarse: backward_row_sums.h
+    int64_t* large_rows;
+    float* top;          // [q_tile_rows] what is taken from a large row's scores; 0 in others
+    float* lse;          // [q_tile_rows] in powers of two, relative to `top`
     float* delta;        // [q_tile_rows] sum(dout * out) - dlse
     uint32_t* query;     // [q_tile_rows][head_dim / word]: left side of the scores
     uint32_t* query_t;   // pairs: [head_dim][q_tile_rows / 2]: left side of dK
@@ -91,10 +94,13 @@ inline q_tile take_q_tile(arena& memory, const backward_plan& plan) {
     tile.dead = memory.take<uint8_t>(q_tile_rows);
     tile.bad_query = memory.take<uint8_t>(q_tile_rows);
     tile.bad_dout = memory.take<uint8_t>(q_tile_rows);
-    tile.dead_rows = memory.take<int64_t>(3);
+    tile.large = memory.take<uint8_t>(q_tile_rows);
+    tile.dead_rows = memory.take<int64_t>(4);
     tile.bad_queries = tile.dead_rows + 1;
     tile.bad_douts = tile.dead_rows + 2;
+    tile.large_rows = tile.dead_rows + 3;
     tile.lse = memory.take<float>(q_tile_rows);
+    tile.top = memory.take<float>(q_tile_rows);
     tile.delta = memory.take<float>(q_tile_rows);
     tile.query = memory.take<uint32_t>(rows * plan.head_dim);
     tile.query_t = memory.take<uint32_t>(plan.pairs ? rows * plan.head_dim : 0);

@@ -1,27 +1,26 @@
-// Sums of the weights of rows with large scores.
+// The tops and sums of rows with large scores, computed again.
 //
 // lse is a float. Where it is 1000 its rounding makes every weight exp(s - lse) of the row wrong by
-// up to 3e-5, and so does a forward that summed its products in another order. Such rows' weights
-// are summed before the pass begins, and dout and delta, which they multiply, divided by the sum.
-// Products of bf16 don't see it: they round weights to 8 bits.
+// up to 3e-5, and so does a forward that summed its products in another order; where it is 10^8 its
+// log of the sum is lost, and where it is 10^39 in powers of two it overflows. Before the pass
+// begins such rows get a top of their own, from the very scores that the pass will see, and an lse
+// relative to it. lse from outside may cover more keys than the call has: it stays what it is.
 #pragma once
 #include "backward_tile.h"
 
 namespace AF_LEVEL {
 
-// lse from outside may cover more keys than the call has, and then delta does too: their weights
-// needn't sum to 1.
-inline bool has_large_rows(const af_backward_args& args, const backward_plan& plan,
-                           const q_tile& tile) {
-    bool found = false;
-    for (int64_t r = 0; r < q_tile_rows; ++r)
-        found |= is_large(tile.lse[r]);
-    return found && !plan.pairs && !args.delta;
-}
+// Of a q tile's large rows. A top has the sign of the factor: it is the largest then.
+struct large_rows {
+    float top[q_tile_rows];
+    vf sum[q_tile_rows];
+};
 
-// Adds the weights of a group's rows in columns [from, to), whose products are in `score`.
+inline float sign_of_factor(const af_problem& p) { return p.score || p.scale > 0 ? 1.0f : -1.0f; }
+
+// Adds the weights of a group's large rows in columns [from, to), whose products are in `score`.
 static void add_weights(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
-                        int64_t to, vf* sums) {
+                        int64_t to, large_rows& rows) {
     const af_problem& p = at.args->problem;
     const float scale = static_cast<float>(p.scale);
     if (p.score) {
@@ -30,40 +29,51 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
         tile.score = t.score;
         run_program(p.score, tile);
     }
-    const vf factor = splat(p.score ? log2_e : scale * log2_e);
+    const float factor = p.score ? log2_e : scale * log2_e;
+    const vf sign = splat(sign_of_factor(p)), size = splat(factor) * sign;
     for (int64_t i = 0; i < group; ++i) {
-        const vf lse = splat(at.operands.lse[first + i]);
-        for (int64_t c = from; c < to; c += VL) {
-            const vf w = exp2(madd(load(t.score + i * t.strip + c - from), factor, -lse));
-            sums[i] += t.living.whole
-                           ? w
-                           : where(lanes(t.living.live + (first + i) * live_words, c), w, vf{});
-        }
+        const int64_t r = first + i;
+        if (!at.operands.large[r]) continue;
+        const float* score = t.score + i * t.strip - from;
+        const uint16_t* live = t.living.live + r * live_words;
+        const auto score_at = [&](int64_t c) AF_FLAT {
+            const vf s = load(score + c) * sign;
+            return t.living.whole ? s : where(lanes(live, c), s, splat(-infinity));
+        };
+        vf most = splat(rows.top[r]);
+        for (int64_t c = from; c < to; c += VL) most = larger(score_at(c), most);
+        const float top = largest_of(most);
+        if (top == -infinity) continue;
+        vf sum = rows.sum[r] * exp2((splat(rows.top[r]) - top) * size);
+        for (int64_t c = from; c < to; c += VL) sum += exp2((score_at(c) - top) * size);
+        rows.top[r] = top;
+        rows.sum[r] = sum;
     }
 }
 
-// Divides dout and delta of `at`'s large rows by their sums of weights.
-static void divide_large_rows(const tile_place& at, const vf* sums) {
+// A query that isn't finite is 0 in the operands: its row keeps what it has.
+static void keep_tops(const tile_place& at, const large_rows& rows) {
     const q_tile& tile = at.operands;
-    float* dout = reinterpret_cast<float*>(tile.dout);
+    const float sign = sign_of_factor(at.args->problem);
     for (int64_t r = 0; r < q_tile_rows; ++r) {
-        const float sum = sum_of(sums[r]);
-        // A query that isn't finite is 0 in the operands, and its row NaN whatever is done here.
-        if (!is_large(tile.lse[r]) || tile.bad_query[r] ||
-            !(sum > 0) || sum - sum != 0)
-            continue;
-        tile.delta[r] /= sum;
-        for (int64_t e = 0; e < at.plan->value_dim; ++e) dout[r * at.plan->value_dim + e] /= sum;
+        if (!tile.large[r] || tile.bad_query[r] || rows.top[r] == -infinity) continue;
+        tile.top[r] = rows.top[r] * sign;
+        tile.lse[r] = __builtin_log2f(sum_of(rows.sum[r]));
     }
 }
 
 // `at`: a packed q tile, of whose place rows, keys and kv are yet to be set.
-static void normalise_large_rows(tile_place at, tile_buffers& t) {
+template <bool PAIRS> static void sum_large_rows(tile_place at, tile_buffers& t) {
     const af_problem& p = at.args->problem;
     const backward_plan& plan = *at.plan;
     const int64_t tile = at.q / q_tile_rows;
     at.rows = smaller(p.q_length - at.q, q_tile_rows);
-    vf sums[q_tile_rows] = {};
+    large_rows rows;
+    for (int64_t r = 0; r < q_tile_rows; ++r) {
+        rows.top[r] = -infinity;
+        rows.sum[r] = vf{};
+    }
+    if constexpr (PAIRS) pairs_begin();
     for (at.kv = 0; at.kv < p.kv_length; at.kv += plan.kv_rows) {
         at.keys = smaller(p.kv_length - at.kv, plan.kv_rows);
         q_tile_walk walk;
@@ -75,16 +85,17 @@ static void normalise_large_rows(tile_place at, tile_buffers& t) {
         t.found.find(walk, tile, mask_tile(p, t, at.b, at.h));
         t.living = t.found.without_dead_rows(at.operands, at.keys, t.living_bits);
         if (!t.living.any) continue;
-        pack_transposed(matrix_of(p.key, p.dtype, at.b, at.h / plan.q_per_kv, at.kv), at.keys,
-                        p.head_dim, plan.kv_rows, reinterpret_cast<float*>(t.kv.key_t));
+        pack_keys_transposed(p, plan, matrix_of(p.key, p.dtype, at.b, at.h / plan.q_per_kv, at.kv),
+                             at.keys, t.kv);
         for (int64_t g = 0; g < ceil_div(at.rows, group); ++g)
             for (int64_t c = t.living.begin[g]; c < t.living.end[g]; c += t.strip) {
                 const int64_t end = smaller(c + t.strip, t.living.end[g]);
-                score_product<false>(at, t, g * group, c, end);
-                add_weights(at, t, g * group, c, end, sums + g * group);
+                score_product<PAIRS>(at, t, g * group, c, end);
+                add_weights(at, t, g * group, c, end, rows);
             }
     }
-    divide_large_rows(at, sums);
+    if constexpr (PAIRS) pairs_end();
+    keep_tops(at, rows);
 }
 
 }  // namespace AF_LEVEL

@@ -139,7 +139,7 @@ template <bool PAIRS, bool MASKED> struct probability {
 };
 
 // Operands of dV, dK and dQ from `score` and `grad` (dP) of a group of rows; columns [from, to).
-// score -> exp2(score * factor - lse) = P; grad -> P (dP - delta), which also goes to `grad` where
+// score -> exp2(score * factor - lse) = P, with what `subtract_tops` left as score; grad -> P (dP - delta), which also goes to `grad` where
 // products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`, a program follows.
 template <bool PAIRS, bool MASKED, bool KEEP_GRAD>
 static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int64_t first,
@@ -330,6 +330,18 @@ static void scale_scores(const tile_buffers& t, int64_t columns, float scale, bo
         }
 }
 
+// Takes their tops from a group's large rows.
+static void subtract_tops(const tile_place& at, const tile_buffers& t, int64_t first,
+                          int64_t columns) {
+    if (*at.operands.large_rows == 0) return;
+    for (int64_t i = 0; i < group; ++i) {
+        if (!at.operands.large[first + i]) continue;
+        const vf top = splat(at.operands.top[first + i]);
+        float* score = t.score + i * t.strip;
+        for (int64_t c = 0; c < columns; c += VL) store(score + c, load(score + c) - top);
+    }
+}
+
 // Scores to P, dP to dS by the mods; leaves `prob`, `dscore` and the left side of dQ.
 template <bool PAIRS>
 static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
@@ -339,6 +351,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
     const bool whole = t.living.whole;
     if (!p.score) {
         const float factor = scale * log2_e;
+        subtract_tops(at, t, first, to - from);
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);
         else
@@ -350,6 +363,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
     af_tile tile = program_tile(at, t, first, from, to);
     tile.score = t.score;
     run_program(p.score, tile);
+    subtract_tops(at, t, first, to - from);
     if (!derivative) {
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, log2_e);

@@ -331,13 +331,11 @@ void combine(void* context, int64_t unit, int) {
         float top = -infinity;
         for (int64_t s = 0; s < d.splits; ++s)
             top = first[s * step] > top ? first[s * step] : top;
-        // Weights are relative to the rounded product.
-        const vf base = rounded(splat(top) * run.scale.factor);
+        const vf factor = splat(run.scale.factor);
         row_sums row = {top * run.scale.natural, 0.0f, false, first + 4};
         for (int64_t s = 0; s < d.splits; ++s) {
             float* record = first + s * step;
-            const vf own = rounded(splat(record[0]) * run.scale.factor);
-            const vf share = record[0] == top ? splat(1.0f) : exp2(own - base);
+            const vf share = share_of(splat(record[0]), splat(top), factor);
             row.nan |= record[2] != 0.0f || (record[0] != infinity && record[1] != record[1]);
             row.sum += share[0] * record[1];
             for (int64_t e = 4; e < d.record; e += VL) {

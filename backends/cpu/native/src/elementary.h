@@ -11,7 +11,6 @@ namespace elementary {
 constexpr float INF = __builtin_inff();
 constexpr float NOT_A_NUMBER = __builtin_nanf("");
 
-AF_INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7fffffff); }
 AF_INLINE vf with_sign(vf x, vf sign) {
     return as_float((as_int(x) & 0x7fffffff) | (as_int(sign) & int32_t(0x80000000)));
 }

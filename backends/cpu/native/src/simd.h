@@ -63,6 +63,8 @@ AF_INLINE vu as_uint(vf v) { return reinterpret_cast<vu>(v); }
 AF_INLINE vf as_float(vi v) { return reinterpret_cast<vf>(v); }
 AF_INLINE vf as_float(vu v) { return reinterpret_cast<vf>(v); }
 
+AF_INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7fffffff); }
+
 // The larger; b where a is NaN is not promised, a NaN b is returned.
 AF_INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)

@@ -1,15 +1,14 @@
 // The online softmax of VL rows of a score tile (Milakov and Gimelshein, 2018).
 //
-// Scores are natural; weights are 2^(factor * score - factor * maximum), so that one fused
-// multiply-add precedes exp2. A row's sum stays a vector of VL partial sums until the end: adding
-// across lanes once a tile would cost as much as a vector of weights.
+// Scores are natural; weights are 2^(factor * score - base), so that one fused multiply-add precedes
+// exp2, with a row's base near factor * maximum (score_base.h). A row's sum stays a vector of VL partial
+// sums until the end: adding across lanes once a tile would cost as much as a vector of weights.
 #pragma once
+#include "score_base.h"
 #include "gemm.h"
 #include "pack.h"
 
 namespace AF_LEVEL {
-
-constexpr float infinity = __builtin_inff();
 
 // Columns [begin, end) of a tile, multiples of 32, in which some pair is live.
 struct stretch {
@@ -96,8 +95,21 @@ AF_INLINE bool has_dead(const softmax_tile& t, int64_t c) {
     return MASKED && !(t.whole_steps >> (c / 32) & 1);
 }
 
-// Maxima: updates top, sets alpha, and shift = -factor * maximum, of VL rows, of which `rows`
-// are computed.
+// Takes the maximum of each far row from its scores.
+static AF_NOINLINE void subtract_tops(int rows, const softmax_tile& t, const softmax_state& state,
+                                      vi far) {
+    for (int r = 0; r < rows; ++r) {
+        if (!far[r]) continue;
+        const vf top = splat(state.top[r]);
+        float* s = t.score + r * t.ld;
+        for (int i = 0; i < t.parts; ++i)
+            for (int64_t c = t.part[i].begin; c < t.part[i].end; c += VL)
+                store(s + c, load(s + c) - top);
+    }
+}
+
+// Maxima: updates top, sets alpha, and shift, what exponents are short of, of VL rows, of which
+// `rows` are computed.
 template <bool MASKED>
 static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& t,
                                     const softmax_state& state, float* shift) {
@@ -123,11 +135,13 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
     const vf old = load(state.top);
     // A NaN maximum is dropped here: the weight of its score makes the sum NaN.
     const vf now = larger(across<false>(top), old);
-    // Weights are relative to the rounded product, so alpha must be too.
-    const vf base = now == splat(-infinity) ? vf{} : rounded(now * factor);
-    store(state.alpha, old == now ? splat(1.0f) : exp2(rounded(old * factor) - base));
-    store(shift, -base);
+    store(state.alpha, share_of(old, now, splat(factor)));
     store(state.top, now);
+    const vi far = is_far(now, splat(factor));
+    const vi no_base = far | (now == splat(-infinity));
+    store(shift, no_base ? vf{} : -rounded(now * factor));
+    if (__builtin_expect(any_bit(reinterpret_cast<vu>(far)), 0))
+        subtract_tops(rows, t, state, far);
     if (__builtin_expect(any_bit(reinterpret_cast<vu>(now == splat(infinity))), 0))
         note_nan<MASKED>(rows, t, state);
 }

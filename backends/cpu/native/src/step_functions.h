@@ -67,7 +67,7 @@ void angles(const step& s, const strip& t) {
     const float* a = lanes_of<float>(s.a);
     for (int i = 0; i < t.lanes; i += VL) {
         const vf x = load(a + i);
-        if (bits_of(elementary::magnitude(x) > elementary::LARGEST_ANGLE) == 0)
+        if (bits_of(magnitude(x) > elementary::LARGEST_ANGLE) == 0)
             store(d + i, F::of(x));
         else
             for (int j = i; j < i + VL; ++j) d[j] = F::far(a[j]);
