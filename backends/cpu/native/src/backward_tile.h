@@ -121,7 +121,7 @@ template <bool PAIRS> AF_INLINE uint32_t* panel_at(uint32_t* panels, int64_t r, 
 
 // P and dP - delta times P, of VL pairs.
 template <bool PAIRS, bool MASKED> struct probability {
-    static constexpr int DEGREE = PAIRS ? 3 : 5;  // bf16 keeps 8 bits of P
+    static constexpr int DEGREE = PAIRS ? 3 : 6;  // bf16 keeps 8 bits of P
     vf p, ds;
 
     AF_INLINE probability of(const float* score, const float* dp, vf factor, vf lse, vf delta,

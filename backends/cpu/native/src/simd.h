@@ -139,11 +139,11 @@ AF_INLINE float largest_of(vf v) {
 
 // 2^x for x <= 128; 0 for -inf and, mostly, where 2^x is subnormal; NaN for NaN.
 // A polynomial over one octave (minimax in relative error on [0, 1)) and the exponent added.
-// Degrees 4 and 5 are exact at whole numbers: a row's largest score has weight 1, and so have all
+// Degrees 4 and 6 are exact at whole numbers: a row's largest score has weight 1, and so have all
 // that equal it. Degree 4 besides errs by nothing on average, so that sums of weights don't drift.
-template <int DEGREE = 5>
+template <int DEGREE = 6>
 AF_INLINE vf exp2(vf x) {
-    static_assert(DEGREE == 5 || DEGREE == 4 || DEGREE == 3, "degrees that have coefficients");
+    static_assert(DEGREE == 6 || DEGREE == 4 || DEGREE == 3, "degrees that have coefficients");
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
     // x - floor(x); 0 for an infinite x. vscalefps takes the floor of x itself.
     const vf f = _mm512_reduce_ps(x, 0x09);
@@ -155,12 +155,13 @@ AF_INLINE vf exp2(vf x) {
     const vf f = x - __builtin_convertvector(n, vf);
 #endif
     vf p;
-    if constexpr (DEGREE == 5) {  // 1.5e-7
-        p = splat(0.00187931862f);
-        p = madd(p, f, splat(0.00899099465f));
-        p = madd(p, f, splat(0.0558186769f));
-        p = madd(p, f, splat(0.240159273f));
-        p = madd(p, f, splat(0.693151712f));
+    if constexpr (DEGREE == 6) {  // 6.5e-8, of which the polynomial itself is 2e-9
+        p = splat(0.000216129152f);
+        p = madd(p, f, splat(0.00124678470f));
+        p = madd(p, f, splat(0.00967545249f));
+        p = madd(p, f, splat(0.0554852821f));
+        p = madd(p, f, splat(0.240229309f));
+        p = madd(p, f, splat(0.693147063f));
         p = madd(p, f, splat(1.0f));
     } else if constexpr (DEGREE == 4) {  // 3.5e-6
         p = splat(0.013543549f);

@@ -150,7 +150,7 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
 template <bool MASKED, bool PAIRS>
 AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softmax_state& state,
                            const float* shifts) {
-    constexpr int degree = PAIRS ? 4 : 5;
+    constexpr int degree = PAIRS ? 4 : 6;
     float* s = t.score + r * t.ld;
     [[maybe_unused]] uint16_t* weight = t.weight + r * t.weight_ld;
     const uint16_t* live = t.live + r * t.live_ld;
