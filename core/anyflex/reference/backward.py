@@ -1,5 +1,5 @@
-"""Gradients from lse, in chunks of query rows: the reference's own backward, and core's
-for every backend that has only a forward."""
+"""Gradients in chunks of query rows: the reference's own backward, and core's for every backend
+that has only a forward."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class _Backward:
         self.lse = lse.masked_fill(dead, torch.inf)
         # Whatever arrives at a dead row is dropped here.
         dout = grouped(grad.dout).to(dtype).masked_fill(dead, 0)
-        # Without a delta from outside the call holds whole rows, and delta is summed from their
-        # own weights: out has been rounded to query's dtype.
+        # Without a delta from outside the call holds whole rows: weights are made from their own
+        # maxima and sums, and delta from the weights, for out has been rounded to query's dtype.
         self.delta: Tensor | None = None
         if grad.delta is not None:
             self.delta = grouped(grad.delta).unsqueeze(-1).to(dtype).masked_fill(dead, 0)
@@ -114,7 +114,14 @@ class _Backward:
         scores = self.scores.chunk(chunk, keep_raw=self.modifies)
         weights = scores.modified
         alive = weights != -torch.inf if self.spoilt else None
-        weights.sub_(self.lse[:, :, :, rows]).exp_()
+        if self.delta is None:
+            # lse is rounded: of large scores it isn't the number that makes weights sum to 1.
+            maximum = weights.amax(-1, keepdim=True)
+            weights.sub_(maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
+            total = weights.sum(-1, keepdim=True)
+            weights.div_(total.masked_fill(total == 0, 1))
+        else:
+            weights.sub_(self.lse[:, :, :, rows]).exp_()
         if alive is not None:
             weights.masked_fill_(~alive, 0)
         dout = self.dout.taken(lambda tensor: tensor[:, :, :, rows])
@@ -130,9 +137,7 @@ class _Backward:
             products = grad * weights
             if alive is not None:
                 products.masked_fill_(~alive, 0)
-            # lse is rounded, so the weights of a row with large scores don't quite sum to 1.
-            total = weights.sum(-1, keepdim=True)
-            delta = products.sum(-1, keepdim=True).div_(total.masked_fill(total == 0, 1))
+            delta = products.sum(-1, keepdim=True)
         if self.dlse is not None:
             delta = delta - self.dlse[:, :, :, rows]
         grad.sub_(delta).mul_(weights)

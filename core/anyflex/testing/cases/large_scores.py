@@ -1,0 +1,162 @@
+"""Scores whose size leaves a softmax little room: exact ones, so that the results are known.
+
+Queries and keys are small whole numbers and the scale is 1/8: float32 holds each score, and each
+sum that the mods below make of it, to the last bit, and equal scores are equal. So the dense formula
+says what must come out, which the general budgets, that allow what rounding does to scores of this
+size, don't.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.testing.attention_case import LSE, MAXIMA, AttentionCase, Drawn
+from anyflex.testing.budgets import Budgets
+from anyflex.testing.case import Case, behaviour
+from anyflex.testing.checking import plain, with_mod
+from anyflex.testing.comparison import by_backend, by_oracle, mismatches
+from anyflex.testing.session import Session
+
+__all__ = ["CASES"]
+
+CASES: dict[str, Case] = {}
+LOWEST = torch.finfo(torch.float32).min
+KEYS = 150
+
+Builder = Callable[..., Callable[..., Any]]
+
+
+def lowered_to_lowest(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
+    """Whole rows, whole columns and the rest, as padding masks are written as biases."""
+    return lambda s, b, h, q, k: s + torch.minimum(rows[q], keys[k])
+
+
+def lowest_instead(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
+    """The same by a choice."""
+    return lambda s, b, h, q, k: torch.where(torch.minimum(rows[q], keys[k]) < 0, LOWEST, s)
+
+
+def raised() -> Callable[..., Any]:
+    """By as much as leaves scores their last bit."""
+    return lambda s, b, h, q, k: s + 2.0**20
+
+
+def lowered() -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s - 2.0**20
+
+
+def in_steps() -> Callable[..., Any]:
+    """Each step of keys wins over all before it, from small scores to large ones."""
+    return lambda s, b, h, q, k: s + (k // 30) * 3000.0
+
+
+def magnified() -> Callable[..., Any]:
+    """All but the largest, of which there are several, vanish."""
+    return lambda s, b, h, q, k: s * 2.0**24
+
+
+def _whole_numbers(tensors: dict[str, Tensor]) -> None:
+    for name in ("query", "key"):
+        tensors[name].mul_(1.5).round_().clamp_(-3, 3)
+
+
+def _equal_products(tensors: dict[str, Tensor]) -> None:
+    for name in ("query", "key"):
+        tensors[name].fill_(4e4)
+
+
+def _lowest_tables(case: AttentionCase) -> dict[str, Tensor]:
+    rows, keys = torch.zeros(case.q_length), torch.zeros(case.kv_length)
+    rows[::3] = LOWEST
+    keys[1::4] = LOWEST
+    return {"rows": rows, "keys": keys}
+
+
+def _cases(session: Session, name: str, **changes: Any) -> list[AttentionCase]:
+    """Many rows and, where that is declared, few."""
+    can = session.backend.capabilities
+    aux = can.aux & (LSE | MAXIMA)
+    lengths = [80, 3] if can.decode else [80]
+    return [
+        plain(session, name, q_length=length, kv_length=KEYS, scale=0.125, aux=aux, **changes)
+        for length in lengths
+    ]
+
+
+def _compare(session: Session, case: AttentionCase, drawn: Drawn) -> None:
+    """Fail where a result is further from the dense formula than a few roundings of its own."""
+    found = by_backend(case, drawn, session.name, session.device)
+    session.check_journal()
+    exact = by_oracle(case, drawn).exact
+    steps = 64 if case.dtype.itemsize >= 4 else 8
+    allowed = {}
+    for name, wanted in exact.items():
+        width = torch.float32 if name in ("lse", "max_scores") else case.dtype
+        largest = wanted.abs().amax() if wanted.numel() else wanted.new_zeros(())
+        allowed[name] = (steps * torch.finfo(width).eps * largest.clamp_min(1.0)).expand_as(wanted)
+    kept = {name: wanted for name, wanted in exact.items() if name in found}
+    lines = mismatches(found, Budgets(kept, allowed), case, drawn)
+    session.require(not lines, f"with {case.q_length} rows " + "; ".join(lines))
+
+
+def _enter(name: str, shows: str, builder: Builder, *, has_tables: bool, learns: bool) -> None:
+    @behaviour(CASES, f"large_scores/{name}", shows, quick=True)
+    def run(session: Session) -> None:
+        for case in _cases(session, name, values=_whole_numbers):
+            if not learns:
+                case = dataclasses.replace(case, gradients=frozenset())
+            drawn = case.draw(session.device)
+            leaves = _lowest_tables(case) if has_tables else {}
+            _compare(session, case, with_mod(drawn, "score", case, builder, **leaves))
+
+
+_enter(
+    "lowered_to_lowest",
+    "a row whose scores are all the lowest float weighs its keys alike",
+    lowered_to_lowest,
+    has_tables=True,
+    learns=True,
+)
+_enter(
+    "lowest_instead",
+    "the same where the lowest float stands instead of scores",
+    lowest_instead,
+    has_tables=True,
+    learns=True,
+)
+_enter(
+    "raised", "scores near a million keep their differences", raised, has_tables=False, learns=True
+)
+_enter(
+    "lowered",
+    "scores near minus a million keep their differences",
+    lowered,
+    has_tables=False,
+    learns=True,
+)
+_enter(
+    "in_steps",
+    "sums are rescaled from small scores to large ones",
+    in_steps,
+    has_tables=False,
+    learns=True,
+)
+_enter(
+    "magnified",
+    "equal scores of 2^24 and more share the weight",
+    magnified,
+    has_tables=False,
+    learns=False,
+)
+
+
+@behaviour(CASES, "large_scores/products", "and so do equal products of 10^10", quick=True)
+def products(session: Session) -> None:
+    for case in _cases(session, "products", values=_equal_products):
+        forward = dataclasses.replace(case, gradients=frozenset())
+        _compare(session, forward, forward.draw(session.device))
