@@ -163,16 +163,15 @@ def test_a_captured_tensor_without_memory_is_refused(
     made: Callable[[], Tensor], reader: str, way: dict[str, dict[str, str]]
 ) -> None:
     (query,) = some(50)
-    table = torch.zeros(50)
+    table, empty = torch.zeros(50), made()
     mask = None
     if reader == "mask_mod":
         mask = anyflex.create_block_mask(lambda b, h, q, k: table[k] <= q, None, None, 50, 50)
-        mask.mask_mod = lambda b, h, q, k, table=made(): table[k] <= q
+        mask.mask_mod = lambda b, h, q, k: empty[k] <= q
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + empty[k]
 
-    empty = made()
     chosen = score_mod if reader == "score_mod" else None
     with pytest.raises(anyflex.ArgumentError, match="has no memory that a kernel could read"):
         anyflex.flex_attention(

@@ -63,11 +63,11 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
 }
 
-// Whether a row's weights want more than its lse: backward_row_sums.h. Products of bf16 round
-// weights to 8 bits themselves, and what comes from outside can't be summed again.
+// Whether a row's weights want more than its lse: backward_row_sums.h. Products of bf16 round weights
+// to 8 bits themselves, and what comes from outside can't be summed again.
 inline bool is_large(const af_backward_args& args, const backward_plan& plan, float lse) {
     const float size = __builtin_fabsf(lse);
-    return size >= (plan.pairs || args.delta ? far_away : 128.0f) && size < infinity;
+    return size >= (plan.pairs || args.delta ? far_away : 16.0f) && size < infinity;
 }
 
 // Rows [first, first + q_tile_rows) of query head h.

@@ -1,9 +1,9 @@
 // The tops and sums of rows with large scores, computed again.
 //
-// lse is a float. Where it is 1000 its rounding makes every weight exp(s - lse) of the row wrong by
-// up to 3e-5, and so does a forward that summed its products in another order; where it is 10^8 its
-// log of the sum is lost, and where it is 10^39 in powers of two it overflows. Before the pass
-// begins such rows get a top of their own, from the very scores that the pass will see, and an lse
+// lse is a float. Where it is 16 its rounding makes every weight exp(s - lse) of the row wrong by up
+// to 1e-6, where it is 1000 by 3e-5, and so does a forward that summed its products in another order;
+// where it is 10^8 its log of the sum is lost, and where it is 3 * 10^38 its product overflows. Before
+// the pass begins such rows get a top of their own, from the very scores that the pass will see, and an lse
 // relative to it. lse from outside may cover more keys than the call has: it stays what it is.
 #pragma once
 #include "backward_tile.h"

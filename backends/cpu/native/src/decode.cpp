@@ -332,7 +332,7 @@ void combine(void* context, int64_t unit, int) {
         for (int64_t s = 0; s < d.splits; ++s)
             top = first[s * step] > top ? first[s * step] : top;
         const vf factor = splat(run.scale.factor);
-        row_sums row = {top * run.scale.natural, 0.0f, false, first + 4};
+        row_sums row = {top, 0.0f, false, first + 4};
         for (int64_t s = 0; s < d.splits; ++s) {
             float* record = first + s * step;
             const vf share = share_of(splat(record[0]), splat(top), factor);
@@ -343,7 +343,7 @@ void combine(void* context, int64_t unit, int) {
                 store(first + e, madd(share, load(record + e), sum));
             }
         }
-        finish_row(*run.args, job.b, job.h + r / p.q_length, r % p.q_length, row);
+        finish_row(*run.args, run.scale, job.b, job.h + r / p.q_length, r % p.q_length, row);
     }
 }
 

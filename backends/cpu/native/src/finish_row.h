@@ -4,15 +4,15 @@
 
 namespace AF_LEVEL {
 
-// A row's softmax: weights are relative to `top`, which is natural.
+// A row's softmax.
 struct row_sums {
-    float top, sum;
+    float top, sum;    // the largest stored score; of weights relative to it
     bool nan;          // a NaN score beside an infinite one; any other NaN is in the sum
     const float* out;  // [value width]: weighted values
 };
 
-static void finish_row(const af_forward_args& args, int64_t b, int64_t h, int64_t q,
-                       const row_sums& row) {
+static void finish_row(const af_forward_args& args, const score_scale& scale, int64_t b,
+                       int64_t h, int64_t q, const row_sums& row) {
     const af_problem& p = args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const int64_t index = (b * p.q_heads + h) * p.q_length + q;
@@ -26,11 +26,12 @@ static void finish_row(const af_forward_args& args, int64_t b, int64_t h, int64_
             store_row(row.out, p.value_head_dim, inverse, AF_F32,
                       args.unrounded_out + index * p.value_head_dim);
     }
-    if (args.lse)
-        args.lse[index] = row.sum == 0.0f ? -infinity : row.top + __builtin_logf(row.sum);
+    const bool none = row.sum == 0.0f;
+    if (args.lse) args.lse[index] = none ? -infinity : log_of_sum(row.top, row.sum, scale);
     if (args.max_scores) {
         const bool nan = row.sum != row.sum && (row.top != infinity || row.nan);
-        args.max_scores[index] = nan ? __builtin_nanf("") : row.top;
+        const float natural = static_cast<float>(row.top * scale.natural);
+        args.max_scores[index] = nan ? __builtin_nanf("") : natural;
     }
 }
 

@@ -91,9 +91,9 @@ void pack(const forward_run& run, int64_t unit) {
 
 void finish(const forward_run& run, const forward_buffers& b, const forward_job& job) {
     for (int r = 0; r < job.rows; ++r)
-        finish_row(*run.args, job.b, job.h, job.q + r,
-                   {b.state.top[r] * run.scale.natural, sum_of(load(b.state.sum + r * VL)),
-                    b.state.nan[r] != 0, b.out + r * run.plan.value_width});
+        finish_row(*run.args, run.scale, job.b, job.h, job.q + r,
+                   {b.state.top[r], sum_of(load(b.state.sum + r * VL)), b.state.nan[r] != 0,
+                    b.out + r * run.plan.value_width});
 }
 
 // Live bits of a tile, by this thread's buffers.

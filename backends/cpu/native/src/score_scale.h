@@ -9,14 +9,14 @@ namespace AF_LEVEL {
 struct score_scale {
     float stored;   // scores are stored with it
     float factor;   // of a stored score on its way into exp2
-    float natural;  // a stored score times this is the score
+    double natural;  // a stored score times this is the score
 };
 
 static inline score_scale scale_of(const af_problem& p) {
     const float scale = static_cast<float>(p.scale);
     if (!p.score && scale > 0.0f && scale < __builtin_inff())
-        return {1.0f, static_cast<float>(p.scale * 1.4426950408889634), scale};
-    return {scale, 1.4426950408889634f, 1.0f};
+        return {1.0f, static_cast<float>(p.scale * 1.4426950408889634), p.scale};
+    return {scale, 1.4426950408889634f, 1.0};
 }
 
 }  // namespace AF_LEVEL

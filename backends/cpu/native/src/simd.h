@@ -86,6 +86,13 @@ AF_INLINE vf madd(vf a, vf b, vf c) {
 #endif
 }
 
+// Whether `madd` rounds once.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool is_fused = true;
+#else
+constexpr bool is_fused = false;
+#endif
+
 // x as it is rounded: the compiler may not fuse the product that it came from.
 AF_INLINE vf rounded(vf x) {
     __asm__("" : "+m"(x));

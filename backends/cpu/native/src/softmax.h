@@ -108,11 +108,10 @@ static AF_NOINLINE void subtract_tops(int rows, const softmax_tile& t, const sof
     }
 }
 
-// Maxima: updates top, sets alpha, and shift, what exponents are short of, of VL rows, of which
-// `rows` are computed.
+// Maxima: updates top, sets alpha and bases, of VL rows, of which `rows` are computed.
 template <bool MASKED>
 static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& t,
-                                    const softmax_state& state, float* shift) {
+                                    const softmax_state& state, float* bases) {
     vf top[VL];
     for (int r = 0; r < VL; ++r) {
         vf a = splat(-infinity), b = a;
@@ -137,10 +136,9 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
     const vf now = larger(across<false>(top), old);
     store(state.alpha, share_of(old, now, splat(factor)));
     store(state.top, now);
+    store(bases, base_of(now, splat(factor)));
     const vi far = is_far(now, splat(factor));
-    const vi no_base = far | (now == splat(-infinity));
-    store(shift, no_base ? vf{} : -rounded(now * factor));
-    if (__builtin_expect(any_bit(reinterpret_cast<vu>(far)), 0))
+    if (is_fused && __builtin_expect(any_bit(reinterpret_cast<vu>(far)), 0))
         subtract_tops(rows, t, state, far);
     if (__builtin_expect(any_bit(reinterpret_cast<vu>(now == splat(infinity))), 0))
         note_nan<MASKED>(rows, t, state);
@@ -149,17 +147,17 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
 // Weights of row r.
 template <bool MASKED, bool PAIRS>
 AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softmax_state& state,
-                           const float* shifts) {
+                           const float* bases) {
     constexpr int degree = PAIRS ? 4 : 6;
     float* s = t.score + r * t.ld;
     [[maybe_unused]] uint16_t* weight = t.weight + r * t.weight_ld;
     const uint16_t* live = t.live + r * t.live_ld;
-    const vf shift = splat(shifts[r]);
+    const vf base = splat(bases[r]);
     vf sum0 = vf{}, sum1 = vf{};
     for (int i = 0; i < t.parts; ++i)
         for (int64_t c = t.part[i].begin; c < t.part[i].end; c += 2 * VL) {
-            vf w0 = exp2<degree>(madd(load(s + c), factor, shift));
-            vf w1 = exp2<degree>(madd(load(s + c + VL), factor, shift));
+            vf w0 = exp2<degree>(exponent(load(s + c), factor, base));
+            vf w1 = exp2<degree>(exponent(load(s + c + VL), factor, base));
             if (has_dead<MASKED>(t, c)) {
                 w0 = where(lanes(live, c), w0, vf{});
                 w1 = where(lanes(live, c + VL), w1, vf{});
@@ -183,10 +181,10 @@ AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softma
 template <bool MASKED, bool PAIRS>
 static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile& t,
                                      const softmax_state& state) {
-    alignas(64) float shift[VL];
-    softmax_top<MASKED>(rows, factor, t, state, shift);
+    alignas(64) float bases[VL];
+    softmax_top<MASKED>(rows, factor, t, state, bases);
     for (int r = 0; r < rows; ++r)
-        softmax_row<MASKED, PAIRS>(r, splat(factor), t, state, shift);
+        softmax_row<MASKED, PAIRS>(r, splat(factor), t, state, bases);
 }
 
 }  // namespace AF_LEVEL
