@@ -4,8 +4,8 @@
 
 Same inputs and gradient that arrives, float32, bfloat16 and float16, forward and backward: full,
 causal, ALiBi as a score mod beside torch with the same bias as a tensor, grouped heads; forward
-alone of decoding. Head dims 40, 64 and 128, lengths that are and aren't whole blocks. Every level of
-instructions that the processor can run, each in a process of its own. Errors are those of all
+alone of decoding. Head dims 40, 64 and 128, lengths that are and aren't whole blocks. Every level
+of instructions that the processor can run, each in a process of its own. Errors are those of all
 elements of SEEDS draws, against a dense float64 formula of the same rounded inputs: root mean
 square, and the largest. Exits with 1 if a row of `out` is above LIMIT (ours to torch's, root mean
 square), if the geometric mean of a type's rows of one result is, or if a gradient's row is above
