@@ -149,32 +149,35 @@ def test_numbers_that_change_are_read_anew(way: dict[str, dict[str, str]]) -> No
         assert_near(out, wanted, torch.float32)
 
 
-def _freed() -> Tensor:
+def _resized(size: int) -> Tensor:
     tensor = torch.randn(50)
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(size)
     return tensor
 
 
 @pytest.mark.parametrize(
-    "made", [lambda: torch._efficientzerotensor((50,)), _freed], ids=["zero tensor", "freed"]
+    "made",
+    [lambda: torch._efficientzerotensor((50,)), lambda: _resized(0), lambda: _resized(196)],
+    ids=["zero tensor", "freed", "too short"],
 )
 @pytest.mark.parametrize("reader", ["score_mod", "mask_mod"])
 def test_a_captured_tensor_without_memory_is_refused(
     made: Callable[[], Tensor], reader: str, way: dict[str, dict[str, str]]
 ) -> None:
     (query,) = some(50)
-    table = torch.zeros(50)
+    table, empty = torch.zeros(50), made()
     mask = None
     if reader == "mask_mod":
         mask = anyflex.create_block_mask(lambda b, h, q, k: table[k] <= q, None, None, 50, 50)
-        mask.mask_mod = lambda b, h, q, k, table=made(): table[k] <= q
+        mask.mask_mod = lambda b, h, q, k: empty[k] <= q
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return s + empty[k]
 
-    empty = made()
     chosen = score_mod if reader == "score_mod" else None
-    with pytest.raises(anyflex.ArgumentError, match="has no memory that a kernel could read"):
+    with pytest.raises(
+        anyflex.ArgumentError, match=r"captured tensor 'empty' (is a zero|of shape)"
+    ):
         anyflex.flex_attention(
             query, query, query, chosen, mask, None, False, False, way, backend="cpu"
         )

@@ -14,6 +14,7 @@ from anyflex.errors import AnyflexError
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
+from anyflex.runtime.readable import check_backward
 from anyflex.runtime.workspace import allocate, give_back, take
 
 __all__ = ["launch_backward", "launch_forward"]
@@ -83,8 +84,10 @@ def launch_backward(
     where the spec asks for none.
 
     Raises:
+        ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
         PluginError: the kernel raised; what it raised is the cause.
     """
+    check_backward(call, saved, grad)
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
     dq = dk = dv = None
