@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from typing import Protocol
 
@@ -24,6 +25,7 @@ __all__ = [
     "mods_of",
     "no_jit",
     "number_slots",
+    "unusable_jit",
 ]
 
 
@@ -31,13 +33,34 @@ OLDEST_LLVMLITE = (0, 45)
 
 
 def no_jit() -> str:
-    """Return why mods can't be compiled, or ""."""
+    """Return why mods can't be compiled, or "" where llvmlite is installed. It isn't loaded, which
+    takes 40 ms."""
     version = llvmlite_version()
     if version is None:
         return "no llvmlite"
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_LLVMLITE:
         return f"llvmlite {version} is older than {'.'.join(map(str, OLDEST_LLVMLITE))}"
     return ""
+
+
+def unusable_jit() -> str:
+    """As `no_jit`, once llvmlite is loaded."""
+    if reason := no_jit():
+        return reason
+    from anyflex_cpu.jit_engine import load_failure
+
+    failure = load_failure()
+    return f"llvmlite {llvmlite_version()} can't be loaded: {failure}" if failure else ""
+
+
+@functools.cache
+def _warn_of_llvmlite(reason: str) -> None:
+    """Log once that an llvmlite that is installed isn't used: nobody asked for that."""
+    logging.getLogger("anyflex").warning(
+        "anyflex-cpu interprets mods, which is slower than to compile them: %s. Install llvmlite "
+        "again, or uninstall it",
+        reason,
+    )
 
 
 @functools.cache
@@ -118,6 +141,7 @@ class Programs:
 
     Attributes:
         how: ``"jit"`` or ``"interpreted"``, or "" where there are no mods.
+        reason: why they are interpreted where nobody asked for it, or "".
         addresses: of the af_programs of mask, score and score's derivative, 0 for none, for calls
             within `LIMITS`.
     """
@@ -129,10 +153,14 @@ class Programs:
         self._mods = mods_of(spec)
         self._lock = threading.Lock()
         self._wide: _Made | None = None
-        self.how = ""
+        self.how = self.reason = ""
         if self._mods:
-            jit = option == "jit" or (option == "auto" and not no_jit())
-            self.how = "jit" if jit else "interpreted"
+            if option == "auto":
+                self.reason = unusable_jit()
+                if self.reason and not no_jit():
+                    _warn_of_llvmlite(self.reason)
+            interpreted = option == "interpreter" or self.reason
+            self.how = "interpreted" if interpreted else "jit"
         self._narrow = self._make(LIMITS)
         self.addresses = self._narrow.addresses
 
