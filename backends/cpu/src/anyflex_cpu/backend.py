@@ -24,7 +24,10 @@ from anyflex.plugin import (
 )
 from anyflex_cpu import library
 
-__all__ = ["CpuBackend"]
+__all__ = ["MOST_CAPTURED", "CpuBackend"]
+
+MOST_CAPTURED = 64
+"""The native library's most_captured."""
 
 
 class CpuBackend(Backend):
@@ -81,6 +84,13 @@ class CpuBackend(Backend):
 
     def supports(self, spec: Spec) -> Decision:
         decision = super().supports(spec)
+        learned = sum(facts.needs_grad for facts in spec.captured)
+        if isinstance(decision, Accepted) and learned and len(spec.captured) > MOST_CAPTURED:
+            return Rejected(
+                f"gradients of captured tensors are computed where mods read at most "
+                f"{MOST_CAPTURED} tensors; these read {len(spec.captured)}, {learned} of which "
+                "require grad: stack them into fewer"
+            )
         if isinstance(decision, Accepted) and dict(spec.options).get("mods") == "jit":
             from anyflex_cpu.programs import no_jit, unusable_jit
 

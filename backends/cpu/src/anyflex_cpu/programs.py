@@ -13,7 +13,7 @@ from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate
 from anyflex_cpu import bytecode, structs
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
-from anyflex_cpu.jit import NativeFunction, compile_mods
+from anyflex_cpu.jit import NativeFunction, TooLong, compile_mods
 from anyflex_cpu.library import Library
 
 __all__ = [
@@ -30,6 +30,11 @@ __all__ = [
 
 
 OLDEST_LLVMLITE = (0, 45)
+
+LONGEST = 4_000_000
+"""Characters of LLVM IR that are compiled unasked. LLVM's time grows faster than they do: a score
+mod that adds 300 tables [q_idx, kv_idx] has 2.2 million and takes 3 to 5 s, one of 600 has twice
+as many and takes 20; the interpreter's bytecode is there at once."""
 
 
 def no_jit() -> str:
@@ -150,6 +155,7 @@ class Programs:
         self._spec = spec
         self._library = library
         self._artifacts = artifacts
+        self._option = option
         self._mods = mods_of(spec)
         self._lock = threading.Lock()
         self._wide: _Made | None = None
@@ -173,7 +179,18 @@ class Programs:
 
     def _make(self, limits: Limits) -> _Made:
         if self.how == "jit":
-            return Compiled(self._spec, self._mods, self._library, self._artifacts, limits)
+            try:
+                return Compiled(
+                    self._spec,
+                    self._mods,
+                    self._library,
+                    self._artifacts,
+                    limits,
+                    LONGEST if self._option == "auto" else None,
+                )
+            except TooLong as error:
+                # Not only for these limits: what `how` and `reason` tell is of all calls.
+                self.how, self.reason = "interpreted", str(error)
         return Interpreted(self._spec, self._mods, self._library, limits)
 
 
@@ -225,10 +242,20 @@ class Compiled:
         library: what the code calls for a read outside of a captured tensor.
         artifacts: where the code is kept.
         limits: what calls keep to.
+        longest: characters of IR that are compiled at most, or None for any number.
+
+    Raises:
+        TooLong: the mods' IR is longer than `longest`.
     """
 
     def __init__(
-        self, spec: Spec, mods: Mods, library: Library, artifacts: Artifacts, limits: Limits
+        self,
+        spec: Spec,
+        mods: Mods,
+        library: Library,
+        artifacts: Artifacts,
+        limits: Limits,
+        longest: int | None = None,
     ) -> None:
         self._code = compile_mods(
             mods.mask,
@@ -238,6 +265,7 @@ class Compiled:
             artifacts=artifacts,
             note_read_outside=library.address("af_note_read_outside"),
             limits=limits,
+            longest=longest,
         )
         self._held: list[structs.Program] = []
         code = self._code
