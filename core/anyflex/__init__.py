@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from anyflex.attention import flex_attention
 from anyflex.aux_outputs import AuxOutput, AuxRequest
 from anyflex.errors import (
+    AllocationError,
     AnyflexError,
     ArgumentError,
     ArgumentTypeError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllocationError",
     "AnyflexError",
     "ArgumentError",
     "ArgumentTypeError",

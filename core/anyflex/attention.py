@@ -109,14 +109,20 @@ def flex_attention(
         return_aux,
         backend,
     )
-    if torch.compiler.is_compiling() or not is_plain(query, key, value):
+    if torch.compiler.is_compiling():
         out, lse, max_scores = _through_op(
             query, key, value, score_mod, block_mask, scale, aux, options, backend
         )
-    else:
+    elif is_plain(query, key, value):
         out, lse, max_scores = _late("anyflex.runtime.eager").run(
             query, key, value, score_mod, block_mask, scale, aux, options, backend
         )
+    else:
+        naming = _late("anyflex.tensor_subclasses").naming_subclasses
+        with naming(query=query, key=key, value=value):
+            out, lse, max_scores = _through_op(
+                query, key, value, score_mod, block_mask, scale, aux, options, backend
+            )
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out

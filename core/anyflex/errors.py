@@ -9,7 +9,8 @@ AnyflexError
 ├── BackendRefused (NotImplementedError)  nobody, or not the forced backend, takes the call
 ├── PluginError (RuntimeError)            a plugin that is broken
 │   └── BackendConflict                   two distributions under one backend name
-└── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
+├── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
+└── AllocationError (MemoryError)         there is not enough memory for the call
 
 PerformanceWarning (UserWarning)          the call works, slower than it could
 """
@@ -17,6 +18,7 @@ PerformanceWarning (UserWarning)          the call works, slower than it could
 from __future__ import annotations
 
 __all__ = [
+    "AllocationError",
     "AnyflexError",
     "ArgumentError",
     "ArgumentTypeError",
@@ -114,6 +116,11 @@ class BackendConflict(PluginError):
 
 class GraphCaptureError(AnyflexError, RuntimeError):
     """A kernel would have to be compiled while a device graph is being captured."""
+
+
+class AllocationError(AnyflexError, MemoryError, RuntimeError):
+    """There is not enough memory for what the call returns or computes in. Also a RuntimeError,
+    which is what torch raises on a CPU; an accelerator's ``torch.OutOfMemoryError`` stays that."""
 
 
 class PerformanceWarning(UserWarning):

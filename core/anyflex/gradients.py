@@ -15,6 +15,7 @@ from anyflex.runtime.eager import gather
 from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.ops import flex_attention_backward_op
 from anyflex.runtime.plan import plan_for
+from anyflex.runtime.readable import check_readable
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
 
@@ -93,15 +94,23 @@ def flex_attention_backward(
     )
     _check_given(query, value, dout=dout, out=out)
     _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
-    if torch.compiler.is_compiling() or not is_plain(query, key, value):
-        captured, found = _through_op(
-            (dout, dlse, delta, query, key, value, out, lse),
-            (score_mod, block_mask, scale, aux, options, backend),
-        )
+    given = (dout, dlse, delta, query, key, value, out, lse)
+    call = (score_mod, block_mask, scale, aux, options, backend)
+    if torch.compiler.is_compiling():
+        captured, found = _through_op(given, call)
+    elif not is_plain(query, key, value):
+        from anyflex.tensor_subclasses import naming_subclasses
+
+        with naming_subclasses(
+            dout=dout, query=query, key=key, value=value, out=out, lse=lse, dlse=dlse, delta=delta
+        ):
+            captured, found = _through_op(given, call)
     else:
         with torch.enable_grad():
             inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
         if delta is None:
+            check_readable("dout", dout)
+            check_readable("out", out)
             delta = (dout.to(lse.dtype) * out).sum(-1)
         inputs.gradients = (True, True, True, *inputs.gradients[3:])
         inputs.needs_lse = True

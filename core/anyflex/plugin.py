@@ -24,6 +24,7 @@ from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Alignment, CapturedFacts, Spec
 from anyflex.errors import (
+    AllocationError,
     AnyflexError,
     ArgumentError,
     BackendRefused,
@@ -53,6 +54,7 @@ __all__ = [
     "PARTIAL",
     "Accepted",
     "Alignment",
+    "AllocationError",
     "AnyflexError",
     "ArgumentError",
     "Artifacts",

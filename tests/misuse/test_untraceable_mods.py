@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -162,3 +163,48 @@ def test_gradients_of_an_untraceable_mod_reach_what_it_reads() -> None:
     wanted = torch.autograd.grad(dense(*leaves).sum(), leaves)
     torch.testing.assert_close(query.grad, wanted[0])
     torch.testing.assert_close(weight.grad, wanted[1])
+
+
+def test_a_mod_that_calls_itself_without_end_is_refused_by_name_and_line() -> None:
+    def deeper(x: Any) -> Any:
+        return deeper(x + 1)
+
+    def endless(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> Any:
+        return deeper(score)
+
+    said = r"score_mod \S*endless calls functions within each other .*test_untraceable_mods.py:\d+"
+    for backend in (None, "reference"):
+        with pytest.raises(ModTraceError, match=said) as caught:
+            anyflex.flex_attention(QUERY, QUERY, QUERY, endless, backend=backend)
+        assert caught.value.operation == "recursion" and "ever stop" in caught.value.hint
+        assert caught.value.line in range(*lines_of(deeper))
+    with pytest.raises(ModTraceError, match=r"mask_mod \S*<lambda> calls functions within"):
+        anyflex.create_block_mask(lambda b, h, q, k: deeper(q) > k, None, None, 8, 8)
+    with pytest.raises(ModTraceError, match="a mod that can't be traced calls functions within"):
+        anyflex.flex_attention(
+            QUERY, QUERY, QUERY, lambda s, b, h, q, k: deeper(torch.special.zeta(s, 2.0))
+        )
+
+
+def lines_of(function: Any) -> tuple[int, int]:
+    lines, first = inspect.getsourcelines(function)
+    return first, first + len(lines)
+
+
+def test_a_mod_composed_of_more_functions_than_its_key_follows_is_traced_all_the_same() -> None:
+    def nothing(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        return score
+
+    def after(inner: Any) -> Any:
+        return lambda score, b, h, q, k: inner(score, b, h, q, k) + 1
+
+    mod: Any = nothing
+    for _ in range(sys.getrecursionlimit() * 6 // 10):
+        mod = after(mod)
+    out = anyflex.flex_attention(QUERY, QUERY, QUERY, mod, backend="reference")
+    wanted = anyflex.flex_attention(QUERY, QUERY, QUERY, backend="reference")
+    torch.testing.assert_close(out, wanted)

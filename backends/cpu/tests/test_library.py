@@ -151,3 +151,54 @@ def test_without_a_usable_llvmlite_mods_are_interpreted_and_it_says_so(
         query, query, query, lambda score, b, h, q, k: triple(score) - 5, backend="cpu"
     )
     assert "mods interpreted" in said.variant
+
+
+WITHOUT_LLVM = """
+import logging, torch, anyflex
+from importlib.metadata import entry_points
+from anyflex.plugin import register
+from anyflex_cpu.backend import CpuBackend
+if not any(point.name == "cpu" for point in entry_points(group="anyflex.backends.v1")):
+    register("cpu", CpuBackend)
+logging.basicConfig(format="%(message)s")
+q = torch.randn(1, 1, 8, 8)
+double = lambda score, b, h, q, k: score * 2
+triple = lambda score, b, h, q, k: score * 3
+(note,) = CpuBackend("cpu", "cpu").notes()
+print(note)
+print(anyflex.explain(q, q, q, double).variant)
+out = anyflex.flex_attention(q, q, q, double)
+anyflex.flex_attention(q, q, q, triple)
+torch.testing.assert_close(out, anyflex.flex_attention(q, q, q, double, backend="reference"))
+try:
+    anyflex.flex_attention(
+        q, q, q, double, backend="cpu", kernel_options={"cpu": {"mods": "jit"}}
+    )
+except anyflex.BackendRefused as refusal:
+    print(refusal)
+"""
+
+
+def test_an_llvmlite_that_cannot_be_loaded_leaves_mods_to_the_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("llvmlite", reason="its metadata counts")
+    package = tmp_path / "llvmlite"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    error = "Could not find/load shared object file 'libllvmlite.so'"
+    (package / "binding.py").write_text(f"raise OSError({error!r} + chr(10) + 'Error was: ...')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LLVM],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    note, variant, refusal = done.stdout.splitlines()[:3]
+    reason = f"can't be loaded: OSError: {error}"
+    assert note.startswith("mods are interpreted: llvmlite ") and reason in note
+    assert "mods interpreted (llvmlite " in variant and reason in variant
+    assert "option mods='jit' needs llvmlite" in refusal and reason in refusal
+    warnings = [line for line in done.stderr.splitlines() if "interprets mods" in line]
+    assert len(warnings) == 1 and reason in warnings[0]

@@ -242,3 +242,23 @@ def test_a_long_call_stays_within_its_workspace() -> None:
     anyflex.flex_attention(query, query, query, None, mask, backend="cpu")
     # The score matrix would be 1 GiB.
     assert resident() - before < 96 * MIB
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_workspace_that_fits_nowhere_is_no_fault_of_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    from anyflex_cpu.kernel import CpuKernel
+
+    plain = CpuKernel._workspace_bytes
+
+    def asked(self: CpuKernel, call: object, which: str, *rest: object) -> int:
+        return 2**55 if which == direction else plain(self, call, which, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CpuKernel, "_workspace_bytes", asked)
+    # Sizes that nothing else computes: they are kept.
+    query = torch.randn(1, 1, 9, 8 if direction == "forward" else 16, requires_grad=True)
+    with pytest.raises(
+        anyflex.AllocationError, match=rf"workspace: {2**55 + 64} bytes \(32 PiB\)"
+    ):
+        anyflex.flex_attention(query, query, query, backend="cpu").sum().backward()

@@ -21,6 +21,7 @@ from anyflex.errors import BlockMaskError, ModTraceError, PerformanceWarning
 from anyflex.intervals.analysis import Domain
 from anyflex.mod_graph.trace import TracedMod, mod_kind, trace_mod
 from anyflex.registry.isolation import user_stacklevel
+from anyflex.runtime.readable import why_unreadable
 
 __all__ = ["create_block_mask", "create_mask"]
 
@@ -219,6 +220,10 @@ def _captured_device(traced: TracedMod | None) -> torch.device:
                 raise BlockMaskError(
                     f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
                     "and has no values: a mask is built from values"
+                )
+            if reason := why_unreadable(tensor):
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which {reason}"
                 )
             if tensor.device.type != "cpu":
                 return tensor.device

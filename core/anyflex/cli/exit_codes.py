@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import enum
 
-from anyflex.errors import AnyflexError, BackendRefused, GraphCaptureError, PluginError
+from anyflex.errors import (
+    AllocationError,
+    AnyflexError,
+    BackendRefused,
+    GraphCaptureError,
+    PluginError,
+)
 
 __all__ = [
     "ExitCode",
@@ -54,7 +60,7 @@ class UserFileFailed(AnyflexError):
 
 def code_of(error: AnyflexError) -> ExitCode:
     """Return the exit status for an error that ends a command."""
-    if isinstance(error, (NotRun, BackendRefused, GraphCaptureError)):
+    if isinstance(error, (NotRun, BackendRefused, GraphCaptureError, AllocationError)):
         return ExitCode.NOT_RUN
     if isinstance(error, (PluginError, UserFileFailed)):
         return ExitCode.BROKEN

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dis
 import os
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from anyflex.failing import fail
+from anyflex.mod_graph.refusal import OWN
 from anyflex.mod_graph.symbol import Symbol
 
-__all__ = ["call_mod", "codes_of", "error_location", "functorch_level"]
+__all__ = ["call_mod", "codes_of", "error_location", "functorch_level", "refuse_recursion"]
 
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -30,8 +32,8 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
     """Return what a mod gives for symbols.
 
     Raises:
-        ModTraceError: torch's argument parser doesn't take what the mod gives it, or the mod
-            compiles a function.
+        ModTraceError: torch's argument parser doesn't take what the mod gives it, the mod compiles
+            a function, or its calls are nested too deeply.
         Whatever else `function` itself raises.
     """
     if isinstance(function, types.FunctionType) and _compiles(function.__code__):
@@ -45,6 +47,9 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         )
     try:
         return function(*symbols)
+    except RecursionError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        refuse_recursion(f"{'score_mod' if len(symbols) == 5 else 'mask_mod'} {name}", error)
     except TypeError as error:
         match = _ARGUMENTS.match(str(error))
         if match is None:
@@ -62,13 +67,28 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         )
 
 
+def refuse_recursion(mod: str, error: RecursionError) -> NoReturn:
+    """Raise ModTraceError for a mod whose calls Python found nested too deeply."""
+    file, line = error_location(error)
+    fail(
+        "ModTraceError",
+        f"{mod} calls functions within each other more deeply than Python allows "
+        f"({sys.getrecursionlimit()} calls)",
+        operation="recursion",
+        hint="Does a function that calls itself ever stop? Many functions that are composed can "
+        "be called in a loop; sys.setrecursionlimit() allows more.",
+        file=file,
+        line=line,
+    )
+
+
 def error_location(error: BaseException) -> tuple[str | None, int | None]:
-    """File and line of the innermost frame of an error that is not torch's."""
+    """File and line of an error's innermost frame that is neither torch's nor the tracer's."""
     place: tuple[str | None, int | None] = (None, None)
     traceback = error.__traceback__
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith(_TORCH):
+        if not file.startswith((*OWN, _TORCH)):
             place = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return place

@@ -232,7 +232,7 @@ def traced(
             reader.function(function)
         else:
             reader.value(function)
-    except _Uncacheable:
+    except (_Uncacheable, RecursionError):  # the reader follows functions into each other
         return _with_names(trace_mod(function, kind, score_dtype, device), function)
     reader.key += (kind, score_dtype, device, torch.get_default_dtype())
     key = tuple(reader.key)

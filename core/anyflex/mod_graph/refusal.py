@@ -32,7 +32,7 @@ __all__ = [
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not all of the package: the demo has mods of its own.
-_OWN = tuple(
+OWN = tuple(
     os.path.join(_PACKAGE, part)
     for part in "attention gradients explanation mod_graph block_mask reference runtime".split()
 )
@@ -64,7 +64,7 @@ def user_location() -> tuple[str | None, int | None]:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_OWN, _TORCH)):
+        if not file.startswith((*OWN, _TORCH)):
             return file, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, None

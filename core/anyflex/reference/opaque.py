@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import AnyflexError, BlockMaskError, ModIndexError, ModTraceError
-from anyflex.mod_graph.calling import error_location
+from anyflex.mod_graph.calling import error_location, refuse_recursion
 from anyflex.mod_graph.refusal import (
     REFUSED,
     change_in_place,
@@ -78,6 +78,8 @@ def _watched(mapped: Function, watch: _Watch, *arguments: Tensor) -> Tensor:
     try:
         with watch:
             return mapped(*arguments)  # type: ignore[no-any-return]
+    except RecursionError as error:
+        refuse_recursion("a mod that can't be traced", error)
     except RuntimeError as error:
         # What torch reads without asking a mode, as the length of torch.range(0, q_idx).
         if isinstance(error, AnyflexError) or not str(error).startswith("vmap: "):

@@ -87,7 +87,7 @@ class FlexAttention(torch.autograd.Function):
             dq, dk, dv, dcaptured = launch_backward(
                 ctx.plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
             )
-        except PluginError as error:
+        except (PluginError, ArgumentError) as error:
             if not _is_batched(dout):
                 raise
             raise BackendRefused(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from anyflex.runtime.readable import check_readable
+
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
 
@@ -36,15 +38,38 @@ def memories(
     query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[tuple[Alignment, bool], ...] | None:
     """What tells, together with dtype and head dims, `memory` of all three: itself, or None for
-    the usual case."""
+    the usual case.
+
+    Raises:
+        ArgumentError: one of them can't be read (`anyflex.runtime.readable`).
+    """
+    query_at, key_at, value_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
     if (
-        query.is_contiguous()
+        query_at
+        and key_at
+        and value_at
+        and not (query_at | key_at | value_at) & 15
+        and query.is_contiguous()
         and key.is_contiguous()
         and value.is_contiguous()
-        and not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
-        and (query.numel() | key.numel() | value.numel()) < 2**31
     ):
-        return None
+        # `check_readable` of all three, without three calls.
+        queries, keys, values = (
+            query.untyped_storage(),
+            key.untyped_storage(),
+            value.untyped_storage(),
+        )
+        query_bytes, key_bytes, value_bytes = query.nbytes, key.nbytes, value.nbytes
+        if (
+            (query_bytes | key_bytes | value_bytes) < 2**31
+            and query_at + query_bytes <= queries.data_ptr() + len(queries)
+            and key_at + key_bytes <= keys.data_ptr() + len(keys)
+            and value_at + value_bytes <= values.data_ptr() + len(values)
+        ):
+            return None
+    check_readable("query", query)
+    check_readable("key", key)
+    check_readable("value", value)
     return memory(query), memory(key), memory(value)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.decision import Accepted
 from anyflex.contract.spec import Spec
-from anyflex.errors import PluginError
+from anyflex.errors import AnyflexError, PluginError
 from anyflex.registry.hot_path import generation, hooks_in_force
 from anyflex.runtime.recent import Recent
 
@@ -109,8 +109,9 @@ def explain_selection(
     return explain_selection(spec, names, explicit, kernel_options, posed=posed)
 
 
-def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError:
-    """Return the error to raise when a kernel raised `error`; its ``__cause__`` is set.
+def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexError:
+    """Return the error to raise when a kernel raised `error`; its ``__cause__`` is set. An
+    allocation that failed is no fault of the plugin.
 
     anyflex's own errors and ``torch.OutOfMemoryError`` should not be brought here.
     """
@@ -118,16 +119,22 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> PluginError
     from anyflex.runtime.compiling import summary
 
     name = compiled.backend.name
+    if isinstance(error, (RuntimeError, MemoryError)):
+        from anyflex.runtime.allocation import failed_allocation
+
+        doing = f"backend {name!r} ran out of memory computing {summary(compiled.spec)}"
+        if failure := failed_allocation(doing, error):
+            return failure
     others = "backend='reference'" if name != "reference" else "another backend"
-    failure = PluginError(
+    broken = PluginError(
         f"plugin {name!r} of {compiled.distribution} is broken: its kernel for "
         f"{summary(compiled.spec)} raised {first_line(error)}. Upgrade "
         f"{compiled.distribution.split(' ')[0]}, set ANYFLEX_DISABLE={name}, or force {others}",
         plugin=name,
         distribution=compiled.distribution,
     )
-    failure.__cause__ = error
-    return failure
+    broken.__cause__ = error
+    return broken
 
 
 def listeners() -> bool:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
-from anyflex.errors import AnyflexError
+from anyflex.errors import AllocationError, AnyflexError
+from anyflex.runtime.allocation import no_memory_for, total_bytes
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
+from anyflex.runtime.readable import check_backward
 from anyflex.runtime.workspace import allocate, give_back, take
 
 __all__ = ["launch_backward", "launch_forward"]
@@ -24,6 +26,7 @@ _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 _CONTIGUOUS = torch.contiguous_format
 """Strides of a contiguous tensor may be anything where a size is 1; what is handed to a kernel has
 last stride 1."""
+_KEPT = "what the kernel keeps for backward"
 
 
 def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
@@ -35,27 +38,33 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
         save: allocate what the kernel wants kept for its backward.
 
     Raises:
+        AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
     spec = plan.spec
     query = call.query
-    if plan.same_dims and query.is_contiguous():
-        out = torch.empty_like(query, memory_format=_CONTIGUOUS)
-    else:
-        out = empty_dense(query, spec.value_head_dim)
-    lse = max_scores = None
-    if spec.needs_lse:
-        if query.dtype is plan.accumulate:
-            lse = query.new_empty(query.shape[:3])
+    out = lse = max_scores = None
+    try:
+        if plan.same_dims and query.is_contiguous():
+            out = torch.empty_like(query, memory_format=_CONTIGUOUS)
         else:
-            lse = query.new_empty(query.shape[:3], dtype=plan.accumulate)
-    if plan.max_scores:
-        max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+            out = empty_dense(query, spec.value_head_dim)
+        if spec.needs_lse:
+            if query.dtype is plan.accumulate:
+                lse = query.new_empty(query.shape[:3])
+            else:
+                lse = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+        if plan.max_scores:
+            max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+    except (RuntimeError, MemoryError) as error:
+        if failure := _no_outputs(plan, query, error):
+            raise failure from error
+        raise
     saved: tuple[Tensor, ...] = ()
     workspace = None
     try:
         if save and plan.saves:
-            saved = allocate(query.device, plan.kernel.saved_outputs(call))
+            saved = allocate(query.device, plan.kernel.saved_outputs(call), _KEPT)
         if plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
@@ -83,25 +92,33 @@ def launch_backward(
     where the spec asks for none.
 
     Raises:
+        ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
+        AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
+    check_backward(call, saved, grad)
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
     dq = dk = dv = None
-    if for_query:
-        dq = _gradient_of(query)
-    if for_key:
-        dk = _gradient_of(key)
-    if for_value:
-        dv = _gradient_of(value)
     accumulators: list[Tensor | None] = []
-    for tensor, dtype in zip(call.captured, plan.accumulators, strict=True):
-        if dtype is None:
-            accumulators.append(None)
-        elif tensor.dtype is dtype and tensor.is_contiguous():
-            accumulators.append(torch.zeros_like(tensor))
-        else:  # an expanded tensor's gradient is dense
-            accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
+    try:
+        if for_query:
+            dq = _gradient_of(query)
+        if for_key:
+            dk = _gradient_of(key)
+        if for_value:
+            dv = _gradient_of(value)
+        for tensor, dtype in zip(call.captured, plan.accumulators, strict=True):
+            if dtype is None:
+                accumulators.append(None)
+            elif tensor.dtype is dtype and tensor.is_contiguous():
+                accumulators.append(torch.zeros_like(tensor))
+            else:  # an expanded tensor's gradient is dense
+                accumulators.append(tensor.new_zeros(tensor.shape, dtype=dtype))
+    except (RuntimeError, MemoryError) as error:
+        if failure := _no_gradients(plan, call, error):
+            raise failure from error
+        raise
     workspace = None
     try:
         if plan.own_backward and plan.works:
@@ -145,6 +162,36 @@ def _guard(plan: Plan, device: Any) -> Iterator[None]:
         yield
 
 
+def _no_outputs(plan: Plan, query: Tensor, error: BaseException) -> AllocationError | None:
+    rows = query.shape[:3]
+    sizes = [((*rows, plan.spec.value_head_dim), query.dtype)]
+    names = ["out"]
+    for name, wanted in (("lse", plan.spec.needs_lse), ("max_scores", plan.max_scores)):
+        if wanted:
+            sizes.append((tuple(rows), plan.accumulate))
+            names.append(name)
+    what = f"{', '.join(names)}, out's shape being {list(sizes[0][0])}"
+    return no_memory_for(what, total_bytes(sizes), query.device, error)
+
+
+def _no_gradients(plan: Plan, call: Call, error: BaseException) -> AllocationError | None:
+    inputs = zip(("query", "key", "value"), (call.query, call.key, call.value), strict=True)
+    wanted = [
+        (f"{name} {list(tensor.shape)}", (tensor.shape, tensor.dtype))
+        for (name, tensor), flag in zip(inputs, plan.gradients, strict=True)
+        if flag
+    ]
+    wanted += [
+        (f"captured tensor {position} {list(tensor.shape)}", (tensor.shape, dtype))
+        for position, (tensor, dtype) in enumerate(
+            zip(call.captured, plan.accumulators, strict=True)
+        )
+        if dtype is not None
+    ]
+    what = f"the gradients of {', '.join(name for name, _ in wanted)}"
+    return no_memory_for(what, total_bytes(s for _, s in wanted), call.query.device, error)
+
+
 def _gradient_of(tensor: Tensor) -> Tensor:
     # The usual case is asked for here: empty_dense costs as much again.
     if tensor.is_contiguous():
@@ -167,7 +214,7 @@ def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
     """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
     static op, whose outputs can't depend on the backend."""
     device = call.query.device
-    extras = allocate(device, plan.kernel.saved_outputs(call))
+    extras = allocate(device, plan.kernel.saved_outputs(call), _KEPT)
     if not extras:  # none for this call
         return extras
     workspace = take(device, plan.kernel.workspace(call, "forward"))

@@ -19,6 +19,7 @@ from anyflex.registry.selection import names_in_force
 from anyflex.runtime.facts import architecture, determinism, memories, memory, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
+from anyflex.runtime.readable import check_captured
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
@@ -149,10 +150,13 @@ def plan_for(inputs: Inputs) -> Plan:
     """Return the plan of this call, compiling its spec if it is new.
 
     Raises:
+        ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
         BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
     """
     call = inputs.call
     query, key, value = call.query, call.key, call.value
+    if call.captured:
+        check_captured(call.captured, inputs.names)
     history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
     names = names_in_force(inputs.backend)
     views = call.mask

@@ -14,7 +14,7 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from anyflex.plugin import ArgumentError, Call, MaskViews, Spec
+from anyflex.plugin import Call, MaskViews, Spec
 from anyflex_cpu import structs
 from anyflex_cpu.index_ranges import LIMITS
 from anyflex_cpu.programs import Programs, number_slots
@@ -181,14 +181,7 @@ class Arguments:
         entries: list[object] = []
         shapes: list[int] = []
         for tensor, facts, addresses in zip(call.captured, self.types, block.dims, strict=True):
-            address = tensor.data_ptr()
-            if address == 0 and tensor.numel() > 0:
-                raise ArgumentError(
-                    f"a captured tensor of shape {list(tensor.shape)} has no memory that a kernel "
-                    "could read (a fake or zero tensor, or a storage that was freed): capture a "
-                    ".clone() of one that holds numbers"
-                )
-            entries += (address, *addresses, *facts)
+            entries += (tensor.data_ptr(), *addresses, *facts)
             shapes += tensor.shape
             shapes += tensor.stride()
         self._table.pack_into(

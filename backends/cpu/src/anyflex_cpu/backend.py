@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -24,7 +24,10 @@ from anyflex.plugin import (
 )
 from anyflex_cpu import library
 
-__all__ = ["CpuBackend"]
+__all__ = ["MOST_CAPTURED", "CpuBackend"]
+
+MOST_CAPTURED = 64
+"""The native library's most_captured."""
 
 
 class CpuBackend(Backend):
@@ -71,15 +74,35 @@ class CpuBackend(Backend):
         mods = f"mods interpreted ({reason})" if reason else f"llvmlite {llvmlite_version()}"
         return f"native library of ABI {library.ABI}, level {loaded.level}, {mods}"
 
+    def notes(self) -> Sequence[str]:
+        """Tell of an llvmlite that is installed and can't be used."""
+        from anyflex_cpu.programs import no_jit, unusable_jit
+
+        if no_jit() or not (reason := unusable_jit()):
+            return ()
+        return (f"mods are interpreted: {reason}; pip install --force-reinstall llvmlite",)
+
     def supports(self, spec: Spec) -> Decision:
         decision = super().supports(spec)
+        learned = sum(facts.needs_grad for facts in spec.captured)
+        if isinstance(decision, Accepted) and learned and len(spec.captured) > MOST_CAPTURED:
+            return Rejected(
+                f"gradients of captured tensors are computed where mods read at most "
+                f"{MOST_CAPTURED} tensors; these read {len(spec.captured)}, {learned} of which "
+                "require grad: stack them into fewer"
+            )
         if isinstance(decision, Accepted) and dict(spec.options).get("mods") == "jit":
-            from anyflex_cpu.programs import no_jit
+            from anyflex_cpu.programs import no_jit, unusable_jit
 
             if reason := no_jit():
                 return Rejected(
                     f"option mods='jit' needs llvmlite 0.45 or newer, and there is {reason}: pip "
                     "install -U llvmlite, or leave the option out"
+                )
+            if reason := unusable_jit():
+                return Rejected(
+                    f"option mods='jit' needs llvmlite, and {reason}; pip install "
+                    "--force-reinstall llvmlite, or leave the option out"
                 )
         return decision
 

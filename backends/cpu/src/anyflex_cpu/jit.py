@@ -19,15 +19,19 @@ from anyflex_cpu.index_ranges import Limits
 if TYPE_CHECKING:
     from anyflex_cpu.jit_engine import LoadedCode, Target
 
-__all__ = ["NativeFunction", "NativeMods", "compile_mods", "is_available"]
+__all__ = ["NativeFunction", "NativeMods", "TooLong", "compile_mods", "is_available"]
 
-_FORMAT = 2
+_FORMAT = 3
 """Changes with the code that is made from the same graph by the same llvmlite."""
 
 
 def is_available() -> bool:
     """Is llvmlite installed? It isn't imported."""
     return util.find_spec("llvmlite") is not None
+
+
+class TooLong(Exception):
+    """LLVM would take too long; the message is why, in half a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ def compile_mods(
     artifacts: Artifacts,
     note_read_outside: int,
     limits: Limits,
+    longest: int | None = None,
 ) -> NativeMods:
     """Return a spec's mods as native functions, from the artifacts if they are there.
 
@@ -66,9 +71,11 @@ def compile_mods(
         captured: facts of all captured tensors.
         note_read_outside: address of the native library's function of that name.
         limits: what calls keep to.
+        longest: characters of IR that are compiled at most, or None for any number.
 
     Raises:
         ImportError: llvmlite isn't installed.
+        TooLong: the mods' IR is longer than `longest`.
     """
     from anyflex_cpu.jit_engine import LoadedCode, host_target
     from anyflex_cpu.outside_ir import NOTE
@@ -77,7 +84,7 @@ def compile_mods(
     name = _artifact_name(target, limits)
     kept = artifacts.get(name)
     if kept is None:
-        kept = _compiled(mask, score, derivative, captured, target, limits)
+        kept = _compiled(mask, score, derivative, captured, target, limits, longest)
         artifacts.put(name, kept)
     header, _, code = kept.partition(b"\n")
     loaded = LoadedCode(code, {NOTE: note_read_outside})
@@ -102,6 +109,7 @@ def _compiled(
     captured: Sequence[CapturedFacts],
     target: Target,
     limits: Limits,
+    longest: int | None,
 ) -> bytes:
     """Return a line that says which functions there are, and object code."""
     from anyflex_cpu.jit_engine import assemble
@@ -120,4 +128,10 @@ def _compiled(
         scratch["score_backward"] = add_score_backward(
             module, "score_backward", derivative, facts, limits
         )
-    return json.dumps(scratch).encode() + b"\n" + assemble(str(module), target)
+    text = str(module)
+    if longest is not None and len(text) > longest:
+        raise TooLong(
+            f"they are {len(text) / 1e6:.1f} MB of LLVM IR, and more than {longest / 1e6:g} MB "
+            "take LLVM too long; mods='jit' compiles them all the same"
+        )
+    return json.dumps(scratch).encode() + b"\n" + assemble(text, target)

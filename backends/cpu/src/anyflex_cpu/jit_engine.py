@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LoadedCode", "Target", "assemble", "host_target"]
+__all__ = ["LoadedCode", "Target", "assemble", "host_target", "load_failure"]
 
 _lock = threading.RLock()
 
@@ -72,6 +72,19 @@ def _binding() -> Any:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     return binding
+
+
+@functools.cache
+def load_failure() -> str:
+    """Import llvmlite, which loads LLVM, and return what was raised, in one line, or ""."""
+    with _lock:
+        try:
+            _binding()
+        # Its library may be missing or lack one that it needs, and its files be of two versions.
+        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return ""
 
 
 def _version() -> str:

@@ -53,6 +53,8 @@ class CpuKernel(Kernel):
         variant = self.library.variant(block.address)
         self._blocks.append(block)
         mods = f", mods {self.programs.how}" if self.programs.how else ""
+        if self.programs.reason:
+            mods += f" ({self.programs.reason})"
         return f"{variant} {self.library.level}{mods}"
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:

@@ -3,14 +3,22 @@ instructions. Text, because parsing it takes less time than llvmlite's own build
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["FLOATS", "LANES", "WIDTHS", "Block", "Emitter", "Function", "Module", "Value"]
+__all__ = ["FLOATS", "LANES", "PIECE", "WIDTHS", "Block", "Emitter", "Function", "Module", "Value"]
 
 LANES = 16
 """Elements of a vector: the bits of one word of live pairs."""
+
+PIECE = 500
+"""Instructions that a block has at most; some masks and scores that read a table or two have 200
+in their longest."""
+
+_NEVER = "never"
+_FROM = re.compile(r"%([\w.]+)\]")
 
 WIDTHS = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "float": 32, "double": 64}
 FLOATS = ("float", "double")
@@ -92,12 +100,46 @@ class Function:
 
     def finish(self) -> None:
         lines = [f"{self.header} {self.module.attributes} {{"]
+        # What comes from a block that was cut comes from its last piece.
+        last = {
+            block.label: _piece(block.label, pieces - 1)
+            for block in self.blocks
+            if (pieces := _pieces(block)) > 1 and "ptr %tile" in self.header
+        }
         for block in self.blocks:
-            lines += [f"{block.label}:", *block.phis, *block.lines]
+            lines.append(f"{block.label}:")
+            for phi in block.phis:
+                lines.append(_FROM.sub(lambda found: f"%{last.get(found[1], found[1])}]", phi))
+            lines += self._cut(block) if block.label in last else block.lines
             if block.end is not None:
                 lines.append(block.end)
+        if last:
+            lines += [f"{_NEVER}:", "ret void"]
         lines.append("}")
         self.module.functions[self.name] = "\n".join(lines)
+
+    def _cut(self, block: Block) -> list[str]:
+        """A long block's instructions in pieces: LLVM schedules a block in a time that grows with
+        the square of its length and worse, and joins what one unconditional branch divides. So
+        each piece ends in a branch that is never taken, on what LLVM can't know."""
+        # Only those of the function's first piece have a fixed place on the stack.
+        lines = sorted(block.lines, key=lambda line: " = alloca " not in line)
+        cut = lines[:PIECE]
+        for number in range(1, _pieces(block)):
+            label, never = _piece(block.label, number), self.fresh()
+            cut.append(f"{never} = icmp eq ptr %tile, null")
+            cut.append(f"br i1 {never}, label %{_NEVER}, label %{label}")
+            cut.append(f"{label}:")
+            cut += lines[number * PIECE : (number + 1) * PIECE]
+        return cut
+
+
+def _pieces(block: Block) -> int:
+    return max(1, -(-len(block.lines) // PIECE))
+
+
+def _piece(label: str, number: int) -> str:
+    return f"{label}.{number}"
 
 
 def _float_text(value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate
 from anyflex_cpu import bytecode, structs
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
-from anyflex_cpu.jit import NativeFunction, compile_mods
+from anyflex_cpu.jit import NativeFunction, TooLong, compile_mods
 from anyflex_cpu.library import Library
 
 __all__ = [
@@ -24,20 +25,47 @@ __all__ = [
     "mods_of",
     "no_jit",
     "number_slots",
+    "unusable_jit",
 ]
 
 
 OLDEST_LLVMLITE = (0, 45)
 
+LONGEST = 4_000_000
+"""Characters of LLVM IR that are compiled unasked. LLVM's time grows faster than they do: a score
+mod that adds 300 tables [q_idx, kv_idx] has 2.2 million and takes 3 to 5 s, one of 600 has twice
+as many and takes 20; the interpreter's bytecode is there at once."""
+
 
 def no_jit() -> str:
-    """Return why mods can't be compiled, or ""."""
+    """Return why mods can't be compiled, or "" where llvmlite is installed. It isn't loaded, which
+    takes 40 ms."""
     version = llvmlite_version()
     if version is None:
         return "no llvmlite"
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_LLVMLITE:
         return f"llvmlite {version} is older than {'.'.join(map(str, OLDEST_LLVMLITE))}"
     return ""
+
+
+def unusable_jit() -> str:
+    """As `no_jit`, once llvmlite is loaded."""
+    if reason := no_jit():
+        return reason
+    from anyflex_cpu.jit_engine import load_failure
+
+    failure = load_failure()
+    return f"llvmlite {llvmlite_version()} can't be loaded: {failure}" if failure else ""
+
+
+@functools.cache
+def _warn_of_llvmlite(reason: str) -> None:
+    """Log once that an llvmlite that is installed isn't used: nobody asked for that."""
+    logging.getLogger("anyflex").warning(
+        "anyflex-cpu interprets mods, which is slower than to compile them: %s. Install llvmlite "
+        "again, or uninstall it",
+        reason,
+    )
 
 
 @functools.cache
@@ -118,6 +146,7 @@ class Programs:
 
     Attributes:
         how: ``"jit"`` or ``"interpreted"``, or "" where there are no mods.
+        reason: why they are interpreted where nobody asked for it, or "".
         addresses: of the af_programs of mask, score and score's derivative, 0 for none, for calls
             within `LIMITS`.
     """
@@ -126,13 +155,18 @@ class Programs:
         self._spec = spec
         self._library = library
         self._artifacts = artifacts
+        self._option = option
         self._mods = mods_of(spec)
         self._lock = threading.Lock()
         self._wide: _Made | None = None
-        self.how = ""
+        self.how = self.reason = ""
         if self._mods:
-            jit = option == "jit" or (option == "auto" and not no_jit())
-            self.how = "jit" if jit else "interpreted"
+            if option == "auto":
+                self.reason = unusable_jit()
+                if self.reason and not no_jit():
+                    _warn_of_llvmlite(self.reason)
+            interpreted = option == "interpreter" or self.reason
+            self.how = "interpreted" if interpreted else "jit"
         self._narrow = self._make(LIMITS)
         self.addresses = self._narrow.addresses
 
@@ -145,7 +179,18 @@ class Programs:
 
     def _make(self, limits: Limits) -> _Made:
         if self.how == "jit":
-            return Compiled(self._spec, self._mods, self._library, self._artifacts, limits)
+            try:
+                return Compiled(
+                    self._spec,
+                    self._mods,
+                    self._library,
+                    self._artifacts,
+                    limits,
+                    LONGEST if self._option == "auto" else None,
+                )
+            except TooLong as error:
+                # Not only for these limits: what `how` and `reason` tell is of all calls.
+                self.how, self.reason = "interpreted", str(error)
         return Interpreted(self._spec, self._mods, self._library, limits)
 
 
@@ -197,10 +242,20 @@ class Compiled:
         library: what the code calls for a read outside of a captured tensor.
         artifacts: where the code is kept.
         limits: what calls keep to.
+        longest: characters of IR that are compiled at most, or None for any number.
+
+    Raises:
+        TooLong: the mods' IR is longer than `longest`.
     """
 
     def __init__(
-        self, spec: Spec, mods: Mods, library: Library, artifacts: Artifacts, limits: Limits
+        self,
+        spec: Spec,
+        mods: Mods,
+        library: Library,
+        artifacts: Artifacts,
+        limits: Limits,
+        longest: int | None = None,
     ) -> None:
         self._code = compile_mods(
             mods.mask,
@@ -210,6 +265,7 @@ class Compiled:
             artifacts=artifacts,
             note_read_outside=library.address("af_note_read_outside"),
             limits=limits,
+            longest=longest,
         )
         self._held: list[structs.Program] = []
         code = self._code

@@ -1,0 +1,86 @@
+"""Allocations that fail, told as such: for what, and how many bytes.
+
+``torch.OutOfMemoryError`` of an accelerator, which users catch, passes as it is everywhere. Other
+allocators, the CPU's first, raise plain RuntimeErrors that only their text tells from others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from anyflex.errors import AllocationError
+
+__all__ = ["failed_allocation", "no_memory_for", "total_bytes"]
+
+_FAILED = re.compile(
+    r"tried to allocate|can't allocate|not enough memory|out of memory|"
+    # Sizes whose product no int64 holds.
+    r"size calculation overflowed|multiplication overflow",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(r"tried to allocate (\d+) bytes")
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def total_bytes(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
+    """Return the size of tensors of these shapes and dtypes."""
+    return sum([math.prod(shape) * dtype.itemsize for shape, dtype in tensors])
+
+
+def no_memory_for(
+    what: str, size: int, device: torch.device, error: BaseException
+) -> AllocationError | None:
+    """Return the error to raise where an allocation raised `error`, or None where it failed for
+    another reason than its size.
+
+    Args:
+        what: is allocated: ``"out"``.
+        size: in bytes.
+    """
+    if not _is_failure(error):
+        return None
+    return _error(f"there is not enough memory on {device} for {what}", size, error)
+
+
+def failed_allocation(doing: str, error: BaseException) -> AllocationError | None:
+    """Return the error to raise where plugin code raised `error`, or None where that isn't an
+    allocation that failed.
+
+    Args:
+        doing: ``"backend 'cpu' ran out of memory in its kernel"``.
+    """
+    if not _is_failure(error):
+        return None
+    asked = _ASKED.search(str(error))
+    return _error(doing, int(asked[1]) if asked else None, error)
+
+
+def _is_failure(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _FAILED.search(str(error)) is not None
+
+
+def _error(problem: str, size: int | None, error: BaseException) -> AllocationError:
+    asked = "" if size is None else f": {size} bytes ({_readable(size)}) were asked for"
+    failure = AllocationError(
+        f"{problem}{asked}. Make the call smaller (batch, heads or lengths), or free memory."
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _readable(size: int) -> str:
+    """``"1.5 GiB"``."""
+    number, unit = float(size), "bytes"
+    for larger in _UNITS:
+        if number < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.4g} {unit}"

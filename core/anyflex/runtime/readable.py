@@ -1,0 +1,139 @@
+"""Whether a tensor has the memory that its sizes and strides reach.
+
+Kernels read by address, and torch itself doesn't look: a tensor whose storage was freed or made
+smaller would be read past its end, and one that never had any at address 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from anyflex.contract.call import Call, GradInputs, Saved
+
+__all__ = ["check_backward", "check_captured", "check_readable", "why_unreadable"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError, which tells `name`, where `why_unreadable` has a reason."""
+    if not _is_usual(tensor):
+        _refuse(name, tensor)
+
+
+def check_captured(
+    captured: Sequence[Tensor], names: tuple[Sequence[str], Sequence[str]] = ((), ())
+) -> None:
+    """Check the tensors that mods read.
+
+    Args:
+        names: of the score mod's and of the mask mod's in the user's functions; "" or none where
+            unknown.
+
+    Raises:
+        ArgumentError: one can't be read.
+    """
+    for tensor in captured:
+        # `_is_usual` without a call: every attention with mods comes here.
+        if type(tensor) in _PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
+            storage = tensor.untyped_storage()
+            if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
+                continue
+        _check_unusual(tensor, captured, [*names[0], *names[1]])
+
+
+def _check_unusual(tensor: Tensor, captured: Sequence[Tensor], names: Sequence[str]) -> None:
+    position = next(i for i, other in enumerate(captured) if other is tensor)
+    known = names[position] if position < len(names) else ""
+    check_readable(
+        f"captured tensor {known!r}" if known else f"captured tensor {position}", tensor
+    )
+
+
+def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
+    """Check what backward reads: a storage may have been resized since forward.
+
+    Raises:
+        ArgumentError: a tensor can't be read.
+    """
+    check_readable("dout, the gradient that arrives at out,", grad.dout)
+    check_readable("query", call.query)
+    check_readable("key", call.key)
+    check_readable("value", call.value)
+    check_readable("out", saved.out)
+    check_readable("lse", saved.lse)
+    if grad.dlse is not None:
+        check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
+    if grad.delta is not None:
+        check_readable("delta", grad.delta)
+    if call.captured:
+        check_captured(call.captured)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain, contiguous one inside of its memory."""
+    # FakeTensor warns when it is asked for its address.
+    if type(tensor) not in _PLAIN or not tensor.is_contiguous():
+        return False
+    try:
+        begin = tensor.data_ptr()  # with the tensor's offset in its storage
+        if begin == 0:
+            return False
+        storage = tensor.untyped_storage()
+        return begin + tensor.nbytes <= storage.data_ptr() + len(storage)
+    except RuntimeError:  # torch's answer for a BatchedTensor, which has no storage
+        return False
+
+
+def _refuse(name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError if there is a reason."""
+    reason = why_unreadable(tensor)
+    if reason:
+        raise ArgumentError(f"{name} {reason}.")
+
+
+def why_unreadable(tensor: Tensor) -> str:
+    """Return why the tensor's elements can't be read from memory, and the cure, as what follows
+    the tensor's name; or "" where they can."""
+    if tensor.numel() == 0:
+        return ""
+    if getattr(tensor, "fake_mode", None) is not None:
+        return (
+            "is a FakeTensor, which holds no numbers, in a call that computes: make every tensor "
+            "of the call fake, under one FakeTensorMode, or none"
+        )
+    if tensor._is_zerotensor():
+        return "is a zero tensor without memory (torch._efficientzerotensor): pass its .clone()"
+    if torch._is_functional_tensor(tensor):
+        return (
+            "is a functional tensor, whose numbers lie in the tensor that it wraps: pass "
+            "torch._from_functional_tensor(...) of it"
+        )
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError as error:  # BatchedTensor and opaque tensors
+        return f"has no memory that a kernel could read ({error}): pass a plain tensor"
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum([(size - 1) * step for size, step in steps])
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if end > storage.nbytes():
+        return (
+            f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} needs a storage "
+            f"of {end} bytes and has one of {storage.nbytes()}, which was freed or made smaller: "
+            "resize it back and fill it, or pass a tensor that was .clone()d before"
+        )
+    # An accelerator's tensors may have no addresses, which is its backend's matter.
+    if tensor.data_ptr() == 0 and tensor.device.type == "cpu":
+        kind = type(tensor).__name__
+        cure = (
+            "its .to_local()" if hasattr(tensor, "to_local") else "the plain tensor that it wraps"
+        )
+        return f"is a {kind} without memory of its own that a kernel could read: pass {cure}"
+    return ""
