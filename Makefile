@@ -14,7 +14,7 @@ RUN := .venv/bin/python
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance sanitize test-arm test-clang test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
+	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
@@ -54,6 +55,11 @@ soak:
 conformance:
 	$(READY) test
 	@$(RUN) -m anyflex conformance --backend reference --require all $(ARGS)
+
+# One minute a level on two cores: ARGS="--jobs 1" is one process, ARGS="--case 'backward/*'" a part.
+conformance-cpu:
+	$(READY) test
+	@bash scripts/cpu_conformance.sh $(RUN) --jobs 2 $(ARGS)
 
 # The native library alone: a compiler and CMake are all they need.
 sanitize:

@@ -1,11 +1,13 @@
 """The CPU backend beside everything that torch offers on a CPU, held to its targets.
 
     python bench/cpu_targets.py [--threads 1,2] [--rounds 7] [--group GLOB ...] [--json FILE]
-                                [--without-amx] [--cpu-time]
+                                [--without-amx] [--cpu-time] [--without-targets]
 
 One process a thread count, 16 heads, batch 1. Each case is measured in rounds in which everybody
 takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is held by the
-geometric mean of its rows, and no row may be below 0.85 of it. Exits with 1 if one isn't met.
+geometric mean of its rows, and no row may be below 0.85 of it. Exits with 1 if one isn't met, and
+with 2, before anything is measured, where no target is set, for a processor of another kind or for
+any of the chosen groups. `--without-targets` measures there all the same, and holds nothing.
 
 A processor with AMX can be measured as one without (`--without-amx`), ours and torch's kernels
 alike. Where other programs occupy the machine, `--cpu-time` counts what the calling thread spends:
@@ -205,6 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="switch AMX off for ours and for torch's kernels, take the targets of avx512_bf16",
     )
     parser.add_argument("--cpu-time", action="store_true", help="of the calling thread; 1 thread")
+    parser.add_argument(
+        "--without-targets",
+        action="store_true",
+        help="measure where no target is set, and pass whatever is found there",
+    )
     parser.add_argument("--one-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     groups = [
@@ -220,6 +227,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--cpu-time needs --threads 1: other threads' time would not count")
     if args.one_process:
         return _measure(groups, args)
+    kind = kind_of_targets(args.without_amx)
+    if not args.without_targets and not any(kind in group.target for group in groups):
+        kinds = ", ".join(sorted({each for group in GROUPS for each in group.target}))
+        parser.error(
+            f"none of these groups has a target for processors of kind {kind!r} (kinds with "
+            f"targets: {kinds}), so that nothing could fail; --without-targets measures them"
+        )
     failed = False
     reports = []
     with tempfile.TemporaryDirectory() as folder:
@@ -307,7 +321,7 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
         for case in group.cases:
             peers_of.setdefault(case, set()).update(group.peers)
     clock = ThreadClock(device) if args.cpu_time else WallClock(device)
-    kind = "avx512_bf16" if args.without_amx else processor()
+    kind = kind_of_targets(args.without_amx)
     begin = time.perf_counter()
     measurements = []
     reading = []
@@ -372,6 +386,12 @@ def processor() -> str:
     if "amx_bf16" in flags:
         return "amx"
     return "avx512_bf16" if "avx512_bf16" in flags else "other"
+
+
+def kind_of_targets(without_amx: bool) -> str:
+    """Return the kind whose targets hold: `processor`, or what it is with its AMX switched off."""
+    kind = processor()
+    return "avx512_bf16" if without_amx and kind == "amx" else kind
 
 
 def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

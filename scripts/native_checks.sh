@@ -12,7 +12,7 @@ builds=../build
 
 build() {  # folder, options of cmake
   cmake -S . -B "$1" -DAF_TESTS=ON -DCMAKE_BUILD_TYPE=Release "${@:2}" >/dev/null
-  cmake --build "$1" --target native_test --parallel >/dev/null
+  cmake --build "$1" --target native_test --parallel "$(nproc)" >/dev/null
 }
 
 case ${1:-} in

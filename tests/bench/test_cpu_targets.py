@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,3 +49,65 @@ def test_a_row_below_its_share_of_the_target_or_without_a_time_misses_it(
     assert targets._verdict(group, "avx512_bf16", rows)["met"] is False
     # Which is told from where a processor has no target.
     assert targets._verdict(group, "other", rows)["met"] is None
+
+
+@pytest.fixture
+def measured(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that would have measured."""
+    commands: list[list[str]] = []
+
+    def note(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(targets.subprocess, "run", note)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("other", []),
+        # Nor does switching off what isn't there give it the targets of another kind.
+        ("other", ["--without-amx"]),
+        ("amx", ["--group", "decode float32", "--group", "decode bfloat16"]),
+    ],
+)
+def test_where_no_target_is_set_it_says_so_and_fails(
+    targets: ModuleType,
+    measured: list[list[str]],
+    kind: str,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(targets, "processor", lambda: kind)
+    with pytest.raises(SystemExit) as ended:
+        targets.main(arguments)
+    assert ended.value.code == 2 and measured == []
+    said = capsys.readouterr().err
+    assert f"has a target for processors of kind '{kind}'" in said
+    assert "--without-targets" in said
+    assert targets.main([*arguments, "--without-targets"]) == 0
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "found"),
+    [
+        ("amx", [], "amx"),
+        ("amx", ["--without-amx"], "avx512_bf16"),
+        ("avx512_bf16", ["--without-amx"], "avx512_bf16"),
+    ],
+)
+def test_a_processor_with_targets_is_measured(
+    targets: ModuleType,
+    measured: list[list[str]],
+    kind: str,
+    arguments: list[str],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(targets, "processor", lambda: kind)
+    assert targets.kind_of_targets(bool(arguments)) == found
+    assert targets.main(arguments) == 0 and len(measured) == 2

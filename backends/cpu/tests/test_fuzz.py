@@ -1,4 +1,5 @@
-"""Random calls, right and wrong: each is right by the formula or refused, none ends the process.
+"""Random calls, right and wrong: each is right by the formula or refused with the error that says
+what is wrong, none ends the process.
 
 ANYFLEX_FUZZED_CALLS says how many, in processes of `CHUNK` calls: a crash then names its call.
 `make soak` makes 100,000. `python fuzz_calls.py N 1` makes call N again.
@@ -7,11 +8,22 @@ ANYFLEX_FUZZED_CALLS says how many, in processes of `CHUNK` calls: a crash then 
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import fuzz_calls
+import pytest
+import torch
+from fuzz_drawing import Call, draw_call
+from fuzz_formula import Expected
+from fuzz_wrong import WRONGS, is_refusal
+
+from anyflex.errors import ArgumentError, BackendRefused, BlockMaskError, PluginError
+from anyflex_cpu import library
 
 CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", "400"))
 CHUNK = 2000
@@ -74,3 +86,73 @@ def test_a_crash_names_its_call(tmp_path: Path) -> None:
     )
     printed, wrong = made(7, 1, tmp_path, program)
     assert printed == "" and re.match(r"call 7, status -\d+:", wrong), wrong
+
+
+def some_call(seed: int) -> Call:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    return draw_call(draw)
+
+
+class Choosing(random.Random):
+    """Draws one way to be wrong, and everything else at random."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(0)
+        self.name = name
+
+    def choice(self, seq: object) -> object:  # type: ignore[override]
+        return self.name if seq == list(WRONGS) else super().choice(seq)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", WRONGS)
+def test_every_way_to_be_wrong_is_refused_with_its_errors(name: str) -> None:
+    draw = Choosing(name)
+    for seed in range(6):
+        assert fuzz_calls.judge_wrong(draw, some_call(seed)) in ("wrong, refused", "reads outside")
+
+
+def broken_plugin() -> PluginError:
+    return PluginError("plugin 'cpu' of some 1.0 is broken", plugin="cpu", distribution="some 1.0")
+
+
+def test_what_a_plugin_broke_with_is_no_refusal() -> None:
+    assert is_refusal(ArgumentError("head dims differ"), (ArgumentError,))
+    assert not is_refusal(broken_plugin(), (ArgumentError,))
+    # Nor where another error tells of it.
+    assert not is_refusal(BackendRefused("cpu: plugin 'cpu' is broken"), (BackendRefused,))
+    told = BackendRefused("backend='cpu' is refused")
+    told.__cause__ = broken_plugin()
+    assert not is_refusal(told, (BackendRefused,))
+    # A subclass says something else.
+    assert not is_refusal(BlockMaskError("lengths differ"), (ArgumentError,))
+
+
+@pytest.mark.parametrize("error", [broken_plugin(), BlockMaskError("something else"), None])
+def test_a_wrong_call_with_another_answer_fails_the_fuzz(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(arguments: object) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(fuzz_calls, "attempt", answer)
+    with pytest.raises(fuzz_calls.Mistaken, match=r"of_rank is (not )?refused"):
+        fuzz_calls.judge_wrong(Choosing("of_rank"), some_call(0))
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_read_outside_that_breaks_a_plugin_fails_the_fuzz(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def break_down(call: Call, seed: int) -> None:
+        raise broken_plugin()
+
+    expected = Expected([], [], [], must_fail=True, may_fail=True)
+    monkeypatch.setattr(fuzz_calls, "expected_of", lambda call, seed: expected)
+    monkeypatch.setattr(fuzz_calls, "results_of", break_down)
+    monkeypatch.setattr(fuzz_calls, "judge_wrong", lambda draw, call: "wrong")
+    monkeypatch.setattr(type(library.load()), "set_isa", lambda self, name: None)
+    with pytest.raises(fuzz_calls.Mistaken, match="is broken"):
+        for seed in range(20):
+            fuzz_calls.judge(seed)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,61 @@ def test_the_number_of_threads_changes_no_bit() -> None:
         torch.set_num_threads(count)
         for _ in range(3):
             assert same(forward_and_backward(0), wanted)
+
+
+# Large enough for several threads, with sums that several jobs add to: dQ of many tiles of keys,
+# a table that many pairs read, splits of a long sequence.
+def prefill(dtype: torch.dtype, mods: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 700, 32, generator=generator).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    table = torch.randn(4, 41, generator=generator).requires_grad_()
+    documents = torch.arange(700) // 150
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: (documents[q] == documents[k]) | (k < 200), None, None, 700, 700
+    )
+
+    def relative(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return 5 * torch.tanh(s / 5) + table[h, torch.clamp(q - k, -20, 20) + 20]
+
+    out, aux = anyflex.flex_attention(
+        query, key, value, relative, mask, enable_gqa=True, backend="cpu",
+        return_aux=anyflex.AuxRequest(lse=True), kernel_options={"cpu": {"mods": mods}},
+    )  # fmt: skip
+    loss = out.float().square().sum() + aux.lse.sin().sum()
+    gradients = torch.autograd.grad(loss, (query, key, value, table))
+    return [out.detach(), aux.lse.detach(), *gradients]
+
+
+def decoding(dtype: torch.dtype, mods: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, heads, length, 64, generator=generator).to(dtype).requires_grad_()
+        for heads, length in ((8, 2), (2, 9000), (2, 9000))
+    )
+    slopes = torch.linspace(0.1, 0.4, 8).requires_grad_()
+    out = anyflex.flex_attention(
+        query, key, value, lambda s, b, h, q, k: s + slopes[h] * (k - q) / 9000,
+        enable_gqa=True, backend="cpu", kernel_options={"cpu": {"mods": mods}},
+    )  # fmt: skip
+    loss = out.float().square().sum()
+    return [out.detach(), *torch.autograd.grad(loss, (query, key, value, slopes))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("call", [prefill, decoding])
+def test_one_two_three_and_eight_threads_give_the_same_bits(
+    call: Callable[[torch.dtype, str], list[Tensor]], dtype: torch.dtype, level: str
+) -> None:
+    for mods in ("auto", "interpreter"):
+        torch.set_num_threads(1)
+        wanted = call(dtype, mods)
+        assert all(each.isfinite().all() for each in wanted)
+        for count in (2, 3, 8):
+            torch.set_num_threads(count)
+            assert same(call(dtype, mods), wanted), (mods, count)
 
 
 def test_calls_of_many_python_threads_share_nothing() -> None:

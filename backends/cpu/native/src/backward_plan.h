@@ -14,13 +14,13 @@
 //   bytes of a unit      = streams * q tiles * (operands of a q tile + partitions * its dQ)
 //   workspace            = units in flight * bytes of a unit + threads * bytes of a thread
 //                          + captured partials (captured_sums.h) + 8 bytes a kv tile
-//                          + 40 bytes a job of the units in flight
+//                          + 44 bytes a job of the units in flight
 //
 // in which, with head dims E and Ev rounded up to 32, w bytes an element (2 where products are
 // bf16, else 4) and R rows of a kv tile (256 where products run on AMX tiles and E + Ev >= 192, else
 // 128)
 //
-//   operands of a q tile = 512 * (E + Ev) + 2 KiB
+//   operands of a q tile = 512 * (E + Ev) + 2112
 //   its dQ               = 512 * E + 1
 //   bytes of a thread    = R * ((2 E + Ev) * w + (E + Ev) * 4 + 256 * w) + 64 * max(E, Ev)
 //                          + the mods' scratch + 128 KiB

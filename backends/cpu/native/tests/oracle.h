@@ -1,10 +1,9 @@
 // The formula in double: attention of one problem, forward and backward, by loops.
 #pragma once
 #include <cmath>
-#include <functional>
 #include <vector>
 
-#include "anyflex_cpu.h"
+#include "mods.h"
 
 namespace native_test {
 
@@ -22,29 +21,13 @@ struct shape {
 // All arrays are dense, in the order of their indices.
 struct wanted {
     std::vector<double> out, lse, dq, dk, dv;
-    double slope_grad = 0;
 };
 
-// Softcapped or plain scores plus slope * (k - q).
-struct score_mod {
-    double cap = 0;  // 0: none
-    double slope = 0;
-    double value(double s, int64_t q, int64_t k) const {
-        if (cap > 0) s = cap * std::tanh(s / cap);
-        return s + slope * double(k - q);
-    }
-    double derivative(double s) const {
-        if (cap == 0) return 1;
-        const double t = std::tanh(s / cap);
-        return 1 - t * t;
-    }
-};
-
-// live(b, h, q, k) says which pairs count.
+// Gradients of captured tensors go into `mod`.
 inline wanted formula(const shape& n, const std::vector<double>& query,
                       const std::vector<double>& key, const std::vector<double>& value,
-                      const std::vector<double>& dout, double scale, const score_mod& mod,
-                      const std::function<bool(int64_t, int64_t, int64_t, int64_t)>& live) {
+                      const std::vector<double>& dout, const std::vector<float>& dlse,
+                      double scale, mods& mod) {
     const int64_t E = n.head_dim, V = n.value_head_dim;
     wanted w;
     w.out.assign(n.rows() * V, 0);
@@ -63,7 +46,7 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                     for (int64_t e = 0; e < E; ++e)
                         dot += query[row * E + e] * key[n.key(b, h, k) * E + e];
                     raw[k] = dot * scale;
-                    weight[k] = live(b, h, q, k) ? mod.value(raw[k], q, k) : -INFINITY;
+                    weight[k] = mod.live(h, q, k) ? mod.value(raw[k], h, q, k) : -INFINITY;
                     top = std::max(top, weight[k]);
                 }
                 if (top == -INFINITY) continue;
@@ -74,6 +57,7 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                     for (int64_t e = 0; e < V; ++e)
                         w.out[row * V + e] += weight[k] * value[n.key(b, h, k) * V + e];
                 for (int64_t e = 0; e < V; ++e) delta += dout[row * V + e] * w.out[row * V + e];
+                delta -= dlse[row];
                 for (int64_t k = 0; k < n.kv_length; ++k) {
                     if (weight[k] == 0) continue;
                     const int64_t at = n.key(b, h, k);
@@ -83,7 +67,7 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                         w.dv[at * V + e] += weight[k] * dout[row * V + e];
                     }
                     const double modified = weight[k] * (dp - delta);
-                    w.slope_grad += modified * double(k - q);
+                    mod.learn(modified, weight[k] * (std::fabs(dp) + std::fabs(delta)), h, q, k);
                     const double ds = modified * mod.derivative(raw[k]) * scale;
                     for (int64_t e = 0; e < E; ++e) {
                         w.dq[row * E + e] += ds * key[at * E + e];

@@ -36,10 +36,10 @@ inline workspace backward_workspace(const af_problem& p, const std::string& leve
     const int64_t jobs = p.threads > 1 ? 8 * p.threads : 1;
     const int64_t in_flight = std::min(units, up(jobs, partitions) / partitions);
     const int64_t a_unit =
-        streams * q_tiles * (512 * (E + Ev) + 2048 + partitions * (512 * E + 1));
+        streams * q_tiles * (512 * (E + Ev) + 2112 + partitions * (512 * E + 1));
     const int64_t a_thread = R * ((2 * E + Ev) * w + (E + Ev) * 4 + 256 * w) +
                              64 * std::max(E, Ev) + 128 * 1024;
-    const int64_t tables = 8 * kv_tiles + 40 * in_flight * partitions;
+    const int64_t tables = 8 * kv_tiles + 44 * in_flight * partitions + 4 * in_flight;
     const int64_t most = in_flight * a_unit + p.threads * a_thread + tables + 512;
     const int64_t slack = in_flight * streams * q_tiles * 1024 + p.threads * 96 * 1024 + 1024;
     return {what + ", backward", af_backward_workspace(&p, 0), most - slack, most};

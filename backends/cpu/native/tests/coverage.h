@@ -1,0 +1,43 @@
+// What a run has found wrong, and what its problems have covered.
+#pragma once
+#include <atomic>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+
+#include "anyflex_cpu.h"
+
+namespace native_test {
+
+inline std::atomic<int> failures{0};
+
+inline void compare(const char* what, int64_t number, double found, double wanted, double limit) {
+    if (found == wanted || std::fabs(found - wanted) <= limit) return;
+    if (failures++ < 20)
+        std::printf("problem %" PRId64 ": %s is %g, wanted %g (limit %g), level %s\n", number, what,
+                    found, wanted, limit, af_isa());
+}
+
+// How many problems had what: a run that leaves one of them out proves less than it says.
+struct coverage {
+    std::atomic<int64_t> interpreted{0}, loads{0}, scatters{0}, halves{0}, bf16s{0}, strides{0},
+        grouped_decodes{0}, split_decodes{0}, reads_outside{0}, shared_batches{0},
+        masks_by_head{0}, thread_teams{0};
+
+    template <class F> void each(const F& visit) const {
+        visit("interpreted mods", interpreted);
+        visit("captured loads", loads);
+        visit("captured gradients by the interpreter", scatters);
+        visit("float16", halves);
+        visit("bfloat16", bf16s);
+        visit("odd strides", strides);
+        visit("decoding with several heads a key head", grouped_decodes);
+        visit("decoding in splits", split_decodes);
+        visit("reads outside", reads_outside);
+        visit("keys of one batch for all", shared_batches);
+        visit("a mask a head", masks_by_head);
+        visit("mods on several threads of a call", thread_teams);
+    }
+};
+
+}  // namespace native_test
