@@ -16,21 +16,32 @@ if TYPE_CHECKING:
 __all__ = ["architecture", "determinism", "empty_dense", "memories", "memory", "q_class"]
 
 
-def memory(tensor: Tensor) -> tuple[Alignment, bool]:
+def memory(tensor: Tensor, name: str = "") -> tuple[Alignment, bool]:
     """Return the class of the tensor's memory (`anyflex.contract.spec.Alignment`), and whether the
-    offset of every element fits a signed 32-bit integer."""
+    offset of every element fits a signed 32-bit integer.
+
+    Raises:
+        ArgumentError: with a `name` to tell, the tensor can't be read
+            (`anyflex.runtime.readable`).
+    """
     size = tensor.element_size()
-    if tensor.is_contiguous():
-        odd = (tensor.data_ptr() | tensor.shape[3] * size) & 15
-        return "strided" if odd else "aligned", tensor.numel() < 2**31
-    *outer, last_stride = strides = tensor.stride()
-    last = sum(max(0, n - 1) * step for n, step in zip(tensor.shape, strides, strict=True))
+    begin = tensor.data_ptr()
+    odd = begin & 15
+    if contiguous := tensor.is_contiguous():
+        last = tensor.numel() - 1
+        odd |= tensor.shape[3] * size & 15
+    else:
+        *outer, last_stride = strides = tensor.stride()
+        last = sum([max(0, n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)])
+        for stride in outer:
+            odd |= stride * size & 15
+    if name:
+        storage = tensor.untyped_storage()
+        if not begin or begin + (last + 1) * size > storage.data_ptr() + len(storage):
+            check_readable(name, tensor)
     narrow = last < 2**31
-    if last_stride != 1 and tensor.shape[3] > 1:
+    if not contiguous and last_stride != 1 and tensor.shape[3] > 1:
         return "scattered", narrow
-    odd = tensor.data_ptr() & 15
-    for stride in outer:
-        odd |= stride * size & 15
     return "strided" if odd else "aligned", narrow
 
 
@@ -67,10 +78,7 @@ def memories(
             and value_at + value_bytes <= values.data_ptr() + len(values)
         ):
             return None
-    check_readable("query", query)
-    check_readable("key", key)
-    check_readable("value", value)
-    return memory(query), memory(key), memory(value)
+    return memory(query, "query"), memory(key, "key"), memory(value, "value")
 
 
 def q_class(length: int) -> str:

@@ -63,12 +63,10 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
     Raises:
         ArgumentError: a tensor can't be read.
     """
-    check_readable("dout, the gradient that arrives at out,", grad.dout)
-    check_readable("query", call.query)
-    check_readable("key", call.key)
-    check_readable("value", call.value)
-    check_readable("out", saved.out)
-    check_readable("lse", saved.lse)
+    read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    for position, tensor in enumerate(read):
+        if not _is_usual(tensor):
+            _refuse(_READ_BY_BACKWARD[position], tensor)
     if grad.dlse is not None:
         check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
     if grad.delta is not None:
@@ -77,19 +75,40 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
         check_captured(call.captured)
 
 
+_READ_BY_BACKWARD = (
+    "dout, the gradient that arrives at out,",
+    "query",
+    "key",
+    "value",
+    "out",
+    "lse",
+)
+
+
 def _is_usual(tensor: Tensor) -> bool:
-    """Whether the tensor is a plain, contiguous one inside of its memory."""
+    """Whether the tensor is a plain one inside of its memory."""
     # FakeTensor warns when it is asked for its address.
-    if type(tensor) not in _PLAIN or not tensor.is_contiguous():
+    if type(tensor) not in _PLAIN:
         return False
     try:
         begin = tensor.data_ptr()  # with the tensor's offset in its storage
         if begin == 0:
             return False
         storage = tensor.untyped_storage()
-        return begin + tensor.nbytes <= storage.data_ptr() + len(storage)
+        if tensor.is_contiguous():
+            size = tensor.nbytes
+        else:
+            size = (_last(tensor) + 1) * tensor.element_size()
+        return begin + size <= storage.data_ptr() + len(storage)
     except RuntimeError:  # torch's answer for a BatchedTensor, which has no storage
         return False
+
+
+def _last(tensor: Tensor) -> int:
+    """Elements from the first to the last that a tensor addresses, which isn't empty."""
+    return sum(
+        [(size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    )
 
 
 def _refuse(name: str, tensor: Tensor) -> None:
@@ -120,9 +139,7 @@ def why_unreadable(tensor: Tensor) -> str:
         storage = tensor.untyped_storage()
     except RuntimeError as error:  # BatchedTensor and opaque tensors
         return f"has no memory that a kernel could read ({error}): pass a plain tensor"
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum([(size - 1) * step for size, step in steps])
-    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    end = (tensor.storage_offset() + _last(tensor) + 1) * tensor.element_size()
     if end > storage.nbytes():
         return (
             f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} needs a storage "
