@@ -14,22 +14,19 @@ from torch import Tensor
 from watched_tiles import NAME, PRODUCT, STEP, WatchedBackend, visits
 
 import anyflex
-from anyflex.plugin import register
+from anyflex.registry import isolated, register
 
 pytestmark = pytest.mark.usefixtures("threads", "watched")
 
 
-@pytest.fixture(scope="module")
-def backend() -> None:
-    register(NAME, WatchedBackend)
-
-
 @pytest.fixture
-def watched(backend: None) -> Iterator[None]:
+def watched() -> Iterator[None]:
+    """The watched backend, registered for one test: others leave the choice to the registry."""
     torch.set_num_threads(1)
     visits.clear()
-    yield
-    visits.clear()
+    with isolated():
+        register(NAME, WatchedBackend)
+        yield
 
 
 def attend(
