@@ -22,6 +22,7 @@ from anyflex.testing.session import ConformanceFailure, Session
 __all__ = [
     "FORK_SECONDS",
     "forked",
+    "forks_autograd",
     "fresh",
     "killed_by",
     "what_to_open",
@@ -48,6 +49,12 @@ def why_no_fork(device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"torch can't use {device.type} in a forked child"
     return None
+
+
+def forks_autograd() -> bool:
+    """Whether autograd that has run here runs in a forked child: torch refuses that where it keeps
+    threads for an accelerator's sake."""
+    return not torch.accelerator.is_available()
 
 
 def forked(work: Callable[[], None]) -> str | None:

@@ -184,11 +184,8 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
                            const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
                            int64_t d, float* out, int64_t width) {
     constexpr int size = DTYPE == AF_F32 ? 4 : 2;
-    vf acc[R][N];
-    AF_UNROLL
-    for (int r = 0; r < R; ++r)
-        AF_UNROLL
-        for (int j = 0; j < N; ++j) acc[r][j] = load(out + r * width + j * VL);
+    // From 0: a sum that runs through all keys would lose more.
+    vf acc[R][N] = {};
     const auto add = [&](int64_t c) AF_FLAT {
         const char* v = address(value, c, d);
         if (next) next->fetch(c);
@@ -210,7 +207,10 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
     AF_UNROLL
     for (int r = 0; r < R; ++r)
         AF_UNROLL
-        for (int j = 0; j < N; ++j) store(out + r * width + j * VL, acc[r][j]);
+        for (int j = 0; j < N; ++j) {
+            float* to = out + r * width + j * VL;
+            store(to, load(to) + acc[r][j]);
+        }
 }
 
 template <int R, int DTYPE>

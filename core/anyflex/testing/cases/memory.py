@@ -14,7 +14,7 @@ from torch import Tensor
 from anyflex.testing.attention_case import Layout, laid_out
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
-from anyflex.testing.children import forked, why_no_fork
+from anyflex.testing.children import forked, forks_autograd, why_no_fork
 from anyflex.testing.comparison import by_backend
 from anyflex.testing.guard_page import at_guard_page
 from anyflex.testing.session import Session
@@ -204,7 +204,7 @@ def _guard_page(session: Session) -> str | None:
     if reason is not None:
         return reason
     length = 40 if session.backend.capabilities.decode else 80
-    gradients = differentiable(session)
+    gradients = differentiable(session) if forks_autograd() else frozenset[str]()
     case = plain(
         session,
         "guard_page",

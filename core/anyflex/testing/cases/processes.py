@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from anyflex.registry import table
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.children import forked, fresh, why_no_fork, why_not_fresh
+from anyflex.testing.children import forked, forks_autograd, fresh, why_no_fork, why_not_fresh
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.fresh_process import KeptArtifacts
 from anyflex.testing.guarded import same_bytes
@@ -159,6 +160,8 @@ def _fork(session: Session) -> str | None:
         return reason
     case = plain(session, "fork", q_length=80, kv_length=70)
     compare(session, case)
+    if not forks_autograd():
+        case = dataclasses.replace(case, gradients=frozenset())
     failure = forked(lambda: compare(session, case))
     session.require(failure is None, f"{failure}")
     return None
