@@ -31,6 +31,7 @@ from anyflex_cuda import (
     forward_call,
     hopper_decode,
     hopper_forward,
+    row_sums,
     spoken_words,
     step_scores,
     strange_values,
@@ -44,7 +45,7 @@ from interpreting import hasten
 
 CALLED = (
     tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
-    decode_parts,
+    row_sums, decode_parts,
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from anyflex_cuda import (
     hopper_forward,
     kernel,
     named_barriers,
+    row_sums,
     spoken_words,
     step_scores,
     strange_values,
@@ -32,7 +33,9 @@ from anyflex_cuda import (
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
-CALLED = (tiles, forward, spoken_words, step_scores, strange_values, named_barriers)
+CALLED = (
+    tiles, forward, spoken_words, step_scores, strange_values, named_barriers, row_sums,
+)  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
 )  # fmt: skip
