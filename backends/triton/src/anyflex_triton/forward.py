@@ -169,15 +169,19 @@ def forward_step(
 
 @triton.jit
 def careful_step(
-    acc, top, total, weighs, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h,
+    acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h,
     q_idx, kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """(acc, top, total) after one more step of which nothing goes wrong: the largest score, or,
-    where it `weighs`, the sums of values and weights, relative to `top`, which is the row's then.
-    What isn't finite reaches the rows that see it, and no other."""
+    """(acc, highest, total) after one more step: sums of values and weights, relative to `top`, and
+    the largest score. What isn't finite reaches the rows that see it, and no other.
+
+    Args:
+        top: [M], the largest score of all steps, or where that is yet to be found anything.
+        highest: [M], of the steps so far.
+    """
     k = load_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
     kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
     if READ_COLUMNS is not None:
@@ -189,18 +193,13 @@ def careful_step(
         scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx[None, :], tables, ints,
         floats, SCORE_MOD, MASK_MOD,
     )
-    if weighs:
-        v = load_rows(
-            v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True,
-        )
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(scale, SCORE_MOD))
-        total += tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
-        acc += strange_sum(scores != float("-inf"), v)
-    else:
-        top = tl.maximum(top, tl.max(scores, 1))
-    return acc, top, total
+    v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(scale, SCORE_MOD))
+    total += tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
+    acc += strange_sum(scores != float("-inf"), v)
+    return acc, tl.maximum(highest, tl.max(scores, 1)), total
 
 
 @triton.jit
@@ -351,27 +350,29 @@ def forward_kernel(
     # What rounding added to the base: weights are relative to it, not to top.
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
-    # of far rows are none. All steps again, twice, a few keys each: what hardly ever runs should
-    # be compiled soon, not run soon.
+    # of far rows are none. All steps again, a few keys each, and twice, first for the largest
+    # scores, as these products have them: what hardly ever runs should be compiled soon, not run
+    # soon.
     odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
     if tl.max(odd, 0) > 0:
         few = tl.arange(0, FEW)
         k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
         v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         excess = tl.zeros([BLOCK_M], tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, DV], tl.float32)
-        for part in range(2):
+        for _pass in range(2):
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DV], tl.float32)
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
                 for first in range(begin, end, FEW):
-                    acc, top, total = careful_step(
-                        acc, top, total, part > 0, q, k_rows, v_rows, k_strides, v_strides,
+                    acc, highest, total = careful_step(
+                        acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
                         first + few, end, full, mod_b, mod_h, q_idx, kv_length, shifts, tables,
                         ints, floats, scale, READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D,
                         DV, UNITS, SCATTERED, WIDE, PRECISION,
                     )
+            top = highest
 
     # A row without a live pair has 0 here, and gives 0. NaN stays.
     dead = top == float("-inf")
