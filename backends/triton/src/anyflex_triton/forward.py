@@ -175,8 +175,8 @@ def careful_step(
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """(acc, highest, total) after one more step: sums of values and weights, relative to `top`, and
-    the largest score. What isn't finite reaches the rows that see it, and no other.
+    """(acc, highest, total) after one more step: the largest score, and sums of values and weights
+    relative to `top`. What isn't finite reaches the rows that see it, and no other.
 
     Args:
         top: [M], the largest score of all steps, or where that is yet to be found anything.
