@@ -110,9 +110,11 @@ def write_strange_rows(
     unit = unit_of_scores(scale, SCORE_MOD)
     top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
     total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
-    # Before the first columns the largest scores are found: those of the loops before come from
-    # products that were summed in another order.
-    for first_column in range(-COLUMNS, VALUE_DIM, COLUMNS):
+    # The first columns twice: the first time finds the largest scores, as these products have
+    # them, and what it writes is written again.
+    for column in range(-COLUMNS, VALUE_DIM, COLUMNS):
+        first_column = gl.maximum(column, 0)
+        highest = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         shift = gl.expand_dims(gl.where(top == float("-inf"), 0.0, top), 1)
         total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
@@ -140,32 +142,30 @@ def write_strange_rows(
                     scores, True, keys < end, full, mod_b, mod_h, q_idx, kv_idx, tables, ints,
                     floats, MASK_MOD,
                 )
-                if first_column < 0:
-                    top = gl.maximum(top, gl.max(scores, 1))
-                else:
-                    weights = gl.exp2((scores - shift) * unit)
-                    total += gl.sum(weights, 1)
-                    v = load_part(
-                        v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT,
-                        False, COLUMNS,
-                    )
-                    finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
-                    acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
-                    acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
-        if first_column >= 0:
-            # A row without a live pair has 0 here, and gives 0. NaN stays.
-            dead = (top == float("-inf")) & (total == total)
-            inverse = 1.0 / gl.where(dead, 1.0, total)
-            acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
-            columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-            columns = gl.expand_dims(first_column + columns, 0)
-            there = (rows < q_length) & (columns < VALUE_DIM)
-            rounded = acc.to(out.dtype.element_ty)
-            at = place_of(o_strides, b, h) + rows.to(gl.int64) * o_strides[2] + columns
-            gl.store(out + at, rounded, mask=there)
-            if WANT_REST:
-                lost = acc - rounded.to(gl.float32)
-                lost = gl.where(strange(lost), 0.0, lost)
-                at = place_of(r_strides, b, h) + rows.to(gl.int64) * r_strides[2] + columns
-                gl.store(rest + at, lost.to(rest.dtype.element_ty), mask=there)
+                highest = gl.maximum(highest, gl.max(scores, 1))
+                weights = gl.exp2((scores - shift) * unit)
+                total += gl.sum(weights, 1)
+                v = load_part(
+                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
+                    COLUMNS,
+                )
+                finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
+                acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
+                acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
+        top = highest
+        # A row without a live pair has 0 here, and gives 0. NaN stays.
+        dead = (top == float("-inf")) & (total == total)
+        inverse = 1.0 / gl.where(dead, 1.0, total)
+        acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
+        columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+        columns = gl.expand_dims(first_column + columns, 0)
+        there = (rows < q_length) & (columns < VALUE_DIM)
+        rounded = acc.to(out.dtype.element_ty)
+        at = place_of(o_strides, b, h) + rows.to(gl.int64) * o_strides[2] + columns
+        gl.store(out + at, rounded, mask=there)
+        if WANT_REST:
+            lost = acc - rounded.to(gl.float32)
+            lost = gl.where(strange(lost), 0.0, lost)
+            at = place_of(r_strides, b, h) + rows.to(gl.int64) * r_strides[2] + columns
+            gl.store(rest + at, lost.to(rest.dtype.element_ty), mask=there)
     return gl.convert_layout(top, SUMS_LAYOUT), gl.convert_layout(total, SUMS_LAYOUT)
