@@ -69,11 +69,22 @@ def halved(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> An
     return grad * 0.5
 
 
+def lowest(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """As masks that are added: rows whose scores all are the lowest float; others' are far
+    apart."""
+    return score + ((q % 5 == 0) | ((q >= 64) & (q < 100))) * LOWEST + (k // 40) * (q % 2) * 3e5
+
+
+def same(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return grad
+
+
 def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     """Documents of 70 tokens, the first two of which see each other."""
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
+LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
 CASES = [
     Case("plain"),
@@ -81,6 +92,11 @@ CASES = [
     Case("other dims", dims=(40, 72), mask=packed),
     Case("odd", mask=packed, odd=True),
     Case("odd with a score mod", score=scaled, score_backward=halved, mask=packed, odd=True),
+    Case("far", score=lowest, score_backward=same),
+    Case("far, mask", score=lowest, score_backward=same, mask=packed),
+    Case(
+        "far, repeatable", score=lowest, score_backward=same, repeatable=True, launched=PORTABLE_DQ
+    ),
     Case("repeatable", mask=packed, repeatable=True, launched=PORTABLE_DQ),
     Case("learns", score=scaled, score_backward=halved, learns=True, launched=PORTABLE_DQ),
 ]

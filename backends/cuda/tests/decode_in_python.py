@@ -31,6 +31,7 @@ from anyflex_cuda import (
     forward_call,
     hopper_decode,
     hopper_forward,
+    row_sums,
     spoken_words,
     step_scores,
     strange_values,
@@ -42,9 +43,10 @@ from anyflex_triton.launch import Program
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten
 
+LOWEST = torch.finfo(torch.float32).min
 CALLED = (
     tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
-    decode_parts,
+    row_sums, decode_parts,
 )  # fmt: skip
 
 
@@ -92,6 +94,15 @@ def lengths(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (k < b * 150) & (k >= q)
 
 
+def lowest(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """As masks that are added: rows of which all scores are the lowest float, and others."""
+    return score + ((q + h) % 2 == 0) * LOWEST
+
+
+def farther(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return score * 0.0 + (k // 40) * 300000.0
+
+
 CASES = [
     Case("plain"),
     Case("many programs", batch=1, keys=2048, cores=30),
@@ -107,6 +118,10 @@ CASES = [
     Case("a mask for each entry", mask=lengths, each=True, batch=3, rest=True),
     Case("finer blocks than steps", mask=lengths, each=True, batch=3, block=16, score=scaled),
     Case("odd", mask=window, odd=True),
+    Case("far", score=lowest, rows=2, rest=True),
+    Case("far, summed after", score=lowest, batch=1, keys=1920, cores=30, most_added=0, rest=True),
+    Case("far, odd", score=lowest, mask=window, rows=2, odd=True),
+    Case("farther", score=farther, mask=window, rows=2),
     Case("transposed", transposed=True, rows=4, mask=window),
 ]
 
@@ -119,6 +134,20 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     memory = given["counts"].array
     given["counts"] = Pointer(memory[: memory.size // 2 * 2].view(np.int64))
     run_kernel(hopper_decode, "decode_kernel", grid, given, seed=0, more=CALLED)
+
+
+def dense(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """out, whose gradients don't go through lse: that has lost the sum where scores are huge."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = q.float() @ k.mT * q.shape[3] ** -0.5
+    index = [torch.arange(n) for n in scores.shape]
+    at = (index[0][:, None, None, None], index[1][:, None, None], index[2][:, None], index[3])
+    if case.score is not None:
+        scores = case.score(scores, *at)
+    if case.mask is not None:
+        scores = scores.masked_fill(~case.mask(*at), -torch.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
 def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
@@ -165,6 +194,8 @@ def outputs(case: Case, backend: str) -> tuple[list[Tensor], list[str]]:
         forwards = list(names)
         found = [out, aux.lse, aux.max_scores]
         if case.rest:
+            if backend == "reference":
+                out = dense(case, q, k, v)
             found += torch.autograd.grad(out.sum(), [q])
     return [x.detach() for x in found], forwards
 

@@ -519,6 +519,7 @@ class Device:
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
             minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
             exp2=plain(np.exp2), log2=plain(np.log2), abs=plain(np.abs), floor=plain(np.floor),
+            fma=plain(lambda x, y, z: x * y + z),
             load=self.load, store=self.store, atomic_add=self.atomic_add,
             atomic_cas=self.atomic_cas, allocate_shared_memory=shared,
             inline_asm_elementwise=self.assembly,

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
-from anyflex_cuda import blackwell_forward, spoken_words, step_scores
+from anyflex_cuda import blackwell_forward, row_sums, spoken_words, step_scores
 from anyflex_triton import forward, tiles
 
 
@@ -123,11 +123,17 @@ class Case:
         even = keys % 128 == 0 and (not self.has_mask or self.kv_block % 128 == 0)
         out, rest = (np.full((*q.shape[:3], DV), np.nan) for _ in range(2))
         found_lse, found_top = (np.full(q.shape[:3], np.nan) for _ in range(2))
+        found_tops = np.full((*q.shape[:3], 2), np.nan)
         strange: list[tuple[int, int, int]] = []
 
-        def write_strange_rows(*arguments: Any) -> None:
-            """Notes (b, h, first row)."""
-            strange.append(arguments[17:20])
+        unit = 1.0 if self.has_score_mod else self.scale
+
+        def write_strange_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+            """Notes (b, h, first row), and returns what is known of the rows."""
+            b, h, first_row = arguments[14:17]
+            strange.append((b, h, first_row))
+            part = (b, h, np.minimum(first_row + np.arange(128), rows - 1), 0)
+            return top[part] / unit, sums[part]
 
         run_kernel(
             blackwell_forward,
@@ -141,6 +147,7 @@ class Case:
                 **dict.fromkeys(
                     ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides")
                 ),
+                "tops": Pointer(found_tops),
                 "lse": Pointer(found_lse), "max_scores": Pointer(found_top),
                 "counter": Pointer(np.zeros(1, int)),
                 "offsets": Pointer(offsets), "ends": Pointer(offsets, 1), "runs": Pointer(runs),
@@ -158,7 +165,7 @@ class Case:
             },
             self.seed,
             changed,
-            (tiles, forward, spoken_words, step_scores),
+            (tiles, forward, spoken_words, step_scores, row_sums),
             {"write_strange_rows": write_strange_rows},
         )  # fmt: skip
         wanted = weights @ np.nan_to_num(ve)
@@ -178,6 +185,9 @@ class Case:
         yield "rest", rest, np.zeros_like(rest)
         yield "lse", found_lse, lse
         yield "max_scores", found_top, top[..., 0]
+        size = np.where(dead, 0.0, np.log2(np.where(dead, 1.0, sums)))
+        yield "tops", found_tops[~dead[..., 0], 0], top[~dead] / unit
+        yield "sums", found_tops[~dead[..., 0], 1], size[~dead]
 
 
 def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:

@@ -25,6 +25,7 @@ from anyflex_cuda import (
     hopper_forward,
     kernel,
     named_barriers,
+    row_sums,
     spoken_words,
     step_scores,
     strange_values,
@@ -32,10 +33,13 @@ from anyflex_cuda import (
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
-CALLED = (tiles, forward, spoken_words, step_scores, strange_values, named_barriers)
+CALLED = (
+    tiles, forward, spoken_words, step_scores, strange_values, named_barriers, row_sums,
+)  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
 )  # fmt: skip
+LOWEST = torch.finfo(torch.float32).min
 Mod = Callable[..., Any]
 Offsets = tuple[int, int, int, int]
 
@@ -51,6 +55,15 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 def packed(b: Any, h: Any, q: Any, k: Any) -> Any:
     """Documents of 170 tokens."""
     return (q // 170 == k // 170) & (q >= k)
+
+
+def lowest(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """As masks that are added: rows of which all scores are the lowest float, and others."""
+    return score + ((q % 5 == 0) | ((q >= 128) & (q < 192)) | (k % 7 == 0)) * LOWEST
+
+
+def farther(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * 0.0 + (k // 40) * 300000.0
 
 
 def documents(dtype: torch.dtype = torch.int32, count: int = 400) -> Mod:
@@ -121,6 +134,10 @@ CASES = {
     "three consumers, columns": Case(score=weighed(), offsets=AWAY),
     "three consumers, not finite": Case(300, score=bent, odd=True),
     "two consumers, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=5),
+    "three consumers, far": Case(300, score=lowest, batch=2, cores=5),
+    "two consumers, far": Case(300, 300, (72, 40), lowest, packed),
+    "two consumers, farther": Case(300, 300, (128, 128), farther),
+    "two consumers, far, not finite": Case(300, 300, (72, 40), lowest, packed, odd=True),
     "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
     "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
     "where the queries were": Case(130, 140, (256, 256)),

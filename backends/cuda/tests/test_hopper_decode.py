@@ -18,6 +18,7 @@ from anyflex_cuda import (
     decode_steps,
     hopper_decode,
     hopper_forward,
+    row_sums,
     spoken_words,
     step_scores,
     strange_values,
@@ -26,7 +27,7 @@ from anyflex_triton import forward, tiles
 
 CALLED = (
     tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
-    decode_parts,
+    row_sums, decode_parts,
 )  # fmt: skip
 FULL = 1
 MARK = 77 << 16
@@ -157,6 +158,7 @@ class Case:
                 "query": Pointer(padded), "key": Pointer(k), "value": Pointer(v),
                 "partial_out": Pointer(partial), "counts": Pointer(counts), "mark": MARK,
                 "out": Pointer(out), "rest": Pointer(np.zeros(out.size)),
+                "tops": Pointer(np.zeros((sums[0].size, 2))),
                 "lse": Pointer(sums[0]), "max_scores": Pointer(sums[1]),
                 "o_strides": (rows * out[0, 0].size, out.shape[3], out[0, 0].size, 1),
                 "q_strides": tuple(stride // 64 for stride in padded.strides[:3]),
@@ -204,10 +206,9 @@ class Case:
                     found = out[b, row, h, : self.value_dim]
                     compare_rows(score, v[place, kv_head], found, *sums[:, b, h, row])
                 else:
-                    compare_parts(
-                        score, v[place, kv_head], partial_sums[parts, packed],
-                        partial_out[parts, packed],
-                    )  # fmt: skip
+                    found = partial_sums[parts, packed]
+                    found[:, 0] *= 1.0 if self.has_score_mod else scale
+                    compare_parts(score, v[place, kv_head], found, partial_out[parts, packed])
         # Nobody wrote elsewhere.
         written = (partial_sums != 1e9).any(axis=(1, 2)).sum()
         assert written <= self.programs + (of_units > 0).sum()
@@ -252,15 +253,15 @@ def compare_parts(score: np.ndarray, v: np.ndarray, sums: np.ndarray, values: np
         return
     assert sums[:, 2].max() == odd
     top = np.fmax.reduce(sums[:, 0])
-    factor = np.exp2(sums[:, 0] - (0.0 if top == -np.inf else top))
+    factor = np.exp(sums[:, 0] - (0.0 if top == -np.inf else top))
     total = (factor * sums[:, 1]).sum()
     weights = np.exp(score[seen])
     assert np.isnan(total) == odd
     if odd:
         assert np.isnan((factor[:, None] * values).sum(0)).all()
         return
-    np.testing.assert_allclose(np.exp2(top) * total, weights.sum(), rtol=1e-9)
-    np.testing.assert_allclose(top, score.max() * 1.4426950408889634, atol=1e-9)
+    np.testing.assert_allclose(np.exp(top) * total, weights.sum(), rtol=1e-9)
+    np.testing.assert_allclose(top, score.max(), atol=1e-9)
     found = (factor[:, None] * values).sum(0) / total
     wanted = (weights[:, None] * v[seen]).sum(0) / weights.sum()
     np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9)

@@ -28,6 +28,7 @@ from anyflex_triton.programs import (
     classes,
     float_pointers,
     int32s,
+    kept_of,
     or_else,
     padded,
     strides,
@@ -98,7 +99,7 @@ class Work(NamedTuple):
     """The workspace.
 
     Args:
-        row_values: float32 [2, B, Hq, L padded].
+        row_values: float32 [4, B, Hq, L padded].
         odd_keys: int32 [Bkv * Hkv, S padded / 64].
         counter: int32 [1].
         dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where the portable pass makes dQ.
@@ -124,7 +125,7 @@ def backward_workspace(
     kv_batch, kv_heads, keys = key[:3]
     rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
     found = [
-        TensorSpec((2, batch, heads, rows), torch.float32),
+        TensorSpec((4, batch, heads, rows), torch.float32),
         TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * 2), torch.int32),
         TensorSpec((1,), torch.int32),
     ]
@@ -226,6 +227,7 @@ def _launches_again(
 ) -> list[Launch]:
     """`_launches` of a call whose steps are known: what its own are the values."""
     row_values, odd_keys, counter, dq_sums, odd_rows = work
+    rest, tops = kept_of(saved.extras)
     rows = None if call.mask is None else mask_rows(call.mask)
     key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
     # Of all kernels: what one of them calls a name is the same to another.
@@ -235,7 +237,7 @@ def _launches_again(
         key_offsets=of_keys["offsets"], key_ends=of_keys["ends"], key_runs=of_keys["runs"],
         key_mask_strides=of_keys["mask_strides"], query=call.query, key=call.key,
         value=call.value, dout=grad.dout, dq=or_else(grads.dq, call.query), dk=grads.dk,
-        dv=grads.dv, out=saved.out, rest=saved.extras[0] if saved.extras else saved.out,
+        dv=grads.dv, out=saved.out, rest=or_else(rest, saved.out), tops=or_else(tops, row_values),
         lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
         given=row_values if grad.delta is None else grad.delta.contiguous(),
         row_values=row_values, odd_keys=odd_keys, odd_rows=or_else(odd_rows, odd_keys),
@@ -297,12 +299,14 @@ def _launches(
 
 def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
     spec = made.spec
-    rest = saved.extras[0] if saved.extras else None
+    rest, tops = kept_of(saved.extras)
     layouts = (layout_of(saved.out), layout_of(grad.dout), layout_of(or_else(rest, saved.out)))
     given = grad.delta is not None
     want_dq = work.dq_sums is not None
+    scored = made.mods(call, False).score_mod is not None
     key = (
-        "hopper rows", given, grad.dlse is not None, rest is not None, want_dq, *classes(layouts),
+        "hopper rows", scored, given, grad.dlse is not None, rest is not None, want_dq,
+        *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
     if program is None:
@@ -311,8 +315,9 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
             backward_rows.prepare_kernel,
             {
                 **made.pointers("out", "dout", "rest"),
-                **float_pointers("lse", "dlse", "given", "row_values", "dq_sums"),
+                **float_pointers("tops", "lse", "dlse", "given", "row_values", "dq_sums"),
                 "counter": "*i32",
+                "scale": "fp32",
                 **strides("o_strides", "do_strides", "r_strides"),
                 "dl_strides": ("i64",) * 3,
                 "values_in_all": "i64",
@@ -325,6 +330,7 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
                 "UNITS": tuple(layout.unit for layout in layouts),
                 "SCATTERED": tuple(layout.scattered for layout in layouts),
                 "WIDE": spec.index_width == 64,
+                "SCORED": scored,
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
@@ -340,7 +346,8 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
         program,
         batch * heads * (rows // 32),
         {
-            "out": saved.out, "rest": or_else(rest, saved.out), "dout": grad.dout,
+            "out": saved.out, "rest": or_else(rest, saved.out),
+            "tops": or_else(tops, work.row_values), "dout": grad.dout, "scale": call.scale,
             "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, work.row_values),
             "given": work.row_values if grad.delta is None else grad.delta.contiguous(),
             "lse": saved.lse.contiguous(), "row_values": work.row_values,
@@ -563,7 +570,7 @@ def _row_layout() -> Any:
 
 
 def _row_descriptor(row_values: Tensor, count: int) -> Any:
-    """Of both halves' rows, one a head."""
+    """Of all values' rows, one a head."""
     length = row_values.shape[3]
     rows = row_values.numel() // length
     return Boxes(row_values, [rows, length], [length, 1], [1, count])

@@ -1,8 +1,9 @@
 """What runs before and after Hopper's backward, in plain Triton: rows' values, and dQ from its
 sums.
 
-What isn't finite reaches pairs that aren't seen there too: 0 * NaN is NaN. Tiles of dQ, dK and dV
-that came out so are made again here, as the portable kernels make theirs: by a kernel of its own,
+What isn't finite reaches pairs that aren't seen there too: 0 * NaN is NaN. And far rows, whose
+scores are huge (anyflex_triton/backward.py), give NaN. Tiles of dQ, dK and dV that came out so are
+made again here, as the portable kernels make theirs: by a kernel of its own,
 for it takes many registers, and the others are as quick as many programs at a time make them.
 """
 
@@ -11,11 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.backward import delta_of_rows
+from anyflex_triton.backward import delta_of_rows, store_weighing
 from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
 from anyflex_triton.tiles import (
-    LOG2E,
     bounded_run,
     load_rows,
     mask_row,
@@ -32,17 +32,16 @@ __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 
 @triton.jit
 def prepare_kernel(
-    out, rest, dout, lse, dlse, given, row_values, dq_sums, counter, o_strides, r_strides,
-    do_strides, dl_strides, heads, padded_length, values_in_all, q_length,
+    out, rest, tops, dout, lse, dlse, given, row_values, dq_sums, counter, o_strides, r_strides,
+    do_strides, dl_strides, scale, heads, padded_length, values_in_all, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
-    HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr,
+    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """As `anyflex_triton.backward.row_kernel`; rows are padded, and sums of dQ begin at 0.
 
     Args:
-        row_values: [2, B, Hq, padded_length]: lse in powers of two, +inf in rows without a live
-            key and past the last, so that weights become 0; delta, 0 in those.
+        row_values: [4, B, Hq, padded_length]; rows past the last are as those without a live key.
         dq_sums: [B, Hq, padded_length * D], float32, or where not WANT_DQ anything.
         counter: int32, becomes 0.
         padded_length: a multiple of BLOCK_M.
@@ -57,14 +56,18 @@ def prepare_kernel(
     if WANT_DQ:
         offsets = value_at[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(dq_sums + offsets, tl.zeros([BLOCK_M, D], tl.float32))
-    natural = tl.load(lse + bh.to(tl.int64) * q_length + rows, mask=inside, other=float("-inf"))
-    dead = natural == float("-inf")
-    tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E))
+    at = bh.to(tl.int64) * q_length + rows
+    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
+    store_weighing(
+        natural, tops, row_values, value_at, at, inside, None, values_in_all, scale, SCORED,
+        IS_GIVEN,
+    )
     sums = delta_of_rows(
         out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
         rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
     )
-    tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums))
+    sums = tl.where(natural == float("-inf"), 0.0, sums)
+    tl.store(row_values + values_in_all + value_at, sums)
 
 
 @triton.jit
@@ -133,6 +136,8 @@ def repair_queries(
     )
     lse2 = tl.load(row_values + at)
     delta = tl.load(row_values + values_in_all + at)
+    top = tl.load(row_values + 2 * values_in_all + at)
+    size = tl.load(row_values + 3 * values_in_all + at)
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     columns = tl.arange(0, BLOCK_N)
     if HAS_MASK:
@@ -146,10 +151,10 @@ def repair_queries(
         for first in range(begin, end, BLOCK_N):
             sums = add_to_queries(
                 sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
-                first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1], q_idx,
-                shifts, tables, ints, floats, None, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD,
-                None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, PRECISION,
-                None, True, True,
+                top, size, first, columns, end, kv_length, True, full, b + shifts[0],
+                h + shifts[1], q_idx, shifts, tables, ints, floats, None, scale, None, SCORE_MOD,
+                SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                True, PRECISION, None, True, True,
             )
     base = tensor_at(dq, dq_strides, b, h, UNITS[4])
     store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)

@@ -32,11 +32,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FULL, LOG2E, mask_row, strange
+from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, strange
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -64,7 +65,7 @@ ORDERS = gl.constexpr(8)
 """So many are said ahead."""
 SLACK = gl.constexpr(8.0)
 """Powers of two by which scores may pass what weights are counted from, before sums are scaled."""
-FAR = gl.constexpr(0x3FFFFFFF)
+BEHIND = gl.constexpr(0x3FFFFFFF)
 """Behind all keys."""
 
 # What an order says to a group.
@@ -121,16 +122,17 @@ def order_for(orders, order_full, order_empty, order, ME: gl.constexpr):
 
 @gluon.jit
 def run_at(runs, run, last_run, kv_length, KV_BLOCK: gl.constexpr, HAS_MASK: gl.constexpr):
-    """(begin, end, 1 if FULL) of a run in keys; FAR where there is none."""
+    """(begin, end, 1 if FULL) of a run in keys; BEHIND where there is none."""
     there = run < last_run
     if HAS_MASK:
         at = runs + run * 3
         begin = gl.load(at, mask=there, other=0) * KV_BLOCK
         end = gl.minimum(gl.load(at + 1, mask=there, other=0) * KV_BLOCK, kv_length)
         full = gl.where(gl.load(at + 2, mask=there, other=0) == FULL, 1, 0)
-        return gl.where(there, begin, FAR), gl.where(there, end, FAR), full
+        return gl.where(there, begin, BEHIND), gl.where(there, end, BEHIND), full
     else:
-        return gl.where(there, 0, FAR), gl.where(there, kv_length, FAR), gl.where(there, 1, 0)
+        return gl.where(there, 0, BEHIND), gl.where(there, kv_length, BEHIND), gl.where(there, 1,
+        0)
 
 
 @gluon.jit
@@ -181,7 +183,7 @@ def load_steps(
     begin_0, end_0, full_0 = run_at(runs, run_0, last_0, kv_length, KV_BLOCK, HAS_MASK)
     begin_1, end_1, full_1 = run_at(runs, run_1, last_1, kv_length, KV_BLOCK, HAS_MASK)
     cut = gl.minimum(begin_0, begin_1)
-    while cut < FAR:
+    while cut < BEHIND:
         inside_0 = begin_0 == cut
         inside_1 = begin_1 == cut
         stop = gl.minimum(
@@ -432,9 +434,9 @@ def weigh(
     over the scores, a piece at a time: all of a row's at once would take half of the registers.
 
     Args:
-        base: what weights are counted from: not above the largest score so far, nor more than
-            SLACK below.
-        top: where WANT_MAX the largest score so far, NaN if one was.
+        base: what weights are counted from, in powers of two: not above the largest score so far,
+            nor more than SLACK below.
+        top: the largest score so far; where WANT_MAX, NaN if one was.
     """
     at = order % ORDERS * WORDS
     first = gl.to_tensor(0)
@@ -460,15 +462,19 @@ def weigh(
             )
             piece.store(found)
         if WANT_MAX:
-            highest = larger(highest, gl.reduce(found, 1, larger) * unit)
+            highest = larger(highest, gl.reduce(found, 1, larger))
         else:
-            highest = gl.maximum(highest, gl.max(found, 1) * unit)
+            highest = gl.maximum(highest, gl.max(found, 1))
     if WANT_MAX:
         top = larger(top, highest)
+    else:
+        top = gl.maximum(top, highest)
+    highest = highest * unit
     # False where a score is NaN: then all that is made of base is, too.
     passed = highest > base + SLACK
     new_base = gl.where(passed, highest, base)
-    shift = gl.where(new_base == float("-inf"), 0.0, new_base)
+    # As in `anyflex_triton.forward.forward_step`.
+    shift = gl.where(new_base <= -FAR, 0.0, new_base)
     alpha = gl.exp2(base - shift)
     # A row's first live pair finds sums of 0, or none.
     if gl.max((passed & (base != float("-inf"))).to(gl.int32), 0) > 0:
@@ -489,7 +495,7 @@ def weigh(
 def attend(
     o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full, order_empty,
     query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, offsets,
-    ends, runs, mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+    ends, runs, mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
     q_length, kv_length, ME: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
@@ -549,7 +555,7 @@ def attend(
             dones += 1
             order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
         # A row without a live pair has 0 here, and gives 0. NaN stays.
-        dead = (base == float("-inf")) & (total == total)
+        dead = (top == float("-inf")) & (total == total)
         inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
         # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
         odd = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
@@ -558,13 +564,20 @@ def attend(
             filled += 1
             for column in gl.static_range(0, DV, PIECE):
                 odd += gl.sum(sums.slice(column, PIECE).load(LAYOUT) * 0.0, 1)
-        if gl.max((odd != odd).to(gl.int32), 0) > 0:
-            write_strange_rows(
-                base, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
-                o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
-                kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
-                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, 16,
+        nans = (top != top).to(gl.int32)
+        # Weights of far rows are none.
+        unit = unit_of_scores(scale, SCORE_MOD)
+        odd = (odd != odd) | is_far(top, top * unit)
+        # How much higher the base is.
+        excess = gl.fma(top, 0.0 - unit, base)
+        if gl.max(odd.to(gl.int32), 0) > 0:
+            top, total = write_strange_rows(
+                query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
+                r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length,
+                tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, OF_ROWS, 16,
             )
+            excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
             for column in gl.static_range(0, DV, PIECE):
                 acc = sums.slice(column, PIECE).load(LAYOUT) * gl.expand_dims(inverse, 1)
@@ -584,22 +597,20 @@ def attend(
                     staged.reshape([ROWS, PIECE]).store(lost)
                     fence_async_shared()
                     _store_box(r_desc, [b, h, first_row, column], staged)
-        place = gl.cast(b * heads + h, gl.int64) * q_length
-        if WANT_LSE:
-            natural = (base + gl.log2(total)) / LOG2E
-            natural = gl.where(dead, float("-inf"), natural)
-            gl.store(lse + place + rows, natural, mask=rows < q_length)
-        if WANT_MAX:
-            gl.store(max_scores + place + rows, top / LOG2E, mask=rows < q_length)
+        place = gl.cast(b * heads + h, gl.int64) * q_length + rows
+        write_row_sums(
+            top, total, excess, nans, tops, lse, max_scores, place, rows < q_length, scale,
+            SCORE_MOD is not None, WANT_LSE, WANT_MAX, WANT_REST,
+        )
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides,
-    tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
-    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
+    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
+    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
@@ -614,6 +625,7 @@ def forward_kernel(
             and rest of PIECE columns. Of rest nothing is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
+        tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.
         counter: int32, zero at first: tiles that were taken beyond each program's first. Read
             where programs are fewer than tiles.
@@ -668,18 +680,18 @@ def forward_kernel(
         (attend, (
             o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
             order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-            r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats,
-            shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
-            KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-            MASKED, BLOCK_N, PIECE,
+            r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
+            floats, shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD, HAS_MASK,
+            Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST,
+            EVEN, MASKED, BLOCK_N, PIECE,
         )),
         (attend, (
             o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
             order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-            r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables, ints, floats,
-            shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
-            KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN,
-            MASKED, BLOCK_N, PIECE,
+            r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
+            floats, shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD, HAS_MASK,
+            Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST,
+            EVEN, MASKED, BLOCK_N, PIECE,
         )),
         (multiply, (
             q_bufs, k_bufs, v_bufs, scores, sums, q_full, q_empty, k_full, k_empty, v_full,

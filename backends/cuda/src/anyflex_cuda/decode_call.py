@@ -24,6 +24,7 @@ from anyflex_triton.programs import (
     Programs,
     float_pointers,
     int32s,
+    kept_of,
     or_else,
     padded,
     strides,
@@ -278,7 +279,7 @@ def decode_program(
         {
             **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
             **made.pointers("query", "key", "value", "out", "rest"),
-            **float_pointers("partial_out", "lse", "max_scores"),
+            **float_pointers("partial_out", "tops", "lse", "max_scores"),
             "counts": "*i64",
             **dict.fromkeys(("q_strides", "k_strides", "v_strides"), ("i64",) * 3),
             **strides("o_strides"),
@@ -330,7 +331,7 @@ def launch_decode(
         fit: of the call's tensors.
     """
     partial_out, edges = out.workspace[0], out.workspace[-1]
-    rest = out.saved[0] if out.saved else None
+    rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
     mods = made.mods(call, fit.even)
     wanted = (out.lse is not None, out.max_scores is not None, rest is not None)
@@ -348,12 +349,14 @@ def launch_decode(
     values["edges"] = edges
     values["out"] = out.out
     values["rest"] = or_else(rest, out.out)
+    values["tops"] = or_else(tops, partial_out)
     values["lse"] = or_else(out.lse, partial_out)
     values["max_scores"] = or_else(out.max_scores, partial_out)
     fixed = fit.fixed(o_layout)
     launches = [Launch(parts, fit.programs, values, (), fixed)]
     if not fit.adds:
-        sums = _sums_program(portable, fit, o_layout.unit, *wanted)
+        scored = mods.score_mod is not None
+        sums = _sums_program(portable, fit, o_layout.unit, scored, *wanted)
         launches.append(Launch(sums, fit.rows, values, (), fixed))
     if call.mask is not None:
         rows = mask_rows(call.mask)
@@ -388,16 +391,18 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
 
 
 def _sums_program(
-    made: Programs, fit: DecodeFit, unit: int, lse: bool, max_scores: bool, rest: bool
-) -> Program:
+    made: Programs, fit: DecodeFit, unit: int, scored: bool, lse: bool, max_scores: bool,
+    rest: bool,
+) -> Program:  # fmt: skip
     """Return what adds up the sums of a class of calls.
 
     Args:
         unit: of out's `Layout`.
+        scored: whether there is a score mod.
         lse, max_scores, rest: which outputs beside out are wanted.
     """
     key = (
-        "hopper decode sums", fit.plan, fit.at_once, unit, lse, max_scores, rest,
+        "hopper decode sums", fit.plan, fit.at_once, unit, scored, lse, max_scores, rest,
     )  # fmt: skip
     program = made.existing.get(key)
     if program is not None:
@@ -407,10 +412,11 @@ def _sums_program(
         key,
         decode_sums.combine_kernel,
         {
-            **float_pointers("partial_out", "lse", "max_scores"),
+            **float_pointers("partial_out", "tops", "lse", "max_scores"),
             **made.pointers("out", "rest"),
             **strides("o_strides"),
             "edges": "*i32",
+            "scale": "fp32",
             **int32s("batch", "heads", "q_length", "unit_steps", "programs", "groups"),
         },
         {
@@ -420,6 +426,7 @@ def _sums_program(
             "DV": padded(spec.value_head_dim),
             "PARTS": fit.at_once,
             "UNIT": unit,
+            "SCORED": scored,
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,

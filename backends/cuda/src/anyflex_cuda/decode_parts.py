@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from anyflex_cuda.row_sums import write_row_sums
 from anyflex_triton.tiles import LOG2E
 
 __all__ = [
@@ -76,15 +77,21 @@ def places_of(
 
 @gluon.jit
 def add_parts(
-    partial_out, partial_sums, parts, out, rest, lse, max_scores, o_strides, b,
+    partial_out, partial_sums, parts, out, rest, tops, lse, max_scores, o_strides, scale, b,
     kv_head, kv_heads, q_length, GROUP: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
-    UNIT: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+    UNIT: gl.constexpr, SCORED: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr,
 ):
     """Write a unit's rows from its parts.
 
     Args:
         partial_out, partial_sums: of the unit's first part; the others follow.
+        SCORED: there is a score mod.
     """
+    if SCORED:
+        unit = LOG2E
+    else:
+        unit = scale * LOG2E
     # 16 bytes a thread of each part.
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
@@ -108,7 +115,7 @@ def add_parts(
             # From the second cache: the first may be of a time before another program wrote.
             place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, SUMS)
             sums = partial_sums + place * 3
-            tops = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
+            highest = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
             totals = gl.load(sums + 1, mask=there, other=0.0, cache_modifier=".cg")
             if WANT_MAX:
                 found = gl.load(sums + 2, mask=there, other=0.0, cache_modifier=".cg")
@@ -119,27 +126,27 @@ def add_parts(
                 mask=gl.expand_dims(there, 2) & (columns < VALUE_DIM), other=0.0,
                 cache_modifier=".cg",
             )
-            new_top = gl.maximum(top, gl.convert_layout(gl.max(tops, 0), OF_ROWS))
+            new_top = gl.maximum(top, gl.convert_layout(gl.max(highest, 0), OF_ROWS))
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-            alpha = gl.exp2(top - shift)
+            alpha = gl.exp2((top - shift) * unit)
             shift = gl.convert_layout(shift, gl.SliceLayout(0, SUMS))
-            factor = gl.exp2(tops - gl.expand_dims(shift, 0))
+            factor = gl.exp2((highest - gl.expand_dims(shift, 0)) * unit)
             total = total * alpha + gl.convert_layout(gl.sum(totals * factor, 0), OF_ROWS)
             factor = gl.expand_dims(gl.convert_layout(factor, OF_PARTS), 2)
             acc = acc * gl.expand_dims(alpha, 1) + gl.sum(values * factor, 0)
             top = new_top
         write_rows(
-            acc, top, total, nans, first_row, out, rest, lse, max_scores, o_strides, b, kv_head,
-            kv_heads, q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX,
-            WANT_REST, TILE,
+            acc, top, total, nans, first_row, out, rest, tops, lse, max_scores, o_strides, scale,
+            b, kv_head, kv_heads, q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, SCORED,
+            WANT_LSE, WANT_MAX, WANT_REST, TILE,
         )
 
 
 @gluon.jit
 def write_dead(
-    out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length, GROUP: gl.constexpr,
-    VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, WANT_LSE: gl.constexpr,
-    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
+    out, rest, tops, lse, max_scores, o_strides, scale, b, kv_head, kv_heads, q_length,
+    GROUP: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr,
+    SCORED: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
 ):
     """Write a unit's rows, which see no key."""
     LANES: gl.constexpr = DV // 4
@@ -151,23 +158,24 @@ def write_dead(
         write_rows(
             gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE),
             gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS), zeros, zeros,
-            first_row, out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads, q_length,
-            TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST, TILE,
+            first_row, out, rest, tops, lse, max_scores, o_strides, scale, b, kv_head, kv_heads,
+            q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX,
+            WANT_REST, TILE,
         )
 
 
 @gluon.jit
 def write_rows(
-    acc, top, total, nans, first_row, out, rest, lse, max_scores, o_strides, b, kv_head, kv_heads,
-    q_length, TILE_ROWS: gl.constexpr, GROUP: gl.constexpr, VALUE_DIM: gl.constexpr,
-    DV: gl.constexpr, UNIT: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, LAYOUT: gl.constexpr,
+    acc, top, total, nans, first_row, out, rest, tops, lse, max_scores, o_strides, scale, b,
+    kv_head, kv_heads, q_length, TILE_ROWS: gl.constexpr, GROUP: gl.constexpr,
+    VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, SCORED: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Write what is wanted of a unit's rows from `first_row` on: as `decode.store_row` does.
 
     Args:
         acc: [TILE_ROWS, DV], weighted values, in LAYOUT.
-        top, total, nans: [TILE_ROWS], top in powers of two; nans above 0 where a score is NaN.
+        top, total, nans, tops: as of `write_row_sums`, [TILE_ROWS].
     """
     packed = first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
     inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
@@ -187,8 +195,7 @@ def write_rows(
         lost = acc - rounded.to(gl.float32)
         rest_at = rest + gl.expand_dims(at * VALUE_DIM, 1) + columns
         gl.store(rest_at, lost.to(rest.dtype.element_ty), mask=there)
-    if WANT_LSE:
-        natural = (top + gl.log2(total)) / LOG2E
-        gl.store(lse + at, gl.where(dead, float("-inf"), natural), mask=inside)
-    if WANT_MAX:
-        gl.store(max_scores + at, gl.where(nans > 0, float("nan"), top / LOG2E), mask=inside)
+    write_row_sums(
+        top, total, 0.0, nans, tops, lse, max_scores, at, inside, scale, SCORED, WANT_LSE,
+        WANT_MAX, WANT_REST,
+    )

@@ -14,6 +14,7 @@ from anyflex_cuda.decode_steps import (
     total_steps,
 )
 from anyflex_triton.decode import store_row
+from anyflex_triton.tiles import LOG2E
 
 __all__ = ["combine_kernel"]
 
@@ -23,16 +24,17 @@ __all__ = ["combine_kernel"]
 
 @triton.jit
 def combine_kernel(
-    partial_out, out, rest, lse, max_scores, o_strides, edges, batch, heads, q_length, unit_steps,
-    programs, groups, GROUP: tl.constexpr, PLAN: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    partial_out, out, rest, tops, lse, max_scores, o_strides, edges, scale, batch, heads, q_length,
+    unit_steps, programs, groups, GROUP: tl.constexpr, PLAN: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
+    SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
     Args:
         partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
         programs: of that kernel. groups: of them.
+        SCORED: there is a score mod.
     """
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length
@@ -53,6 +55,7 @@ def combine_kernel(
     row_of_unit = h % GROUP * q_length + row
     index = tl.arange(0, PARTS)
     dims = tl.arange(0, DV)
+    score_unit = LOG2E if SCORED else scale * LOG2E
     top = float("-inf")
     total = 0.0
     nan = 0.0
@@ -61,7 +64,7 @@ def combine_kernel(
         there = first + index < end_program
         place = (first + index + unit).to(tl.int64) * (GROUP * q_length) + row_of_unit
         # All loads at once: nothing else takes as long.
-        tops = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
+        highest = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
         sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
         if WANT_MAX:
             nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
@@ -71,14 +74,14 @@ def combine_kernel(
             mask=there[:, None] & (dims < VALUE_DIM)[None, :],
             other=0.0,
         )
-        new_top = tl.maximum(top, tl.max(tops, 0))
+        new_top = tl.maximum(top, tl.max(highest, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.exp2(top - shift)
-        factor = tl.exp2(tops - shift)
+        alpha = tl.exp2((top - shift) * score_unit)
+        factor = tl.exp2((highest - shift) * score_unit)
         total = total * alpha + tl.sum(sums * factor, 0)
         acc = acc * alpha + tl.sum(part * factor[:, None], 0)
         top = new_top
     store_row(
-        acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
-        VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+        acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads,
+        q_length, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, WANT_REST,
     )

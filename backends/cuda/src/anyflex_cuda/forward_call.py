@@ -142,14 +142,14 @@ def boxed_arguments(
     `program_for`; boxes of `boxes_for`."""
     spec = made.spec
     # What isn't there has no descriptor: to encode one takes the host a microsecond.
-    absent = () if rest else ("r_desc", "rest", "r_strides")
+    absent = () if rest else ("r_desc", "rest", "r_strides", "tops")
     types = {
         **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
         **made.pointers("query", "key", "value", "out", "rest"),
         **dict.fromkeys(
             ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
         ),
-        **float_pointers("lse", "max_scores"),
+        **float_pointers("tops", "lse", "max_scores"),
         "counter": "*i32",
         **made.common_types,
         **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
@@ -354,7 +354,7 @@ def launch_boxed(
     values["counter"] = out.workspace[0] if out.workspace else result
     rest_strides = None
     if out.saved:
-        values["rest"] = rest = out.saved[0]
+        values["rest"], values["tops"] = rest, _ = out.saved
         rest_strides = rest.stride()
     fixed = fit.fixed(result.stride(), rest_strides)
     fixed.launch(program, fit.programs, query.device, values)

@@ -637,7 +637,7 @@ def backward_kernel(
     Args:
         query, dout: descriptors [B, Hq, L, E or Ev] of boxes of BLOCK_M rows, D or DV columns.
         key, value, dk, dv: descriptors [Bkv, Hkv, S, E or Ev] of boxes of 64 keys.
-        row_values: descriptor [2 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
+        row_values: descriptor [4 * B * Hq, padded L] of boxes [1, BLOCK_M]: of
             `backward_rows.prepare_kernel`.
         dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], added
             to: each is 64 rows and 64 columns, see `in_order_of_threads`.

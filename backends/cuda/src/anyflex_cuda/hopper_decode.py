@@ -198,7 +198,7 @@ def write_strange_part(
     """The sums of a part of a unit whose values aren't all finite, anew: see strange_values.py.
 
     Args:
-        top: [ROWS] float32, of each row the largest score, in powers of two.
+        top: [ROWS] float32, of each row the largest score.
         place: where the part's rows begin in partial_out.
         i, part: the unit's step that is the part's first, the part's steps.
     """
@@ -244,7 +244,9 @@ def write_strange_part(
                     scores, True, keys < end, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx, tables,
                     ints, floats, MASK_MOD,
                 )
-                weights = gl.exp2(scores * unit - shift)
+                exponent = (scores - shift) * unit
+                # Products that are summed in another order may pass the largest.
+                weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
                 v = load_part(
                     v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
                 )
@@ -299,11 +301,11 @@ def write_part(
 @gluon.jit
 def consume(
     q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-    partial_sums, counts, out, rest, lse, max_scores, q_strides, k_strides, v_strides, o_strides,
-    edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads, q_length, kv_length,
-    unit_steps, most, groups, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
+    partial_sums, counts, out, rest, tops, lse, max_scores, q_strides, k_strides, v_strides,
+    o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads, q_length,
+    kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN:
+    gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM:
+    gl.constexpr, D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
@@ -315,6 +317,7 @@ def consume(
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    SCORED: gl.constexpr = SCORE_MOD is not None
     unit = unit_of_scores(scale, SCORE_MOD)
     programs = gl.num_programs(0)
     total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
@@ -326,8 +329,8 @@ def consume(
             _, count = steps_of_unit(edges, b, u % kv_heads, kv_heads, unit_steps, PLAN)
             if count == 0:
                 write_dead(
-                    out, rest, lse, max_scores, o_strides, b, u % kv_heads, kv_heads, q_length,
-                    GROUP, VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+                    out, rest, tops, lse, max_scores, o_strides, scale, b, u % kv_heads, kv_heads,
+                    q_length, GROUP, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST,
                 )
     step = gl.to_tensor(0)
     while at < last:
@@ -376,10 +379,11 @@ def consume(
                 )
             if WANT_MAX:
                 nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
-            new_top = gl.maximum(top, gl.max(scores, 1) * unit)
+            new_top = gl.maximum(top, gl.max(scores, 1))
+            # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
-            alpha = gl.exp2(top - shift)
+            weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * unit)
+            alpha = gl.exp2((top - shift) * unit)
             total = total * alpha + gl.sum(weights, 1)
             top = new_top
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
@@ -414,17 +418,17 @@ def consume(
                     place = gl.cast(first_program + u, gl.int64) * rows_a_unit
                     add_parts(
                         partial_out + place * VALUE_DIM, partial_sums + place * 3,
-                        last_program - first_program + 1, out, rest, lse, max_scores, o_strides, b,
-                        kv_head, kv_heads, q_length, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE,
-                        WANT_MAX, WANT_REST,
+                        last_program - first_program + 1, out, rest, tops, lse, max_scores,
+                        o_strides, scale, b, kv_head, kv_heads, q_length, GROUP, VALUE_DIM, DV,
+                        UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST,
                     )
                     gl.store(counts + u, 0)
             else:
                 write_rows(
                     acc, gl.convert_layout(top, OF_OUT), gl.convert_layout(total, OF_OUT),
-                    gl.convert_layout(nans, OF_OUT), 0, out, rest, lse, max_scores, o_strides, b,
-                    kv_head, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV, UNIT, WANT_LSE,
-                    WANT_MAX, WANT_REST, O_LAYOUT,
+                    gl.convert_layout(nans, OF_OUT), 0, out, rest, tops, lse, max_scores,
+                    o_strides, scale, b, kv_head, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV,
+                    UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, O_LAYOUT,
                 )
                 # Not counted. But a mark that stays, and of which somebody overwrites the lowest
                 # bytes alone, would count in a later launch.
@@ -441,9 +445,9 @@ def consume(
 
 @gluon.jit
 def decode_kernel(
-    k_desc, v_desc, query, key, value, partial_out, counts, out, rest, lse, max_scores, q_strides,
-    k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, mark, batch,
-    kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr,
+    k_desc, v_desc, query, key, value, partial_out, counts, out, rest, tops, lse, max_scores,
+    q_strides, k_strides, v_strides, o_strides, edges, tables, ints, floats, shifts, scale, mark,
+    batch, kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
@@ -460,14 +464,14 @@ def decode_kernel(
         key, value: for `write_strange_part`, with strides (b, h, row).
         partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
             float32, relative to its own top: of program p and unit u at p + u. Behind it,
-            `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: top
-            in powers of two, sum; where WANT_MAX, 1 if a score is NaN.
+            `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: the
+            largest score, sum; where WANT_MAX, 1 if a score is NaN.
         counts: int64 [units], the begin of partial_out, with whatever that holds: how many parts
             of a unit are written, `decode_parts.begin_count`. To allocate one tensor less saves
             the host two microseconds.
         mark: as `decode_parts.begin_count`'s.
-        out, rest, lse, max_scores, o_strides: as `decode_sums.combine_kernel`'s, for ADDS, whose
-            parts are added up here.
+        out, rest, tops, lse, max_scores, o_strides: as `decode_sums.combine_kernel`'s, for ADDS,
+            whose parts are added up here.
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
@@ -508,10 +512,10 @@ def decode_kernel(
     gl.warp_specialize([
         (consume, (
             q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-            partial_sums, counts, out, rest, lse, max_scores, q_strides, k_strides, v_strides,
-            o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads,
-            q_length, kv_length, unit_steps, most, groups, SCORE_MOD, MASK_MOD, PLAN, GROUP,
-            KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST,
+            partial_sums, counts, out, rest, tops, lse, max_scores, q_strides, k_strides,
+            v_strides, o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch,
+            kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD, MASK_MOD, PLAN,
+            GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST,
             STAGES, BLOCK_N,
         )),
         (produce, (

@@ -21,11 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.named_barriers import named_barrier
+from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FULL, LOG2E, bounded_run, mask_row, strange
+from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row, strange
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -285,15 +286,16 @@ def tables_of_step(
 
 @gluon.jit
 def weights_of(
-    raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints,
-    floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
+    raw, top, base, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
+    ints, floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """(weights, alpha, top, total, nans) after a step whose scores are `raw`: one of an online
-    softmax, in powers of two.
+    """(weights, alpha, top, base, total, nans) after a step whose scores are `raw`: one of an
+    online softmax, as in `anyflex_triton.forward.forward_step`.
 
     Args:
+        top: the largest score so far; base: that in powers of two, to which weights are relative.
         masked: whether some pair of the step may be dead, where MASKED.
     """
     # Where tiles end with the keys, no FULL step has dead pairs.
@@ -304,20 +306,21 @@ def weights_of(
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = gl.maximum(top, gl.max(scores, 1) * unit)
-    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    new_base = new_top * unit
+    shift = gl.where(new_base <= -FAR, 0.0, new_base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
-    alpha = gl.exp2(top - shift)
+    alpha = gl.exp2(base - shift)
     total = total * alpha + gl.sum(weights, 1)
     if PINNED:
         total = pin(total)
-    return weights, alpha, new_top, total, nans
+    return weights, alpha, new_top, new_base, total, nans
 
 
 @gluon.jit
 def advance(
-    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty,
-    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    step, halves, acc, top, base, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+    v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
     READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
@@ -343,9 +346,9 @@ def advance(
     pass_turn(ME, TURNS)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    weights, alpha, top, total, nans = weights_of(
-        raw, top, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
-        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
+    weights, alpha, top, base, total, nans = weights_of(
+        raw, top, base, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
+        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
         BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
@@ -354,16 +357,16 @@ def advance(
     halves = gl.convert_layout(
         weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
     )
-    return halves, acc, top, total, nans
+    return halves, acc, top, base, total, nans
 
 
 @gluon.jit
 def consume(
     o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, lse, max_scores, tables,
-    ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
+    tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS:
+    gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
     READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
@@ -410,6 +413,7 @@ def consume(
         else:
             read = tables
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
@@ -429,8 +433,8 @@ def consume(
             pass_turn(ME, TURNS)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, _alpha, top, total, nans = weights_of(
-                raw, top, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
+            weights, _alpha, top, base, total, nans = weights_of(
+                raw, top, base, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
@@ -441,8 +445,8 @@ def consume(
             # One loop: two would hand the weights from one to the other as halves, which ptxas
             # then takes apart and puts together in each step.
             for i in range(1, steps):
-                halves, acc, top, total, nans = advance(
-                    step, halves, acc, top, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                halves, acc, top, base, total, nans = advance(
+                    step, halves, acc, top, base, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, ME, TURNS, MASKED, EVEN, READ_COLUMNS,
                     ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT,
@@ -457,19 +461,24 @@ def consume(
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
-        # A row without a live pair has 0 here, and gives 0. NaN stays.
-        dead = (top == float("-inf")) & (total == total)
-        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
-        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
-        odd = gl.sum(acc * 0.0, 1)
-        if gl.max((odd != odd).to(gl.int32), 0) > 0:
-            write_strange_rows(
-                top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides,
-                o_strides, r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length,
-                kv_length, tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK,
-                Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST,
+        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And
+        # weights of far rows are none.
+        odd = gl.convert_layout(gl.sum(acc * 0.0, 1), OF_ROWS)
+        odd = (odd != odd) | is_far(top, base)
+        # What rounding added to the base: weights are relative to it, not to top.
+        excess = gl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+        if gl.max(odd.to(gl.int32), 0) > 0:
+            top, total = write_strange_rows(
+                query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
+                r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length,
+                tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, OF_ROWS,
             )
+            excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
+            # A row without a live pair has 0 here, and gives 0. NaN stays.
+            dead = (top == float("-inf")) & (total == total)
+            inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
             acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
             rounded = acc.to(o_bufs.dtype)
             # The tile before may still be read.
@@ -489,14 +498,11 @@ def consume(
                     r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
                     fence_async_shared()
                 _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
-        at = gl.cast(b * heads + h, gl.int64) * q_length
-        if WANT_LSE:
-            natural = (top + gl.log2(total)) / LOG2E
-            natural = gl.where(dead, float("-inf"), natural)
-            gl.store(lse + at + rows, natural, mask=rows < q_length)
-        if WANT_MAX:
-            natural = gl.where(nans > 0, float("nan"), top / LOG2E)
-            gl.store(max_scores + at + rows, natural, mask=rows < q_length)
+        at = gl.cast(b * heads + h, gl.int64) * q_length + rows
+        write_row_sums(
+            top, total, excess, nans, tops, lse, max_scores, at, rows < q_length, scale,
+            SCORE_MOD is not None, WANT_LSE, WANT_MAX, WANT_REST,
+        )
         if SHARES_ROOM:
             tma.store_wait(0)
             mbarrier.arrive(passed, count=1)
@@ -512,9 +518,9 @@ def consume(
 @gluon.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, lse, max_scores, counter, offsets, ends, runs, mask_strides,
-    tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
-    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
+    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
+    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
     READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
@@ -531,6 +537,7 @@ def forward_kernel(
             is there without WANT_REST.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
+        tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.
         counter: int32, zero at first: tiles that were taken beyond each program's first. Read
             where DYNAMIC and programs are fewer than tiles.
@@ -587,7 +594,7 @@ def forward_kernel(
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
@@ -597,7 +604,7 @@ def forward_kernel(
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
@@ -617,7 +624,7 @@ def forward_kernel(
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
@@ -627,7 +634,7 @@ def forward_kernel(
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
@@ -637,7 +644,7 @@ def forward_kernel(
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,

@@ -1,5 +1,6 @@
 """Out of a tile whose values aren't all finite, anew: rows that don't see such a value must not
-have it, and 0 * NaN is NaN.
+have it, and 0 * NaN is NaN. And of a tile with far rows, whose scores are so large that weights
+must be made of their differences.
 
 It happens rarely. So this reads and writes by pointers, needs nobody's help, and takes a few
 columns at a time, with fewer registers than the loops before it.
@@ -73,18 +74,17 @@ def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def write_strange_rows(
-    top, inverse, dead, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-    r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length, tables,
-    ints, floats, shifts, scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr,
-    WANT_REST: gl.constexpr, COLUMNS: gl.constexpr = PART,
+    query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, offsets,
+    ends, runs, mask_strides, b, h, first_row, q_length, kv_length, tables, ints, floats, shifts,
+    scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WANT_REST: gl.constexpr,
+    SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
-    """Writes out, and rest, of ROWS rows from `first_row` on.
+    """Writes out, and rest, of ROWS rows from `first_row` on. Returns of each the largest of
+    `final_scores` and the sum of weights relative to it, in SUMS_LAYOUT.
 
     Args:
-        top: of each row the largest score, in powers of two.
-        inverse: of the sum of its weights; `dead`: it has none.
         query, key, value, out, rest: strides (b, h, row) in elements; columns are contiguous.
         COLUMNS: at a time.
     """
@@ -103,16 +103,20 @@ def write_strange_rows(
     q_base = query + place_of(q_strides, b, h)
     k_base = key + place_of(k_strides, kv_b, h // GROUP)
     v_base = value + place_of(v_strides, kv_b, h // GROUP)
-    shift = gl.where(top == float("-inf"), 0.0, top)
-    shift = gl.expand_dims(gl.convert_layout(shift, OF_ROWS), 1)
-    inverse = gl.expand_dims(gl.convert_layout(inverse, OF_ROWS), 1)
-    dead = gl.expand_dims(gl.convert_layout(dead.to(gl.int32), OF_ROWS), 1) != 0
     rows = gl.expand_dims(first_row + gl.arange(0, ROWS, layout=OF_ROWS), 1)
     q_idx = gl.minimum(rows, q_length - 1) + shifts[2]
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     unit = unit_of_scores(scale, SCORE_MOD)
-    for first_column in range(0, VALUE_DIM, COLUMNS):
+    top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+    total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+    # The first columns twice: the first time finds the largest scores, as these products have
+    # them, and what it writes is written again.
+    for column in range(-COLUMNS, VALUE_DIM, COLUMNS):
+        first_column = gl.maximum(column, 0)
+        highest = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        shift = gl.expand_dims(gl.where(top == float("-inf"), 0.0, top), 1)
+        total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         acc = gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=LAYOUT)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
@@ -138,7 +142,9 @@ def write_strange_rows(
                     scores, True, keys < end, full, mod_b, mod_h, q_idx, kv_idx, tables, ints,
                     floats, MASK_MOD,
                 )
-                weights = gl.exp2(scores * unit - shift)
+                highest = gl.maximum(highest, gl.max(scores, 1))
+                weights = gl.exp2((scores - shift) * unit)
+                total += gl.sum(weights, 1)
                 v = load_part(
                     v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
                     COLUMNS,
@@ -146,7 +152,11 @@ def write_strange_rows(
                 finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
                 acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
-        acc = gl.where(dead, 0.0, acc * inverse)
+        top = highest
+        # A row without a live pair has 0 here, and gives 0. NaN stays.
+        dead = (top == float("-inf")) & (total == total)
+        inverse = 1.0 / gl.where(dead, 1.0, total)
+        acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
         columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
         there = (rows < q_length) & (columns < VALUE_DIM)
@@ -158,3 +168,4 @@ def write_strange_rows(
             lost = gl.where(strange(lost), 0.0, lost)
             at = place_of(r_strides, b, h) + rows.to(gl.int64) * r_strides[2] + columns
             gl.store(rest + at, lost.to(rest.dtype.element_ty), mask=there)
+    return gl.convert_layout(top, SUMS_LAYOUT), gl.convert_layout(total, SUMS_LAYOUT)

@@ -5,6 +5,13 @@ dK and dV are made by key tiles (backward_keys.py), dQ and captured gradients by
 gradients.
 
 FlashAttention-2's formulas (Dao, 2023): P from lse, dS = P * (dP - delta).
+
+P is 2^(score * unit - lse2). Where lse2 is large, its rounding makes all weights of the row wrong,
+and
+where it is huge, as of rows whose scores all are the lowest float, it overflows or has lost the
+logarithm of the sum. Such a row is far: its lse2 is NaN, so that the sums of its tiles are too,
+and
+those tiles are computed again with care, from the tops and sums that forward has left.
 """
 
 from __future__ import annotations
@@ -16,10 +23,47 @@ from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
-__all__ = ["delta_of_rows", "gradient_of_scores", "row_kernel", "total_kernel"]
+__all__ = [
+    "delta_of_rows",
+    "gradient_of_scores",
+    "row_kernel",
+    "store_weighing",
+    "total_kernel",
+]
 
 # Argument lists would be a line an argument.
 # fmt: off
+
+FAR_LSE = tl.constexpr(131072.0)
+"""In powers of two. Below, all weights of a row are off by at most 2^(1 / 256), as of 16-bit types
+their rounding."""
+
+
+@triton.jit
+def store_weighing(
+    natural, tops, row_values, value_at, at, inside, stored, values_in_all, scale,
+    SCORED: tl.constexpr, IS_GIVEN: tl.constexpr,
+):
+    """Writes what weights of rows are made of: all but delta of `row_kernel`'s row_values.
+
+    Args:
+        natural: their lse, -inf where no key is live.
+        inside: which are rows; `stored`: which are stored, or None: all.
+    """
+    dead = natural == float("-inf")
+    lse2 = tl.where(dead, float("inf"), natural * LOG2E)
+    far = (tl.abs(lse2) >= FAR_LSE) & (tl.abs(natural) < float("inf"))
+    if IS_GIVEN:
+        # Of keys that forward hasn't seen: what it left isn't theirs.
+        top = natural if SCORED else natural / scale
+        size = tl.zeros_like(natural)
+    else:
+        top = tl.load(tops + at * 2, mask=inside & far, other=0.0)
+        size = tl.load(tops + at * 2 + 1, mask=inside & far, other=0.0)
+    tl.store(row_values + value_at, tl.where(far, float("nan"), lse2), mask=stored)
+    careful = row_values + 2 * values_in_all
+    tl.store(careful + value_at, tl.where(far, top, 0.0), mask=stored)
+    tl.store(careful + values_in_all + value_at, tl.where(far, size, lse2), mask=stored)
 
 
 @triton.jit
@@ -59,19 +103,22 @@ def delta_of_rows(
 
 @triton.jit
 def row_kernel(
-    out, rest, dout, lse, dlse, given, row_values, o_strides, r_strides, do_strides, dl_strides,
-    heads, values_of_head, values_in_all, q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr,
-    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    out, rest, tops, dout, lse, dlse, given, row_values, o_strides, r_strides, do_strides,
+    dl_strides, scale, heads, values_of_head, values_in_all, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
+    HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    """row_values [2, B, Hq, values_of_head], of which L are used: lse in powers of two, +inf in
-    rows without a live key so that weights become 0; delta = sum(out * dout) - dlse, 0 in those.
+    """row_values [4, B, Hq, values_of_head], of which L are used: lse in powers of two, +inf in
+    rows without a live key so that weights become 0, NaN in far ones; delta = sum(out * dout) -
+    dlse, 0 in rows without a live key; then what CAREFUL steps take: of far rows the largest
+    score and the logarithm of the sum relative to it, of others 0 and lse.
 
     Args:
-        out, rest: what was stored, and what rounding took from it.
+        out, rest, tops: what forward stored, what rounding took from it, and `forward_kernel`'s.
         given: the sum, where IS_GIVEN.
-        WANT_DELTA: or dV alone is wanted, and there is no second half.
+        SCORED: there is a score mod.
+        WANT_DELTA: or dV alone is wanted, and no delta.
     """
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
@@ -80,15 +127,18 @@ def row_kernel(
     at = bh.to(tl.int64) * q_length + rows
     value_at = bh.to(tl.int64) * values_of_head + rows
     natural = tl.load(lse + at, mask=inside, other=0.0)
-    dead = natural == float("-inf")
-    tl.store(row_values + value_at, tl.where(dead, float("inf"), natural * LOG2E), mask=inside)
+    store_weighing(
+        natural, tops, row_values, value_at, at, inside, inside, values_in_all, scale, SCORED,
+        IS_GIVEN,
+    )
     if not WANT_DELTA:
         return
     sums = delta_of_rows(
         out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
         rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
     )
-    tl.store(row_values + values_in_all + value_at, tl.where(dead, 0.0, sums), mask=inside)
+    sums = tl.where(natural == float("-inf"), 0.0, sums)
+    tl.store(row_values + values_in_all + value_at, sums, mask=inside)
 
 
 @triton.jit
@@ -106,8 +156,8 @@ def total_kernel(total, integers, largest, counts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(
-    q, k, do, v, masked, inside, full, lse2, delta, b, h, q_idx, kv_idx, tables, ints, floats,
-    totals, scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    q, k, do, v, masked, inside, full, lse2, delta, top, size, b, h, q_idx, kv_idx, tables, ints,
+    floats, totals, scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, PRECISION: tl.constexpr,
     TRANSPOSED: tl.constexpr, CAREFUL: tl.constexpr,
 ):
@@ -117,8 +167,9 @@ def gradient_of_scores(
 
     Args:
         masked, inside, full: as in `masked_scores`.
-        lse2: in powers of two, +inf for rows without a live key.
-        CAREFUL: some element of a tensor isn't finite. Else 0 times what dead pairs have is 0.
+        lse2, delta, top, size: `row_kernel`'s row_values; the last two where CAREFUL.
+        CAREFUL: some element of a tensor isn't finite, or some row is far. Else 0 times what dead
+            pairs have is 0.
     """
     if TRANSPOSED:
         raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -134,14 +185,24 @@ def gradient_of_scores(
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     else:
         dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    weights = tl.exp2(scores * unit_of_scores(scale, SCORE_MOD) - lse2)
+    unit = unit_of_scores(scale, SCORE_MOD)
+    if CAREFUL:
+        exponent = (scores - top) * unit - size
+        # Products that are summed in another order than forward's may pass its largest.
+        weights = tl.exp2(tl.where(exponent > 0.0, 0.0, exponent))
+    else:
+        weights = tl.exp2(scores * unit - lse2)
     grad = weights * (dweights - delta)
     if CAREFUL:
         live = scores != float("-inf")
         weights = tl.where(live, weights, 0.0)
         grad = tl.where(live, grad, 0.0)
     if CAPTURED_GRADIENTS is not None:
-        there = (scores != float("-inf")) & (lse2 != float("inf"))
+        if CAREFUL:
+            # The others have been added.
+            there = (scores != float("-inf")) & (lse2 != lse2)
+        else:
+            there = (scores != float("-inf")) & (lse2 < float("inf"))
         CAPTURED_GRADIENTS(grad, raw, there, b, h, q_idx, kv_idx, tables, ints, floats, totals)
     if SCORE_MOD_BACKWARD is not None:
         grad = SCORE_MOD_BACKWARD(grad, raw, b, h, q_idx, kv_idx, tables, ints, floats)

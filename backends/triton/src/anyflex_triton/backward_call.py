@@ -27,6 +27,7 @@ from anyflex_triton.programs import (
     classes,
     float_pointers,
     int32s,
+    kept_of,
     or_else,
     padded,
     strides,
@@ -46,9 +47,11 @@ def _value_places(row_values: Tensor) -> dict[str, object]:
 def rows_launch(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
 ) -> Launch:
-    """What fills row_values [2, B, Hq, L or more], float32, or the first half alone."""
+    """What fills row_values [4, B, Hq, L or more], float32; where dV alone is wanted no delta."""
     spec = made.spec
-    rest = saved.extras[0] if saved.extras else None
+    rest, tops = kept_of(saved.extras)
+    wants_delta = spec.gradients != ("v",) or bool(made.learned)
+    scored = made.mods(call, False).score_mod is not None
     layouts = (
         layout_of(saved.out),
         layout_of(grad.dout),
@@ -57,7 +60,8 @@ def rows_launch(
     given = grad.delta is not None
     key = (
         "rows",
-        len(row_values),
+        wants_delta,
+        scored,
         given,
         grad.dlse is not None,
         rest is not None,
@@ -70,7 +74,8 @@ def rows_launch(
             backward.row_kernel,
             {
                 **made.pointers("out", "dout", "rest"),
-                **float_pointers("lse", "dlse", "given", "row_values"),
+                **float_pointers("tops", "lse", "dlse", "given", "row_values"),
+                "scale": "fp32",
                 **strides("o_strides", "do_strides", "r_strides"),
                 "dl_strides": ("i64",) * 3,
                 **int32s("heads", "q_length"),
@@ -82,10 +87,11 @@ def rows_launch(
                 "UNITS": tuple(layout.unit for layout in layouts),
                 "SCATTERED": tuple(layout.scattered for layout in layouts),
                 "WIDE": spec.index_width == 64,
+                "SCORED": scored,
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
-                "WANT_DELTA": len(row_values) == 2,
+                "WANT_DELTA": wants_delta,
                 "BLOCK_M": 32,
             },
             aligned(("out", "dout", "rest"), layouts),
@@ -96,7 +102,8 @@ def rows_launch(
         program,
         batch * heads * -(-length // 32),
         {
-            "out": saved.out, "rest": or_else(rest, saved.out), "dout": grad.dout,
+            "out": saved.out, "rest": or_else(rest, saved.out), "tops": or_else(tops, row_values),
+            "dout": grad.dout, "scale": call.scale,
             "r_strides": layouts[2].strides, "dlse": or_else(grad.dlse, row_values),
             "given": row_values if grad.delta is None else grad.delta.contiguous(),
             "lse": saved.lse.contiguous(), "row_values": row_values,

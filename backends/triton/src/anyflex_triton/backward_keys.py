@@ -61,7 +61,7 @@ def add_to_keys(
     Args:
         masked, full: as in `masked_scores`.
         BOUND: whether rows past `end` are there.
-        CAREFUL: some element of a tensor isn't finite.
+        CAREFUL: as in `gradient_of_scores`.
     """
     rows = first + rows_of_tile
     q = load_tile(
@@ -80,14 +80,22 @@ def add_to_keys(
     else:
         # It meets nothing that is kept.
         d = lse2
+    top = lse2
+    size = lse2
+    if CAREFUL:
+        careful = first_value + 2 * values_in_all
+        top = load_row_values(row_values, careful, first, rows_of_tile, end, BOUND, DESCRIBED)
+        size = load_row_values(
+            row_values, careful + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
+        )
     q_idx = indices(first, rows_of_tile, q_length, shifts[2], BOUND, SCORE_MOD is not None)
     inside = (rows < end)[None, :] if BOUND else None
     if READ_ROWS is not None:
         tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
     weights, grad = gradient_of_scores(
-        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], b, h, q_idx[None, :],
-        kv_idx, tables, ints, floats, None, scale, SCORE_MOD, SCORE_MOD_BACKWARD, None, MASK_MOD,
-        PRECISION, True, CAREFUL,
+        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], top[None, :],
+        size[None, :], b, h, q_idx[None, :], kv_idx, tables, ints, floats, None, scale, SCORE_MOD,
+        SCORE_MOD_BACKWARD, None, MASK_MOD, PRECISION, True, CAREFUL,
     )
     if CAREFUL:
         # A query that isn't finite has NaN in its live pairs already; dout that isn't does reach
@@ -119,7 +127,7 @@ def key_kernel(
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
-        row_values: of `row_kernel`, [2, values_in_all].
+        row_values: of `row_kernel`, [4, values_in_all].
         DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
             "kernel": those of query and dout are made here, of a head's rows. None: pointers.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
@@ -234,7 +242,7 @@ def key_kernel(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
                 )
 
-    # What isn't finite has reached keys that its query doesn't see: 0 * NaN is NaN.
+    # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN.
     odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)
     if tl.maximum(odd, tl.max(tl.max(strange(dv_sum).to(tl.int32), 1), 0)) > 0:
         dk_sum = tl.zeros([BLOCK_N, D], tl.float32)

@@ -30,10 +30,10 @@ __all__ = ["query_kernel"]
 
 @triton.jit
 def add_to_queries(
-    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, first,
-    columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats, totals,
-    scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, top, size,
+    first, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats,
+    totals, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD:
+    tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
@@ -43,7 +43,7 @@ def add_to_queries(
     Args:
         masked, full: as in `masked_scores`.
         BOUND: whether keys past `end` are there.
-        CAREFUL: some element of a tensor isn't finite.
+        lse2, d, top, size, CAREFUL: as in `gradient_of_scores`.
     """
     keys = first + columns
     k = load_tile(
@@ -59,9 +59,9 @@ def add_to_queries(
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
     _weights, grad = gradient_of_scores(
-        q, k, do, v, masked, inside, full, lse2[:, None], d[:, None], b, h, q_idx,
-        kv_idx[None, :], tables, ints, floats, totals, scale, SCORE_MOD, SCORE_MOD_BACKWARD,
-        CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
+        q, k, do, v, masked, inside, full, lse2[:, None], d[:, None], top[:, None],
+        size[:, None], b, h, q_idx, kv_idx[None, :], tables, ints, floats, totals, scale,
+        SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
     )
     if CAREFUL:
         # A key that isn't finite has NaN in its live pairs already.
@@ -87,7 +87,7 @@ def query_kernel(
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
     Args:
-        row_values: of `row_kernel`, [2, values_in_all].
+        row_values: of `row_kernel`, [4, values_in_all].
         totals: accumulators of the captured tensors that learn, added to atomically.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
@@ -149,8 +149,8 @@ def query_kernel(
         for step in range(steps):
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h, q_idx,
-                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                d, d, d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h,
+                q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
                 SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
                 SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, False, False,
             )
@@ -172,27 +172,32 @@ def query_kernel(
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
                 dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx, shifts,
-                tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD, SCORE_MOD_BACKWARD,
-                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
+                d, d, d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx,
+                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
+                SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN.
-    if tl.max(tl.max(strange(dq_sum).to(tl.int32), 1), 0) > 0:
+    # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN. Far rows have yet
+    # to be computed.
+    odd = tl.max(strange(dq_sum).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32)
+    if tl.max(odd, 0) > 0:
+        careful = row_values + 2 * values_in_all + at
+        top = tl.load(careful, mask=rows < end_row, other=0.0)
+        size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))
         dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, BLOCK_N):
                 dq_sum = add_to_queries(
                     dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,
-                    lse2, d, first, columns, end, kv_length, True, full, mod_b, mod_h, q_idx,
-                    shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
-                    WIDE, WANT_DQ, PRECISION, DESCRIBED, True, True,
+                    lse2, d, top, size, first, columns, end, kv_length, True, full, mod_b, mod_h,
+                    q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV,
+                    UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, True, True,
                 )
 
     if WANT_DQ:

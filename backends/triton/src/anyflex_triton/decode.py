@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyflex_triton.forward import natural_scores, unit_of_scores
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -31,16 +32,14 @@ def scores_of_tile(
     q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores [M, N] after the score mod, in powers of two; -inf at dead pairs.
+    """Scores [M, N] as `forward.final_scores`; -inf at dead pairs.
 
     Args:
         live: [M, N], or None where all are.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCORE_MOD is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats) * LOG2E
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
     if live is not None:
         scores = tl.where(live, scores, float("-inf"))
     return scores
@@ -60,8 +59,8 @@ def decode_kernel(
 
     Args:
         partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top.
-        partial_sums: [B, Hq, L, splits, 3], float32: top in powers of two, sum, 1 if a score is
-            NaN.
+        partial_sums: [B, Hq, L, splits, 3], float32: the largest score, the sum of weights
+            relative to it, 1 if a score is NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
         DESCRIBED: "kernel": descriptors of key and value are made here. None: pointers.
     """
@@ -102,6 +101,7 @@ def decode_kernel(
     q_idx = row[:, None] + shifts[2]
     columns = tl.arange(0, BLOCK_N)
 
+    unit = unit_of_scores(scale, SCORE_MOD)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
@@ -139,9 +139,10 @@ def decode_kernel(
             )
             nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
             new_top = tl.maximum(top, tl.max(scores, 1))
+            # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-            alpha = tl.exp2(top - shift)
+            weights = tl.exp2((scores - shift[:, None]) * unit)
+            alpha = tl.exp2((top - shift) * unit)
             total = total * alpha + tl.sum(weights, 1)
             acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
             top = new_top
@@ -178,8 +179,8 @@ def decode_kernel(
             nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
             new_top = tl.maximum(top, tl.max(scores, 1))
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - shift[:, None])
-            alpha = tl.exp2(top - shift)
+            weights = tl.exp2((scores - shift[:, None]) * unit)
+            alpha = tl.exp2((top - shift) * unit)
             total = total * alpha + tl.sum(weights, 1)
             acc = tl.dot(
                 weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
@@ -204,15 +205,18 @@ def decode_kernel(
 
 @triton.jit
 def store_row(
-    acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_LSE: tl.constexpr,
-    WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCORED: tl.constexpr,
+    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    WANT_TOPS: tl.constexpr,
 ):
     """Writes what is wanted of one query row.
 
     Args:
         acc: [DV], weighted values; top, total: as of `decode_kernel`'s sums; nan: 1 if a score is.
         at: the row, of all rows of all heads.
+        tops: as of `forward.forward_kernel`.
+        SCORED: there is a score mod.
     """
     dims = tl.arange(0, DV)
     row = at % q_length
@@ -226,30 +230,36 @@ def store_row(
         rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
         rest_at = rest + at * VALUE_DIM + dims
         tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
+    highest = natural_scores(top, scale, SCORED)
+    size = tl.log2(total)
     if WANT_LSE:
-        natural = (top + tl.log2(total)) / LOG2E
-        tl.store(lse + at, tl.where(dead, float("-inf"), natural))
+        tl.store(lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
     if WANT_MAX:
-        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), top / LOG2E))
+        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), highest))
+    if WANT_TOPS:
+        tl.store(tops + at * 2, top)
+        tl.store(tops + at * 2 + 1, size)
 
 
 @triton.jit
 def combine_kernel(
-    partial_out, partial_sums, out, rest, lse, max_scores, o_strides, heads, q_length, splits,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    partial_out, partial_sums, out, rest, tops, lse, max_scores, o_strides, scale, heads, q_length,
+    splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
+    SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
+    WANT_TOPS: tl.constexpr,
 ):
     """One program a query row: the splits' sums, in their order, SPLITS at a time."""
     at = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SPLITS)
     top = float("-inf")
     for first in range(0, splits, SPLITS):
-        tops = tl.load(
+        found = tl.load(
             partial_sums + (at * splits + first + index) * 3,
             mask=first + index < splits,
             other=float("-inf"),
         )
-        top = tl.maximum(top, tl.max(tops, 0))
+        top = tl.maximum(top, tl.max(found, 0))
+    unit = LOG2E if SCORED else scale * LOG2E
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     nan = 0.0
@@ -258,11 +268,11 @@ def combine_kernel(
     for first in range(0, splits, SPLITS):
         there = first + index < splits
         place = at * splits + first + index
-        tops = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
+        found = tl.load(partial_sums + place * 3, mask=there, other=float("-inf"))
         sums = tl.load(partial_sums + place * 3 + 1, mask=there, other=0.0)
         nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
         nan = tl.maximum(nan, tl.max(nans, 0))
-        factor = tl.exp2(tops - shift)
+        factor = tl.exp2((found - shift) * unit)
         total += tl.sum(tl.where(there, sums * factor, 0.0), 0)
         part = tl.load(
             partial_out + place[:, None] * VALUE_DIM + dims[None, :],
@@ -271,6 +281,6 @@ def combine_kernel(
         )
         acc += tl.sum(tl.where(there[:, None], part * factor[:, None], 0.0), 0)
     store_row(
-        acc, top, total, nan, at, out, rest, lse, max_scores, o_strides, heads, q_length,
-        VALUE_DIM, DV, UNIT, WANT_LSE, WANT_MAX, WANT_REST,
+        acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads,
+        q_length, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, WANT_TOPS,
     )

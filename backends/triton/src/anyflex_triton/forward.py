@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.tiles import (
+    FAR,
     LOG2E,
     bounded_run,
     first_other_step,
     indices,
+    is_far,
     load_rows,
     load_tile,
     long_steps,
@@ -26,7 +28,14 @@ from anyflex_triton.tiles import (
     without_strange,
 )
 
-__all__ = ["final_scores", "forward_kernel", "plain_score", "tile_of_program", "unit_of_scores"]
+__all__ = [
+    "final_scores",
+    "forward_kernel",
+    "natural_scores",
+    "plain_score",
+    "tile_of_program",
+    "unit_of_scores",
+]
 
 FEW = tl.constexpr(16)
 """Keys of a step where some value isn't finite: the least that products take."""
@@ -76,6 +85,15 @@ def unit_of_scores(scale, SCORE_MOD: tl.constexpr):
 
 
 @triton.jit
+def natural_scores(scores, scale, SCORED: tl.constexpr):
+    """`final_scores` as the user knows them; SCORED: there is a score mod."""
+    if SCORED:
+        return scores
+    else:
+        return scores * scale
+
+
+@triton.jit
 def add_values(
     acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
@@ -92,9 +110,9 @@ def add_values(
 
 @triton.jit
 def forward_step(
-    acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides, v_strides,
-    first_key, first, before, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables,
-    ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base, k_strides,
+    v_strides, first_key, first, before, columns, end, kv_length, masked, full, b, h, q_idx,
+    shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
@@ -103,7 +121,8 @@ def forward_step(
     """All sums after one more step, of the keys from `first` on.
 
     Args:
-        top: [M], the largest score so far, in powers of two.
+        top: [M], the largest score so far.
+        base: [M], top in powers of two, to which weights are relative.
         total: [M], of weights.
         nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
         weights, alpha, before: where OVERLAP, of the step before, whose values are added now.
@@ -133,31 +152,37 @@ def forward_step(
     if WANT_MAX:
         nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_base = new_top * unit
+    # Below that nothing weighs anything beside what comes, or the row is far in the end.
+    shift = tl.where(new_base <= -FAR, 0.0, new_base)
     weights = tl.exp2(scores * unit - shift[:, None])
-    alpha = tl.exp2(top - shift)
+    alpha = tl.exp2(base - shift)
     total = total * alpha + tl.sum(weights, 1)
     if not OVERLAP:
         acc = add_values(
             acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
             VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
         )
-    return acc, weights, alpha, new_top, total, nans
+    return acc, weights, alpha, new_top, new_base, total, nans
 
 
 @triton.jit
 def careful_step(
-    acc, shift, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h, q_idx, kv_length,
-    shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h,
+    q_idx, kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """The sum of values after one more step, of rows whose maximum is known: `shift`. What isn't
-    finite reaches the rows that see it, and no other."""
+    """(acc, highest, total) after one more step: the largest score, and sums of values and weights
+    relative to `top`. What isn't finite reaches the rows that see it, and no other.
+
+    Args:
+        top: [M], the largest score of all steps, or where that is yet to be found anything.
+        highest: [M], of the steps so far.
+    """
     k = load_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
-    v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
     kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
@@ -168,14 +193,18 @@ def careful_step(
         scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx[None, :], tables, ints,
         floats, SCORE_MOD, MASK_MOD,
     )
-    weights = tl.exp2(scores * unit_of_scores(scale, SCORE_MOD) - shift[:, None])
+    v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(scale, SCORE_MOD))
+    total += tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
-    return acc + strange_sum(scores != float("-inf"), v)
+    acc += strange_sum(scores != float("-inf"), v)
+    return acc, tl.maximum(highest, tl.max(scores, 1)), total
 
 
 @triton.jit
 def forward_kernel(
-    query, key, value, key_rows, value_rows, out, rest, lse, max_scores, offsets, ends, runs,
+    query, key, value, key_rows, value_rows, out, rest, tops, lse, max_scores, offsets, ends, runs,
     q_strides, k_strides, v_strides, o_strides, r_strides, mask_strides, tables, ints, floats,
     shifts, scale, batch_heads, heads, q_length, kv_length, tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
@@ -183,8 +212,9 @@ def forward_kernel(
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, MASK_READS: tl.constexpr,
-    EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_TOPS: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -192,6 +222,8 @@ def forward_kernel(
         query, key, value, out, rest: strides (b, h, row, column), all but the last in units of
             UNITS elements; the last counts where SCATTERED says so. rest is what rounding takes
             from out.
+        tops: [B, Hq, L, 2], float32, for backward: each row's largest of `final_scores`, and the
+            logarithm to base 2 of the sum of weights relative to that.
         lse, max_scores: [B, Hq, L], float32.
         offsets, ends, runs: the block mask's, rows by (b, h) strides `mask_strides`.
         shifts: added to b, h, q_idx, kv_idx before a mod sees them.
@@ -248,6 +280,7 @@ def forward_kernel(
     columns = tl.arange(0, BLOCK_N)
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    base = top
     total = tl.zeros([BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
@@ -266,10 +299,10 @@ def forward_kernel(
         for step in range(steps):
             first = begin + step * BLOCK_N
             before = begin + tl.maximum(step - 1, 0) * BLOCK_N
-            acc, weights, alpha, top, total, nans = forward_step(
-                acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
-                v_strides, first_key, first, before, columns, 0, kv_length, None, True, mod_b,
-                mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
+            acc, weights, alpha, top, base, total, nans = forward_step(
+                acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
+                k_strides, v_strides, first_key, first, before, columns, 0, kv_length, None, True,
+                mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
                 MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
                 DESCRIBED, False, OVERLAP,
             )
@@ -302,34 +335,44 @@ def forward_kernel(
                 masked = True
             else:
                 masked = (not full) | (first + BLOCK_N > end)
-            acc, weights, alpha, top, total, nans = forward_step(
-                acc, weights, alpha, top, total, nans, q, key, value, k_base, v_base, k_strides,
-                v_strides, first_key, first, first, columns, end, kv_length, masked, mask_full,
-                mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
-                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, not EVEN, False,
+            acc, weights, alpha, top, base, total, nans = forward_step(
+                acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
+                k_strides, v_strides, first_key, first, first, columns, end, kv_length, masked,
+                mask_full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS,
+                SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX,
+                PRECISION, DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. All steps
-    # again, a few keys each: what hardly ever runs should be compiled soon, not run soon.
-    if tl.max(tl.max(strange(acc).to(tl.int32), 1), 0) > 0:
+    SCORED: tl.constexpr = SCORE_MOD is not None
+    # What rounding added to the base: weights are relative to it, not to top.
+    excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
+    # of far rows are none. All steps again, a few keys each, and twice, first for the largest
+    # scores, as these products have them: what hardly ever runs should be compiled soon, not run
+    # soon.
+    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
+    if tl.max(odd, 0) > 0:
         few = tl.arange(0, FEW)
         k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
         v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        acc = tl.zeros([BLOCK_M, DV], tl.float32)
-        for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            for first in range(begin, end, FEW):
-                acc = careful_step(
-                    acc, shift, q, k_rows, v_rows, k_strides, v_strides, first + few, end, full,
-                    mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                    READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED,
-                    WIDE, PRECISION,
-                )
+        excess = tl.zeros([BLOCK_M], tl.float32)
+        for _pass in range(2):
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, DV], tl.float32)
+            for r in range(run, last_run):
+                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+                for first in range(begin, end, FEW):
+                    acc, highest, total = careful_step(
+                        acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
+                        first + few, end, full, mod_b, mod_h, q_idx, kv_length, shifts, tables,
+                        ints, floats, scale, READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D,
+                        DV, UNITS, SCATTERED, WIDE, PRECISION,
+                    )
+            top = highest
 
     # A row without a live pair has 0 here, and gives 0. NaN stays.
     dead = top == float("-inf")
@@ -350,10 +393,14 @@ def forward_kernel(
         r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
         store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
     at = bh.to(tl.int64) * q_length + first_row
+    size = tl.log2(total) + excess
+    highest = natural_scores(top, scale, SCORED)
     if WANT_LSE:
-        natural = (top + tl.log2(total)) / LOG2E
-        natural = tl.where(dead, float("-inf"), natural)
+        natural = tl.where(dead, float("-inf"), highest + size / LOG2E)
         tl.store(lse + at + of_tile, natural, mask=of_tile < there)
     if WANT_MAX:
-        natural = tl.where(nans > 0, float("nan"), top / LOG2E)
+        natural = tl.where(nans > 0, float("nan"), highest)
         tl.store(max_scores + at + of_tile, natural, mask=of_tile < there)
+    if WANT_TOPS:
+        tl.store(tops + (at + of_tile) * 2, top, mask=of_tile < there)
+        tl.store(tops + (at + of_tile) * 2 + 1, size, mask=of_tile < there)

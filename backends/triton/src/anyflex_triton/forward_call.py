@@ -19,6 +19,7 @@ from anyflex_triton.programs import (
     classes,
     float_pointers,
     int32s,
+    kept_of,
     or_else,
     padded,
     strides,
@@ -80,14 +81,14 @@ def _prefill_launch(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
 ) -> Launch:
     spec = made.spec
-    rest = out.saved[0] if out.saved else None
+    rest, tops = kept_of(out.saved)
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     blocks = spec.block_size if rows is None else rows.block_size
     key = (
-        "forward", config, blocks, even, mods.key, described, rest is not None, *classes(layouts),
+        "forward", config, blocks, even, mods.key, described, tops is not None, *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
     if program is None:
@@ -97,7 +98,7 @@ def _prefill_launch(
             {
                 **made.pointers("query", "key", "value", "key_rows", "value_rows", "out", "rest"),
                 **made.descriptors(described, config.block_n, key="D", value="DV"),
-                **float_pointers("lse", "max_scores"),
+                **float_pointers("tops", "lse", "max_scores"),
                 **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
                 **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
@@ -110,6 +111,7 @@ def _prefill_launch(
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
+                "WANT_TOPS": tops is not None,
                 "DESCRIBED": described,
                 "MASK_READS": made.mask_reads_pairs,
                 "EVEN": even,
@@ -137,6 +139,7 @@ def _prefill_launch(
             "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
             "key_rows": call.key, "value_rows": call.value,
             **made.described(described, config.block_n, key=call.key, value=call.value),
+            "tops": or_else(tops, out.out),
             "lse": or_else(out.lse, out.out), "max_scores": or_else(out.max_scores, out.out),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
@@ -213,17 +216,19 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     batch, heads, length = call.query.shape[:3]
     o_layout = layout_of(out.out)
     partial_out, partial_sums = out.workspace
-    rest = out.saved[0] if out.saved else None
-    key = ("combine", o_layout.unit, rest is not None)
+    rest, tops = kept_of(out.saved)
+    scored = made.mods(call, False).score_mod is not None
+    key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
         program = made.program(
             key,
             decode.combine_kernel,
             {
-                **float_pointers("partial_out", "partial_sums", "lse", "max_scores"),
+                **float_pointers("partial_out", "partial_sums", "tops", "lse", "max_scores"),
                 **made.pointers("out", "rest"),
                 **strides("o_strides"),
+                "scale": "fp32",
                 **int32s("heads", "q_length", "splits"),
             },
             {
@@ -231,9 +236,11 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
                 "DV": padded(spec.value_head_dim),
                 "SPLITS": 16,
                 "UNIT": o_layout.unit,
+                "SCORED": scored,
                 "WANT_LSE": out.lse is not None,
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
+                "WANT_TOPS": tops is not None,
             },
             (),
             Options(4, 1),
@@ -243,10 +250,10 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         batch * heads * length,
         {
             "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
-            "rest": or_else(rest, out.out),
+            "rest": or_else(rest, out.out), "tops": or_else(tops, partial_sums),
             "lse": or_else(out.lse, partial_sums),
             "max_scores": or_else(out.max_scores, partial_sums),
-            "o_strides": o_layout.strides, "heads": heads, "q_length": length,
-            "splits": partial_out.shape[3],
+            "o_strides": o_layout.strides, "scale": call.scale, "heads": heads,
+            "q_length": length, "splits": partial_out.shape[3],
         },
     )  # fmt: skip

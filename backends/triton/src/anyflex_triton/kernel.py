@@ -81,14 +81,18 @@ class TritonKernel(Kernel):
         return mask is None or length <= self.spec.block_size[0]
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        """What rounding took from out: backward's delta needs those digits."""
+        """What rounding took from out, if anything: backward's delta needs those digits. And each
+        row's largest score, and its sum: weights of rows with huge scores need these."""
         return self._saved(call.query.shape)
 
     def _saved_outputs(self, query: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         spec = self.spec
-        if spec.dtype is torch.float32 or not spec.needs_backward:
+        if not spec.needs_backward:
             return ()
-        return (TensorSpec((*query[:3], spec.value_head_dim), spec.dtype),)
+        tops = TensorSpec((*query[:3], 2), torch.float32)
+        if spec.dtype is torch.float32:
+            return (tops,)
+        return (TensorSpec((*query[:3], spec.value_head_dim), spec.dtype), tops)
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
@@ -97,9 +101,8 @@ class TritonKernel(Kernel):
         for backward rows' values, and integers that captured tensors' gradients add up in."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
-            halves = 1 if self.spec.gradients == ("v",) and not self._made.learned else 2
             # Each head's begin at a multiple of 16 bytes.
-            rows = TensorSpec((halves, batch, heads, -(-length // 4) * 4), torch.float32)
+            rows = TensorSpec((4, batch, heads, -(-length // 4) * 4), torch.float32)
             return (
                 rows,
                 *self._finer_specs(call, "keys"),

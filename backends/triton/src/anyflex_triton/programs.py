@@ -40,6 +40,7 @@ __all__ = [
     "classes",
     "float_pointers",
     "int32s",
+    "kept_of",
     "or_else",
     "padded",
     "strides",
@@ -510,6 +511,13 @@ def aligned(
         for name, layout in zip(names, layouts, strict=True)
         if layout.unit > 1 and name not in described
     )
+
+
+def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """(rest, tops) of what forward leaves for backward, `TritonKernel.saved_outputs`; None where
+    something isn't there."""
+    rest = saved[0] if len(saved) == 2 else None
+    return rest, saved[-1] if saved else None
 
 
 def or_else(tensor: Tensor | None, stand_in: Tensor) -> Tensor:

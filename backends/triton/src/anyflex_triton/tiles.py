@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "FAR",
     "FULL",
     "LOG2E",
     "PARTIAL",
     "bounded_run",
     "first_other_step",
     "indices",
+    "is_far",
     "load_rows",
     "load_tile",
     "long_steps",
@@ -38,6 +40,11 @@ FULL = tl.constexpr(1)
 """A run's kind, as `anyflex.plugin.FULL`."""
 PARTIAL = tl.constexpr(2)
 """A run's kind, as `anyflex.plugin.PARTIAL`."""
+FAR = tl.constexpr(1048576.0)
+"""In powers of two. Weights are 2^(score * unit - base), where a row's base is its largest score
+times unit as that is rounded: all weights of a row are off by one factor then, which the softmax
+divides out. From here on that factor may be far from 1, from 2^30 no float holds it, and the
+product overflows for such scores as the lowest float, of which masks are made."""
 LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
@@ -76,6 +83,17 @@ def indices(first, places, length, shift, BOUND: tl.constexpr, SCORED: tl.conste
         return places + tl.minimum(first + shift, 0x7FFFFFFE)
     else:
         return first + places + shift
+
+
+@triton.jit
+def is_far(top, base):
+    """Which rows' weights must be made of score - top, which loses nothing that scores have.
+
+    Args:
+        top: finite, or the row has no score that is.
+        base: top in powers of two.
+    """
+    return (tl.abs(base) >= FAR) & (tl.abs(top) < float("inf"))
 
 
 @triton.jit
