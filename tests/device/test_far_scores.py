@@ -117,6 +117,8 @@ def test_huge_scores_are_right(
     dlse = torch.randn(lse.shape, generator=generator, device="cuda")
     found = torch.autograd.grad((out, aux.lse), leaves, (dout, dlse))
     right = torch.autograd.grad((wanted, lse), leaves, (dout.double(), dlse.double()))
+    # Where no row is far, weights come from lse, which is rounded.
+    close = max(close, 2.0**-7) if name == "below the bounds" else close
     for gradient, expected in zip(found, right, strict=True):
         size = float(expected.abs().max()) + 1.0
         torch.testing.assert_close(gradient, expected, atol=close * size, rtol=close)

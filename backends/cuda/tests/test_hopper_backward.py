@@ -132,10 +132,11 @@ class Case:
 
         # The kernel.
         padded = -(-rows // 128) * 128
-        values = np.full((2, self.batch * heads, padded), 0.0)
+        values = np.full((4, self.batch * heads, padded), np.nan)
+        values[3] = 0
         values[0] = np.inf
         values[0, :, :rows] = lse2.reshape(-1, rows)
-        values[1, :, :rows] = np.where(dead[..., 0], 0.0, delta).reshape(-1, rows)
+        values[3, :, :rows] = np.where(dead[..., 0], 0.0, delta).reshape(-1, rows)
         tiles, units = -(-keys // 128), kv_batch * self.kv_heads
         dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
         dq = np.zeros((self.batch * heads, padded * D // 32, 32))

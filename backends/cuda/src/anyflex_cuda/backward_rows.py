@@ -67,7 +67,7 @@ def prepare_kernel(
         rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
     )
     sums = tl.where(natural == float("-inf"), 0.0, sums)
-    tl.store(row_values + values_in_all + value_at, sums)
+    tl.store(row_values + 3 * values_in_all + value_at, sums)
 
 
 @triton.jit
@@ -135,9 +135,9 @@ def repair_queries(
         do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
     )
     lse2 = tl.load(row_values + at)
-    delta = tl.load(row_values + values_in_all + at)
-    top = tl.load(row_values + 2 * values_in_all + at)
-    size = tl.load(row_values + 3 * values_in_all + at)
+    delta = tl.load(row_values + 3 * values_in_all + at)
+    top = tl.load(row_values + values_in_all + at)
+    size = tl.load(row_values + 2 * values_in_all + at)
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     columns = tl.arange(0, BLOCK_N)
     if HAS_MASK:

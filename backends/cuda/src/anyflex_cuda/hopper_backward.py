@@ -181,7 +181,7 @@ def load_step(
     # Its slot was let go together with the query rows'.
     mbarrier.expect(do_full.index(slot), BLOCK_M * DV * 2 + BLOCK_M * 4)
     _load(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
-    _load(rows_desc, [batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
+    _load(rows_desc, [3 * batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
 
 
 @gluon.jit

@@ -61,7 +61,7 @@ def store_weighing(
         top = tl.load(tops + at * 2, mask=inside & far, other=0.0)
         size = tl.load(tops + at * 2 + 1, mask=inside & far, other=0.0)
     tl.store(row_values + value_at, tl.where(far, float("nan"), lse2), mask=stored)
-    careful = row_values + 2 * values_in_all
+    careful = row_values + values_in_all
     tl.store(careful + value_at, tl.where(far, top, 0.0), mask=stored)
     tl.store(careful + values_in_all + value_at, tl.where(far, size, lse2), mask=stored)
 
@@ -110,9 +110,9 @@ def row_kernel(
     HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """row_values [4, B, Hq, values_of_head], of which L are used: lse in powers of two, +inf in
-    rows without a live key so that weights become 0, NaN in far ones; delta = sum(out * dout) -
-    dlse, 0 in rows without a live key; then what CAREFUL steps take: of far rows the largest
-    score and the logarithm of the sum relative to it, of others 0 and lse.
+    rows without a live key so that weights become 0, NaN in far ones; what CAREFUL steps take: of
+    far rows the largest score and the logarithm of the sum relative to it, of others 0 and lse;
+    then, where WANT_DELTA, delta = sum(out * dout) - dlse, 0 in rows without a live key.
 
     Args:
         out, rest, tops: what forward stored, what rounding took from it, and `forward_kernel`'s.
@@ -138,7 +138,7 @@ def row_kernel(
         rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
     )
     sums = tl.where(natural == float("-inf"), 0.0, sums)
-    tl.store(row_values + values_in_all + value_at, sums, mask=inside)
+    tl.store(row_values + 3 * values_in_all + value_at, sums, mask=inside)
 
 
 @triton.jit

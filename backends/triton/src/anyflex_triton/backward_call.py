@@ -47,10 +47,9 @@ def _value_places(row_values: Tensor) -> dict[str, object]:
 def rows_launch(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
 ) -> Launch:
-    """What fills row_values [4, B, Hq, L or more], float32; where dV alone is wanted no delta."""
+    """What fills row_values [4, B, Hq, L or more], float32; where dV alone is wanted [3, ...]."""
     spec = made.spec
     rest, tops = kept_of(saved.extras)
-    wants_delta = spec.gradients != ("v",) or bool(made.learned)
     scored = made.mods(call, False).score_mod is not None
     layouts = (
         layout_of(saved.out),
@@ -60,7 +59,7 @@ def rows_launch(
     given = grad.delta is not None
     key = (
         "rows",
-        wants_delta,
+        made.wants_delta,
         scored,
         given,
         grad.dlse is not None,
@@ -91,7 +90,7 @@ def rows_launch(
                 "HAS_DLSE": grad.dlse is not None,
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
-                "WANT_DELTA": wants_delta,
+                "WANT_DELTA": made.wants_delta,
                 "BLOCK_M": 32,
             },
             aligned(("out", "dout", "rest"), layouts),

@@ -75,7 +75,8 @@ def add_to_keys(
     lse2 = load_row_values(row_values, first_value, first, rows_of_tile, end, BOUND, DESCRIBED)
     if WANT_DK:
         d = load_row_values(
-            row_values, first_value + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
+            row_values, first_value + 3 * values_in_all, first, rows_of_tile, end, BOUND,
+            DESCRIBED,
         )
     else:
         # It meets nothing that is kept.
@@ -83,7 +84,7 @@ def add_to_keys(
     top = lse2
     size = lse2
     if CAREFUL:
-        careful = first_value + 2 * values_in_all
+        careful = first_value + values_in_all
         top = load_row_values(row_values, careful, first, rows_of_tile, end, BOUND, DESCRIBED)
         size = load_row_values(
             row_values, careful + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,

@@ -131,7 +131,7 @@ def query_kernel(
     )
     at = bh.to(tl.int64) * values_of_head + rows
     lse2 = tl.load(row_values + at, mask=rows < end_row, other=float("inf"))
-    d = tl.load(row_values + values_in_all + at, mask=rows < end_row, other=0.0)
+    d = tl.load(row_values + 3 * values_in_all + at, mask=rows < end_row, other=0.0)
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
@@ -185,7 +185,7 @@ def query_kernel(
     # to be computed.
     odd = tl.max(strange(dq_sum).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32)
     if tl.max(odd, 0) > 0:
-        careful = row_values + 2 * values_in_all + at
+        careful = row_values + values_in_all + at
         top = tl.load(careful, mask=rows < end_row, other=0.0)
         size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))
         dq_sum = tl.zeros([BLOCK_M, D], tl.float32)

@@ -101,8 +101,9 @@ class TritonKernel(Kernel):
         for backward rows' values, and integers that captured tensors' gradients add up in."""
         batch, heads, length = call.query.shape[:3]
         if direction == "backward":
-            # Each head's begin at a multiple of 16 bytes.
-            rows = TensorSpec((4, batch, heads, -(-length // 4) * 4), torch.float32)
+            # Each head's begin at a multiple of 16 bytes. For value's gradient alone no delta.
+            planes = 4 if self._made.wants_delta else 3
+            rows = TensorSpec((planes, batch, heads, -(-length // 4) * 4), torch.float32)
             return (
                 rows,
                 *self._finer_specs(call, "keys"),

@@ -183,6 +183,7 @@ class Programs:
             and not any(n.operation == "input" and n.attribute in ("b", "h") for n in graph.nodes)
         )
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+        self.wants_delta = spec.gradients != ("v",) or bool(self.learned)
 
     def config(self, name: KernelName) -> Config:
         """What a kernel is compiled with where nothing was timed."""
