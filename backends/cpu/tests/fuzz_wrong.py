@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import anyflex
-from anyflex.errors import (
+from anyflex import (
     AnyflexError,
     ArgumentError,
     ArgumentTypeError,

@@ -22,7 +22,7 @@ from fuzz_drawing import Call, draw_call
 from fuzz_formula import Expected
 from fuzz_wrong import WRONGS, is_refusal
 
-from anyflex.errors import ArgumentError, BackendRefused, BlockMaskError, PluginError
+from anyflex import ArgumentError, BackendRefused, BlockMaskError, PluginError
 from anyflex_cpu import library
 
 CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", "400"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from watched_tiles import NAME, PRODUCT, STEP, WatchedBackend, visits
 
 import anyflex
-from anyflex.registry import isolated, register
+from anyflex.plugin import isolated, register
 
 pytestmark = pytest.mark.usefixtures("threads", "watched")
 
