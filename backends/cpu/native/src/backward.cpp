@@ -93,6 +93,7 @@ void pack_job(void* context, int64_t index, int thread) {
     at.operands = run.q_tile_of(unit, stream, tile);
     pack_q_tile(*run.args, run.plan, b, h, at.q, at.operands);
     if (*at.operands.large_rows > 0 && !run.args->delta) {
+        const subnormal_results flushed(false);
         tile_buffers t = run.buffers_of(thread);
         if (run.plan.pairs)
             sum_large_rows<has_pairs>(at, t);

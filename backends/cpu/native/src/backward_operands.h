@@ -63,11 +63,18 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
 }
 
-// Whether a row's weights want more than its lse: backward_row_sums.h. Products of bf16 round weights
-// to 8 bits themselves, and what comes from outside can't be summed again.
-inline bool is_large(const af_backward_args& args, const backward_plan& plan, float lse) {
+// A natural lse from which on it doesn't say enough of its row's weights: backward_row_sums.h.
+// Products of bf16 round weights to 8 bits themselves.
+constexpr float large_lse = 16.0f, large_lse_of_pairs = 16384.0f;
+
+inline bool is_large(const backward_plan& plan, float lse, float top) {
     const float size = __builtin_fabsf(lse);
-    return size >= (plan.pairs || args.delta ? far_away : 16.0f) && size < infinity;
+    return size >= (plan.pairs ? large_lse_of_pairs : large_lse) && top - top == 0.0f;
+}
+
+// The product, or modified score, of which a row's lse is the scaled value.
+inline float top_of_lse(const af_problem& p, float lse) {
+    return p.score ? lse : static_cast<float>(lse / p.scale);
 }
 
 // Rows [first, first + q_tile_rows) of query head h.
@@ -87,16 +94,19 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
         const bool dead = r >= rows || args.lse[at + r] == -__builtin_inff();
         tile.dead[r] = dead;
         *tile.dead_rows += dead;
-        tile.large[r] = !dead && is_large(args, plan, args.lse[at + r]);
+        const float lse = dead ? 0.0f : args.lse[at + r], top = top_of_lse(p, lse);
+        tile.large[r] = !dead && is_large(plan, lse, top);
         *tile.large_rows += tile.large[r];
         tile.lse[r] = 0;
         tile.top[r] = 0;
         tile.delta[r] = 0;
         if (dead) continue;
-        if (tile.large[r])
-            tile.top[r] = p.score ? args.lse[at + r] : static_cast<float>(args.lse[at + r] / p.scale);
-        else
-            tile.lse[r] = args.lse[at + r] * log2_e;
+        tile.lse[r] = lse * log2_e;
+        if (tile.large[r]) {
+            tile.top[r] = top;
+            const double product = p.score ? double(top) : top * p.scale;
+            tile.lse[r] = static_cast<float>((lse - product) * 1.4426950408889634);
+        }
         tile.delta[r] = args.delta ? args.delta[at + r] : row_product(out, r, dout, r, ev);
         if (args.dlse) tile.delta[r] -= args.dlse[at + r];
     }

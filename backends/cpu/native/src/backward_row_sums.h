@@ -1,17 +1,18 @@
 // The tops and sums of rows with large scores, computed again.
 //
-// lse is a float. Where it is 16 its rounding makes every weight exp(s - lse) of the row wrong by up
-// to 1e-6, where it is 1000 by 3e-5, and so does a forward that summed its products in another order;
-// where it is 10^8 its log of the sum is lost, and where it is 3 * 10^38 its product overflows. Before
-// the pass begins such rows get a top of their own, from the very scores that the pass will see, and an lse
-// relative to it. lse from outside may cover more keys than the call has: it stays what it is.
+// lse is a float. Where it is 16 its rounding makes every weight exp(s - lse) of the row wrong by
+// up to 1e-6, where it is 1000 by 3e-5, and so does a forward that summed its products in another
+// order; where it is 10^8 its log of the sum is lost, and where it is 3 * 10^38 its product
+// overflows. Before the pass begins such rows get a top of their own, from the very scores that the
+// pass will see, and an lse relative to it. lse from outside may cover more keys than the call has:
+// its rows keep the top that lse itself gives.
 #pragma once
 #include "backward_tile.h"
 
 namespace AF_LEVEL {
 
 // Of a q tile's large rows. A top has the sign of the factor: it is the largest then.
-struct large_rows {
+struct large_row_sums {
     float top[q_tile_rows];
     vf sum[q_tile_rows];
 };
@@ -20,16 +21,15 @@ inline float sign_of_factor(const af_problem& p) { return p.score || p.scale > 0
 
 // Adds the weights of a group's large rows in columns [from, to), whose products are in `score`.
 static void add_weights(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
-                        int64_t to, large_rows& rows) {
+                        int64_t to, large_row_sums& rows) {
     const af_problem& p = at.args->problem;
-    const float scale = static_cast<float>(p.scale);
     if (p.score) {
-        scale_scores(t, to - from, scale, false);
+        scale_scores(t, to - from, static_cast<float>(p.scale), false);
         af_tile tile = program_tile(at, t, first, from, to);
         tile.score = t.score;
         run_program(p.score, tile);
     }
-    const float factor = p.score ? log2_e : scale * log2_e;
+    const float factor = factor_of(p);
     const vf sign = splat(sign_of_factor(p)), size = splat(factor) * sign;
     for (int64_t i = 0; i < group; ++i) {
         const int64_t r = first + i;
@@ -52,7 +52,7 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
 }
 
 // A query that isn't finite is 0 in the operands: its row keeps what it has.
-static void keep_tops(const tile_place& at, const large_rows& rows) {
+static void keep_tops(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
     const float sign = sign_of_factor(at.args->problem);
     for (int64_t r = 0; r < q_tile_rows; ++r) {
@@ -68,7 +68,7 @@ template <bool PAIRS> static void sum_large_rows(tile_place at, tile_buffers& t)
     const backward_plan& plan = *at.plan;
     const int64_t tile = at.q / q_tile_rows;
     at.rows = smaller(p.q_length - at.q, q_tile_rows);
-    large_rows rows;
+    large_row_sums rows;
     for (int64_t r = 0; r < q_tile_rows; ++r) {
         rows.top[r] = -infinity;
         rows.sum[r] = vf{};

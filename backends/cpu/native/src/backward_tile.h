@@ -139,8 +139,9 @@ template <bool PAIRS, bool MASKED> struct probability {
 };
 
 // Operands of dV, dK and dQ from `score` and `grad` (dP) of a group of rows; columns [from, to).
-// score -> exp2(score * factor - lse) = P, with what `subtract_tops` left as score; grad -> P (dP - delta), which also goes to `grad` where
-// products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`, a program follows.
+// score, as `subtract_tops` left it -> exp2(score * factor - lse) = P; grad -> P (dP - delta), which
+// also goes to `grad` where products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`,
+// a program follows.
 template <bool PAIRS, bool MASKED, bool KEEP_GRAD>
 static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int64_t first,
                                 int64_t from, int64_t to, float factor) {
@@ -330,6 +331,11 @@ static void scale_scores(const tile_buffers& t, int64_t columns, float scale, bo
         }
 }
 
+// Of products, or of modified scores, on their way into exp2.
+inline float factor_of(const af_problem& p) {
+    return p.score ? log2_e : static_cast<float>(p.scale * 1.4426950408889634);
+}
+
 // Takes their tops from a group's large rows.
 static void subtract_tops(const tile_place& at, const tile_buffers& t, int64_t first,
                           int64_t columns) {
@@ -350,7 +356,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
     const float scale = static_cast<float>(p.scale);
     const bool whole = t.living.whole;
     if (!p.score) {
-        const float factor = scale * log2_e;
+        const float factor = factor_of(p);
         subtract_tops(at, t, first, to - from);
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);

@@ -5,7 +5,7 @@
 namespace AF_LEVEL {
 
 // With a score program scores are stored scaled. Without one the scale waits for exp2, if it is
-// positive and finite: it must keep the order of scores.
+// positive: it must keep the order of scores. And at most 1: what overflows must be stored so.
 struct score_scale {
     float stored;   // scores are stored with it
     float factor;   // of a stored score on its way into exp2
@@ -14,7 +14,7 @@ struct score_scale {
 
 static inline score_scale scale_of(const af_problem& p) {
     const float scale = static_cast<float>(p.scale);
-    if (!p.score && scale > 0.0f && scale < __builtin_inff())
+    if (!p.score && scale > 0.0f && scale <= 1.0f)
         return {1.0f, static_cast<float>(p.scale * 1.4426950408889634), p.scale};
     return {scale, 1.4426950408889634f, 1.0};
 }
