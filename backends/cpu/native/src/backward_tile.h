@@ -353,34 +353,27 @@ template <bool PAIRS>
 static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
                        int64_t to) {
     const af_problem& p = at.args->problem;
-    const float scale = static_cast<float>(p.scale);
     const bool whole = t.living.whole;
-    if (!p.score) {
-        const float factor = factor_of(p);
-        subtract_tops(at, t, first, to - from);
+    const bool derivative = p.score && p.score_backward && at.wants_dscore;
+    const float factor = factor_of(p);
+    af_tile tile = program_tile(at, t, first, from, to);
+    if (p.score) {
+        scale_scores(t, to - from, static_cast<float>(p.scale), derivative);
+        tile.score = t.score;
+        run_program(p.score, tile);
+    }
+    subtract_tops(at, t, first, to - from);
+    if (!derivative) {
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);
         else
             gradients_of_scores<PAIRS, true, false>(at, t, first, from, to, factor);
         return;
     }
-    const bool derivative = p.score_backward && at.wants_dscore;
-    scale_scores(t, to - from, scale, derivative);
-    af_tile tile = program_tile(at, t, first, from, to);
-    tile.score = t.score;
-    run_program(p.score, tile);
-    subtract_tops(at, t, first, to - from);
-    if (!derivative) {
-        if (whole)
-            gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, log2_e);
-        else
-            gradients_of_scores<PAIRS, true, false>(at, t, first, from, to, log2_e);
-        return;
-    }
     if (whole)
-        gradients_of_scores<PAIRS, false, true>(at, t, first, from, to, log2_e);
+        gradients_of_scores<PAIRS, false, true>(at, t, first, from, to, factor);
     else
-        gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, log2_e);
+        gradients_of_scores<PAIRS, true, true>(at, t, first, from, to, factor);
     tile.score = t.plain;
     tile.grad = t.grad;
     run_program(p.score_backward, tile);
