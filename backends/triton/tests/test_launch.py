@@ -397,3 +397,61 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
     assert notes == ["compiled for sm_90"]
     broken.compile()
     assert notes == ["compiled for sm_90", "compiled for the current"]
+
+
+class LauncherOfSharedModule:
+    """What Triton 3.6 does in Python's place: a module's functions are replaced and read again."""
+
+    module = ""
+
+    def __init__(self, source: object, metadata: object) -> None:
+        type(self).module = mine = f"launcher of {id(self)}"
+        time.sleep(0.02)
+        assert type(self).module == mine, "another thread made a launcher"
+
+
+class Loading:
+    """A compiled kernel, as far as its launcher is concerned."""
+
+    src = None
+    metadata = SimpleNamespace(shared=0)
+
+    def __init__(self, driver: SimpleNamespace) -> None:
+        self.driver = driver
+
+    @property
+    def run(self) -> object:
+        return self.driver.launcher_cls(self.src, self.metadata)
+
+
+def test_launchers_are_made_one_after_the_other(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that are needed now and those compiled ahead: the modules of their launchers have
+    one name, and Python's own table of modules isn't made for that."""
+    driver.launcher_cls = LauncherOfSharedModule
+    driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
+    monkeypatch.setattr("triton.compile", lambda *_, **__: Loading(driver))
+    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    launch._most_shared.cache_clear()
+    programs = [new_program() for _ in range(8)]
+    together = threading.Barrier(len(programs))
+    failures: list[BaseException] = []
+
+    def make(program: launch.Program, ahead: bool) -> None:
+        together.wait(timeout=20)
+        try:
+            program.compile_ahead("sm_90") if ahead else program.compile(0)
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=make, args=(program, bool(index % 2)))
+        for index, program in enumerate(programs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launch._most_shared.cache_clear()
+    assert not failures

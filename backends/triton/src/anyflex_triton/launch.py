@@ -65,6 +65,12 @@ _POINTERS = {
 }
 
 
+_making_launchers = threading.Lock()
+"""One launcher at a time. Up to Triton 3.6 each is a module in C, all of one name. Of a file that
+was loaded before Python makes no module: it puts the file's functions into the module of that name
+that was loaded last, whichever that is. Triton takes the function out of it a moment later, and
+gets another launcher's if a second thread has loaded one in between."""
+
 _preparing: list[threading.Thread] = []
 _prepares = threading.Lock()
 
@@ -236,7 +242,8 @@ class Program:
                     self.source(), target=target, options=self.options.keywords()
                 )
                 # Leaves its module in C in Triton's cache.
-                driver.active.launcher_cls(found.src, found.metadata)
+                with _making_launchers:
+                    driver.active.launcher_cls(found.src, found.metadata)
                 self._ahead = found
 
     def _compile_for(self, device: int | None) -> Any:
@@ -264,7 +271,8 @@ class Program:
                 found = triton.compile(self.source(), options=keywords)
             # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
             # other's loading has ended: so nobody else has the kernel yet.
-            found.run  # noqa: B018
+            with _making_launchers:
+                found.run  # noqa: B018
         return found
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
