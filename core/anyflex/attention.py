@@ -85,6 +85,7 @@ def flex_attention(
         ModIndexError: score_mod reads outside of a captured tensor (where the backend checks).
         BackendRefused: nobody, or not the forced backend, takes the call; ``.reasons`` has why.
         PluginError: the forced backend is broken.
+        AllocationError: there is not enough memory; an accelerator's is torch.OutOfMemoryError.
 
     Example:
         >>> import torch, anyflex

@@ -10,7 +10,7 @@ AnyflexError
 ├── PluginError (RuntimeError)            a plugin that is broken
 │   └── BackendConflict                   two distributions under one backend name
 ├── GraphCaptureError (RuntimeError)      a spec would have to be compiled inside a graph capture
-└── AllocationError (MemoryError)         there is not enough memory for the call
+└── AllocationError (MemoryError, RuntimeError)  there is not enough memory for the call
 
 PerformanceWarning (UserWarning)          the call works, slower than it could
 """

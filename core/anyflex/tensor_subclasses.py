@@ -23,7 +23,7 @@ def naming_subclasses(**tensors: Tensor | None) -> Iterator[None]:
     """Run an op on `tensors`, which are named as the user knows them, in the body.
 
     Raises:
-        ArgumentError: some tensors of the call are fake and others aren't.
+        ArgumentError: some tensors of the call are fake and others aren't, or their mode isn't on.
         ArgumentTypeError: a tensor's class doesn't take the op.
     """
     try:
@@ -64,7 +64,10 @@ def _mixed(tensors: dict[str, Tensor | None]) -> str:
     if fake and real:
         found = f"{_listed(fake)} fake (FakeTensor), and {_listed(real)} not"
     elif fake:
-        found = f"{_listed(fake)} fake (FakeTensor), and some other tensor of the call is not"
+        found = (
+            f"{_listed(fake)} fake (FakeTensor), and the call isn't made under their "
+            "FakeTensorMode, or what a mod captures isn't fake"
+        )
     else:
         found = f"{_listed(real)} not fake, and FakeTensorMode is active"
     return (

@@ -54,7 +54,12 @@ def memories(
     Raises:
         ArgumentError: one of them can't be read (`anyflex.runtime.readable`).
     """
-    query_at, key_at, value_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    try:
+        query_at, key_at, value_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+    except RuntimeError:  # torch's answer where there is no storage
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_readable(name, tensor)
+        raise
     if (
         query_at
         and key_at

@@ -42,10 +42,13 @@ def check_captured(
     """
     for tensor in captured:
         # `_is_usual` without a call: every attention with mods comes here.
-        if type(tensor) in _PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
-            storage = tensor.untyped_storage()
-            if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
-                continue
+        try:
+            if type(tensor) in _PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
+                storage = tensor.untyped_storage()
+                if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
+                    continue
+        except RuntimeError:  # torch's answer where there is no storage, which the check tells
+            pass
         _check_unusual(tensor, captured, [*names[0], *names[1]])
 
 
@@ -138,7 +141,10 @@ def why_unreadable(tensor: Tensor) -> str:
     try:
         storage = tensor.untyped_storage()
     except RuntimeError as error:  # BatchedTensor and opaque tensors
-        return f"has no memory that a kernel could read ({error}): pass a plain tensor"
+        return (
+            f"has no memory that a kernel could read ({error}): pass a plain tensor, not one that "
+            "was kept from inside of torch.func's vmap or grad"
+        )
     end = (tensor.storage_offset() + _last(tensor) + 1) * tensor.element_size()
     if end > storage.nbytes():
         return (
