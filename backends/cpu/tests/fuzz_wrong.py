@@ -229,7 +229,7 @@ def of_aux(draw: random.Random, a: Arguments) -> None:
 
 @refused_with(ArgumentError, ArgumentTypeError, BackendRefused)
 def of_backend(draw: random.Random, a: Arguments) -> None:
-    a["backend"] = draw.choice(["cpus", "cuda", "cpu.torch", 3, ""])
+    a["backend"] = draw.choice(["cpus", "cuda", "cpu.nobodys", 3, ""])
 
 
 @refused_with(ArgumentTypeError, ModTraceError)
