@@ -234,7 +234,7 @@ def test_fake_tensors_are_told_from_others_and_whole_calls_of_them_work() -> Non
         known = mode.from_tensor(table)
         out = anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + known[k])
         assert out.shape == SHAPE
-    with pytest.raises(ArgumentError, match="query, key and value are fake .* their FakeTensorMode"):
+    with pytest.raises(ArgumentError, match="key and value are fake .* their FakeTensorMode"):
         anyflex.flex_attention(query, key, value)
     with pytest.raises(
         ArgumentError, match=r"query is fake \(FakeTensor\), and key and value are"

@@ -84,10 +84,8 @@ def _cases(session: Session, name: str, **changes: Any) -> list[AttentionCase]:
     can = session.backend.capabilities
     aux = can.aux & (LSE | MAXIMA)
     lengths = [80, 3] if can.decode else [80]
-    return [
-        plain(session, name, q_length=length, kv_length=KEYS, scale=0.125, aux=aux, **changes)
-        for length in lengths
-    ]
+    given = {"kv_length": KEYS, "scale": 0.125, "aux": aux, **changes}
+    return [plain(session, name, q_length=length, **given) for length in lengths]
 
 
 def _compare(session: Session, case: AttentionCase, drawn: Drawn) -> None:
@@ -115,10 +113,12 @@ def _compare(session: Session, case: AttentionCase, drawn: Drawn) -> None:
     session.require(not lines, f"with {case.q_length} rows " + "; ".join(lines))
 
 
-def _enter(name: str, shows: str, builder: Builder, *, has_tables: bool, learns: bool) -> None:
+def _enter(
+    name: str, shows: str, builder: Builder, *, has_tables: bool, learns: bool, **changes: Any
+) -> None:
     @behaviour(CASES, f"large_scores/{name}", shows, quick=True)
     def run(session: Session) -> None:
-        for case in _cases(session, name, values=_whole_numbers):
+        for case in _cases(session, name, values=_whole_numbers, **changes):
             if not learns:
                 case = dataclasses.replace(case, gradients=frozenset())
             drawn = case.draw(session.device)
@@ -149,6 +149,17 @@ _enter(
     lowered,
     has_tables=False,
     learns=True,
+)
+_enter(
+    "raised_in_groups",
+    "and so do those of causal rows of grouped heads, at a scale below 0",
+    raised,
+    has_tables=False,
+    learns=True,
+    heads=4,
+    kv_heads=2,
+    mask_mod="causal",
+    scale=-0.25,
 )
 _enter(
     "in_steps",
