@@ -54,6 +54,29 @@ def test_a_number_that_a_tables_type_cannot_hold_wraps(term: Callable[[Any], Any
     blocks_are_those_of_the_elements(lambda b, h, q, k: term(table[q]) & (k >= 0))
 
 
+def each_and(live: Tensor, term: Tensor) -> Tensor:
+    return live & term
+
+
+def before_each(live: Tensor, term: Tensor) -> Tensor:
+    return term & live
+
+
+def each_chosen(live: Tensor, term: Tensor) -> Tensor:
+    return torch.where(term, live, ~term)
+
+
+@pytest.mark.parametrize("joined", [each_and, before_each, each_chosen])
+def test_a_mask_of_a_thousand_conditions_is_built(joined: Callable[..., Tensor]) -> None:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        live = q >= k
+        for i in range(1000):
+            live = joined(live, q + k != 7 * i + 1)
+        return live
+
+    blocks_are_those_of_the_elements(mask_mod, length=50)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_mask_whose_ids_were_changed_is_not_copied_as_if_they_were_not(
     copied: Callable[[Any], Any],

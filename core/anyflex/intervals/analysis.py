@@ -23,7 +23,7 @@ from anyflex.intervals.flags import Flag, both, either, inverse
 from anyflex.intervals.floats import APPROXIMATE, FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.loads import CapturedTables, load_range, load_verdict
-from anyflex.intervals.verdicts import BOOL_RULES
+from anyflex.intervals.verdicts import BOOL_RULES, LOGIC
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import ModGraph
 from anyflex.mod_graph.lowering import type_class
@@ -86,7 +86,7 @@ class Analysis:
         Where an element that may be live may read outside of a captured tensor, nothing is.
         """
         evaluation = Evaluation(self, cells)
-        true, false, mixed = evaluation.verdict(self.output)
+        true, false, mixed = self._of_output(evaluation)
         mixed = both(mixed, inverse(true), inverse(false))
         inside = evaluation.inside
         return (
@@ -98,8 +98,16 @@ class Analysis:
     def undecided(self, cells: Cells) -> int | None:
         """Return the first bool node, in evaluation order, that some cell leaves open."""
         evaluation = Evaluation(self, cells)
-        evaluation.verdict(self.output)
+        self._of_output(evaluation)
         return evaluation.first_undecided()
+
+    def _of_output(self, evaluation: Evaluation) -> Verdict:
+        """Nothing is known of a mask whose operands are nested more deeply than Python's calls:
+        its elements tell."""
+        try:
+            return evaluation.verdict(self.output)
+        except RecursionError:
+            return Verdict()
 
     def range(self, position: int) -> Range | None:
         """Return the range of an integer node over the whole domain, as Python ints.
@@ -216,9 +224,23 @@ class Evaluation:
 
     def verdict(self, position: int) -> Verdict:
         """Return what is known of a bool."""
-        if position not in self._verdict_of:
-            self._verdict_of[position] = self._verdict(position)
+        # Logic looks at its first operand first. Long chains of it, which masks of many conditions
+        # are, are gone through from their beginning: as deep calls they would end.
+        chain = []
+        at = position
+        while at not in self._verdict_of:
+            chain.append(at)
+            if not self._is_logic(at):
+                break
+            at = self.nodes[at].arguments[0]
+        for at in reversed(chain):
+            self._verdict_of[at] = self._verdict(at)
         return self._verdict_of[position]
+
+    def _is_logic(self, position: int) -> bool:
+        """Whether a node's verdict is its operands', and not its value."""
+        fixed = not self.static and self.analysis.is_fixed(position)
+        return self.nodes[position].operation in LOGIC and not fixed
 
     def first_undecided(self) -> int | None:
         """Return the first node looked at that has no verdict in some cell."""
