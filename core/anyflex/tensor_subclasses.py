@@ -65,8 +65,8 @@ def _mixed(tensors: dict[str, Tensor | None]) -> str:
         found = f"{_listed(fake)} fake (FakeTensor), and {_listed(real)} not"
     elif fake:
         found = (
-            f"{_listed(fake)} fake (FakeTensor), and the call isn't made under their "
-            "FakeTensorMode, or what a mod captures isn't fake"
+            f"{_listed(fake)} fake (FakeTensor), and FakeTensorMode is off or another one, or "
+            "what a mod captures isn't fake"
         )
     else:
         found = f"{_listed(real)} not fake, and FakeTensorMode is active"

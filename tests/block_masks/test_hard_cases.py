@@ -66,13 +66,35 @@ def each_chosen(live: Tensor, term: Tensor) -> Tensor:
     return torch.where(term, live, ~term)
 
 
+def itself(live: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return live
+
+
+def chosen_number(live: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where(live, q, k) >= k
+
+
+def added(live: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return live.to(torch.int32) + q >= k
+
+
+def looked_up(live: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return TABLE[live.to(torch.int64)] >= k
+
+
+TABLE = torch.tensor([3, 40])
+
+
 @pytest.mark.parametrize("joined", [each_and, before_each, each_chosen])
-def test_a_mask_of_a_thousand_conditions_is_built(joined: Callable[..., Tensor]) -> None:
+@pytest.mark.parametrize("used", [itself, chosen_number, added, looked_up])
+def test_a_mask_of_a_thousand_conditions_is_built(
+    joined: Callable[..., Tensor], used: Callable[..., Tensor]
+) -> None:
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         live = q >= k
         for i in range(1000):
             live = joined(live, q + k != 7 * i + 1)
-        return live
+        return used(live, q, k)
 
     blocks_are_those_of_the_elements(mask_mod, length=50)
 

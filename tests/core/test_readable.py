@@ -234,7 +234,7 @@ def test_fake_tensors_are_told_from_others_and_whole_calls_of_them_work() -> Non
         known = mode.from_tensor(table)
         out = anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + known[k])
         assert out.shape == SHAPE
-    with pytest.raises(ArgumentError, match="key and value are fake .* their FakeTensorMode"):
+    with pytest.raises(ArgumentError, match="key and value are fake .* FakeTensorMode is off"):
         anyflex.flex_attention(query, key, value)
     with pytest.raises(
         ArgumentError, match=r"query is fake \(FakeTensor\), and key and value are"
@@ -297,5 +297,5 @@ def test_what_was_kept_from_a_gradient_is_refused() -> None:
 
 def test_fake_tensors_outside_of_their_mode_are_told_so() -> None:
     query = fake()
-    with pytest.raises(ArgumentError, match="isn't made under their FakeTensorMode"):
+    with pytest.raises(ArgumentError, match="FakeTensorMode is off or another one"):
         anyflex.flex_attention(query, query, query)

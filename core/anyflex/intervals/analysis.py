@@ -9,8 +9,9 @@ equality of reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ from anyflex.intervals.flags import Flag, both, either, inverse
 from anyflex.intervals.floats import APPROXIMATE, FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.loads import CapturedTables, load_range, load_verdict
-from anyflex.intervals.verdicts import BOOL_RULES, LOGIC
+from anyflex.intervals.verdicts import BOOL_RULES
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import ModGraph
 from anyflex.mod_graph.lowering import type_class
 
 __all__ = ["Analysis", "Domain", "Evaluation"]
 
+T = TypeVar("T")
 _LARGEST = 1 << 60
 """Integers beyond are not followed, so that ends in int64 never wrap."""
 
@@ -86,7 +88,7 @@ class Analysis:
         Where an element that may be live may read outside of a captured tensor, nothing is.
         """
         evaluation = Evaluation(self, cells)
-        true, false, mixed = self._of_output(evaluation)
+        true, false, mixed = evaluation.nested(evaluation.verdict, self.output)
         mixed = both(mixed, inverse(true), inverse(false))
         inside = evaluation.inside
         return (
@@ -98,16 +100,8 @@ class Analysis:
     def undecided(self, cells: Cells) -> int | None:
         """Return the first bool node, in evaluation order, that some cell leaves open."""
         evaluation = Evaluation(self, cells)
-        self._of_output(evaluation)
+        evaluation.nested(evaluation.verdict, self.output)
         return evaluation.first_undecided()
-
-    def _of_output(self, evaluation: Evaluation) -> Verdict:
-        """Nothing is known of a mask whose operands are nested more deeply than Python's calls:
-        its elements tell."""
-        try:
-            return evaluation.verdict(self.output)
-        except RecursionError:
-            return Verdict()
 
     def range(self, position: int) -> Range | None:
         """Return the range of an integer node over the whole domain, as Python ints.
@@ -168,7 +162,7 @@ class Analysis:
             if type_class(node.dtype) != "int":
                 continue
             self.forms[position] = AffineForm(0, ((position, 1),))
-            found = evaluation.range(position)
+            found = evaluation.nested(evaluation.range, position)
             if found is None or not _fits(found.low, found.high, node.dtype):
                 evaluation.forget(position)
                 self.forms[position] = None
@@ -224,23 +218,19 @@ class Evaluation:
 
     def verdict(self, position: int) -> Verdict:
         """Return what is known of a bool."""
-        # Logic looks at its first operand first. Long chains of it, which masks of many conditions
-        # are, are gone through from their beginning: as deep calls they would end.
-        chain = []
-        at = position
-        while at not in self._verdict_of:
-            chain.append(at)
-            if not self._is_logic(at):
-                break
-            at = self.nodes[at].arguments[0]
-        for at in reversed(chain):
-            self._verdict_of[at] = self._verdict(at)
+        if position not in self._verdict_of:
+            self._verdict_of[position] = self._verdict(position)
         return self._verdict_of[position]
 
-    def _is_logic(self, position: int) -> bool:
-        """Whether a node's verdict is its operands', and not its value."""
-        fixed = not self.static and self.analysis.is_fixed(position)
-        return self.nodes[position].operation in LOGIC and not fixed
+    def nested(self, look: Callable[[int], T], position: int) -> T:
+        """Return `look(position)`. Where a node's operands are nested more deeply than Python's
+        calls, all nodes before it are looked at first, in their order."""
+        try:
+            return look(position)
+        except RecursionError:
+            for before, node in enumerate(self.nodes[:position]):
+                (self.verdict if type_class(node.dtype) == "bool" else self.range)(before)
+            return look(position)
 
     def first_undecided(self) -> int | None:
         """Return the first node looked at that has no verdict in some cell."""

@@ -15,7 +15,7 @@ from anyflex.mod_graph.lowering import type_class
 if TYPE_CHECKING:
     from anyflex.intervals.analysis import Evaluation
 
-__all__ = ["BOOL_RULES", "LOGIC"]
+__all__ = ["BOOL_RULES"]
 
 Rule = Callable[["Evaluation", Node, int], Verdict]
 
@@ -164,5 +164,3 @@ BOOL_RULES: dict[str, Rule] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _comparison),
 }
 """Leaves and loads aside, every operation with a bool result."""
-LOGIC = frozenset({"not", "and", "or", "xor"})
-"""Operations whose rule looks at the first operand whatever it is, and before the others."""

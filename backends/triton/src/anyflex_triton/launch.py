@@ -65,11 +65,13 @@ _POINTERS = {
 }
 
 
-_making_launchers = threading.Lock()
+_making_launchers = threading.RLock()
 """One launcher at a time. Up to Triton 3.6 each is a module in C, all of one name. Of a file that
 was loaded before Python makes no module: it puts the file's functions into the module of that name
 that was loaded last, whichever that is. Triton takes the function out of it a moment later, and
-gets another launcher's if a second thread has loaded one in between."""
+gets another launcher's if a second thread has loaded one in between. Nothing keeps other users of
+Triton in the process from doing that. Loading a kernel lies inside, hooks included: Triton does it
+with the launcher, and a hook may make a call of its own."""
 
 _preparing: list[threading.Thread] = []
 _prepares = threading.Lock()

@@ -1,9 +1,9 @@
 """Scores whose size leaves a softmax little room: exact ones, so that the results are known.
 
-Queries and keys are small whole numbers and the scale is 1/8: float32 holds each score, and each
-sum that the mods below make of it, to the last bit, and equal scores are equal. So the dense
-formula says what must come out. The general budgets, which allow what rounding does to scores of
-this size, don't.
+Queries and keys are small whole numbers and the scale is a multiple of 1/8: float32 holds each
+score, and each sum that the mods below make of it, to the last bit, and equal scores are equal. So
+the dense formula says what must come out. The general budgets, which allow what rounding does to
+scores of this size, don't.
 """
 
 from __future__ import annotations
