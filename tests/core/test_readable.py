@@ -119,7 +119,8 @@ def test_a_captured_tensor_without_its_memory_is_refused_by_name(made: str) -> N
 @MAKERS
 def test_no_mask_is_built_of_a_captured_tensor_without_its_memory(made: str) -> None:
     table = UNREADABLE[made][0]()
-    with pytest.raises(BlockMaskError, match="captured tensor 'table', which (is|of|has)"):
+    which = "has no memory" if made == "kept from vmap" else "(is|of)"
+    with pytest.raises(BlockMaskError, match=f"captured tensor 'table', which {which}"):
         anyflex.create_block_mask(lambda b, h, q, k: table[0, 0, q, k % 8] > 0, 1, 1, 16, 16)
 
 
@@ -234,7 +235,10 @@ def test_fake_tensors_are_told_from_others_and_whole_calls_of_them_work() -> Non
         known = mode.from_tensor(table)
         out = anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + known[k])
         assert out.shape == SHAPE
-    with pytest.raises(ArgumentError, match="key and value are fake .* FakeTensorMode is off"):
+    with pytest.raises(
+        ArgumentError,
+        match="query, key and value are fake .* FakeTensorMode is off or another one",
+    ):
         anyflex.flex_attention(query, key, value)
     with pytest.raises(
         ArgumentError, match=r"query is fake \(FakeTensor\), and key and value are"
@@ -293,9 +297,3 @@ def test_what_was_kept_from_a_gradient_is_refused() -> None:
         anyflex.flex_attention(
             *given(0, torch.randn(SHAPE)), score_mod=lambda s, b, h, i, j: s + kept[0, 0, i, 0]
         )
-
-
-def test_fake_tensors_outside_of_their_mode_are_told_so() -> None:
-    query = fake()
-    with pytest.raises(ArgumentError, match="FakeTensorMode is off or another one"):
-        anyflex.flex_attention(query, query, query)
