@@ -11,17 +11,19 @@ import anyflex
 
 # Not a whole number of turns of 64 keys, nor of tiles of 256.
 KEYS = 1000
-WIDTHS = [(128, 128), (64, 256), (96, 32), (32, 160), (40, 128), (64, 72)]
+WIDTHS = [(128, 128), (64, 256), (96, 32), (32, 160), (40, 128), (64, 72), (72, 64), (256, 96)]
 KV_HEADS = 2
 
 
-def drawn(rows: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def drawn(
+    rows: int, widths: tuple[int, int], dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value with this many rows a key head, keys and values as projections leave
     them."""
     generator = torch.Generator().manual_seed(rows)
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
+        return torch.randn(shape, generator=generator).to(dtype)
 
     query = some(2, KV_HEADS * rows, 1, widths[0])
     key, value = (some(2, KEYS, KV_HEADS, width).transpose(1, 2) for width in widths)
@@ -44,6 +46,19 @@ def test_decoding_rounds_nothing_but_its_result(
     changed = (out != wanted.bfloat16()).double().mean().item()
     assert changed < 0.02
     assert_near(out, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_rows_that_lie_beside_one_another_give_what_others_give(
+    width: int, dtype: torch.dtype, level: str
+) -> None:
+    query, key, value = drawn(7, (width, width), dtype)
+    beside = (key.contiguous(), value.contiguous())
+    out = anyflex.flex_attention(query, *beside, enable_gqa=True, backend="cpu")
+    assert_near(out, dense_attention(query, key, value)[0], dtype)
+    apart = anyflex.flex_attention(query, key, value, enable_gqa=True, backend="cpu")
+    assert torch.equal(out, apart)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7])

@@ -3,6 +3,7 @@
 // Split-KV (Flash-Decoding, Dao et al., 2023): a job is a split of the keys of one unit; its
 // sums stay in a record, and the records of a unit are combined in their order.
 #include "decode_amx.h"
+#include "decode_in_order.h"
 #include "decode_plan.h"
 #include "finish_row.h"
 #include "level.h"
@@ -159,6 +160,15 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
             begin = columns.end;
         }
 #endif
+#if defined(__AVX512F__)
+        if (const int64_t n = columns_in_order(key, p.head_dim, begin, end)) {
+            with_width(p.head_dim, [&](auto width) {
+                scores_in_order<DTYPE, decltype(width)::value>(
+                    b.query, rows, key, begin, begin + n, run.scale.stored, score, decode_ld);
+            });
+            begin += n;
+        }
+#endif
         decode_scores<DTYPE>(b.query, rows, key, p.head_dim, next, begin, end, run.scale.stored,
                              score, decode_ld);
     }
@@ -241,6 +251,15 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
                         keys_next(run, t, columns), reinterpret_cast<uint32_t*>(b.spare), b.out,
                         d.value_width);
             begin = columns.end;
+        }
+#endif
+#if defined(__AVX512F__)
+        if (const int64_t n = columns_in_order(value, p.value_head_dim, begin, end)) {
+            with_width(p.value_head_dim, [&](auto width) {
+                values_in_order<DTYPE, decltype(width)::value>(b.score, decode_ld, rows, value,
+                                                               begin, begin + n, b.out);
+            });
+            begin += n;
         }
 #endif
         decode_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin, end,

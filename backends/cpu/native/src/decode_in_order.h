@@ -1,0 +1,189 @@
+// The two products of decoding on vectors of 512 bits, for keys and values of usual widths: whole
+// rows are read one after the other.
+//
+// Code that reads so, without a loop inside of a row, and asks for nothing ahead is what prefetching
+// of an AMD Zen 4 follows best: lines of several rows in turns, half rows, or a line a turn of a loop
+// are read half as fast, and instructions that ask for lines wait for one another.
+#pragma once
+#include "decode_products.h"
+
+#if defined(__AVX512F__)
+namespace AF_LEVEL {
+
+// All rows of queries take these columns, which are in the first cache from then on.
+constexpr int64_t turn_in_order = 16;
+
+// As many of columns [begin, end) as are read so, a multiple of a turn's; the others are for streams.
+AF_INLINE int64_t columns_in_order(const matrix& m, int64_t dim, int64_t begin, int64_t end) {
+    const bool usual = m.col == 1 && (dim == 64 || dim == 96 || dim == 128);
+    return usual ? (end - begin) / turn_in_order * turn_in_order : 0;
+}
+
+// f(count_of<dim>()) for a width that columns_in_order takes.
+template <class F>
+AF_INLINE void with_width(int64_t dim, const F& f) {
+    if (dim == 128) return f(count_of<128>());
+    if (dim == 96) return f(count_of<96>());
+    f(count_of<64>());
+}
+
+// f(count_of<R>(), r) for all rows, at most MOST of them at a time.
+template <int MOST, class F>
+AF_INLINE void in_groups_of_rows(int rows, const F& f) {
+    int r = 0;
+    for (; r + MOST <= rows; r += MOST) f(count_of<MOST>(), r);
+    if (MOST == 4 && r + 2 <= rows) {
+        f(count_of<2>(), r);
+        r += 2;
+    }
+    if (r < rows) f(count_of<1>(), r);
+}
+
+// Where one is in rows of DIM elements.
+template <int DTYPE, int DIM>
+struct row_in_order {
+    static constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+    const char* at;
+    int64_t step;  // bytes to the next row
+
+    // The row of column c. Rows that don't lie beside one another, which nothing else foresees, are
+    // asked for a turn ahead.
+    AF_INLINE_MEMBER static row_in_order of(const matrix& m, int64_t c, int64_t end) {
+        if (m.row != DIM)
+            for (int64_t i = c + turn_in_order; i < smaller(c + 2 * turn_in_order, end); ++i)
+                prefetch_rows(address(m, i, 0), DIM * size);
+        return {address(m, c, 0), m.row * size};
+    }
+    // What is read from here on is read after all that was read before: compilers move loads, and
+    // then lines of a few rows are read in turns.
+    AF_INLINE_MEMBER void move(int64_t bytes) {
+        at += bytes;
+        __asm__ volatile("" : "+r"(at));
+    }
+    AF_INLINE_MEMBER void next_row() { move(step - DIM * size); }
+};
+
+// R rows of queries times VL / R keys: VL vectors of partial sums, which one reduction across lanes
+// ends.
+template <int R, int DTYPE, int DIM>
+AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DIM>& key) {
+    constexpr int K = VL / R;
+    vf acc[VL] = {};
+#if defined(__AVX512BF16__)
+    if (DTYPE == AF_BF16 && q.pairs) {
+        const uint16_t* a = q.pairs + row * DIM;
+        AF_UNROLL
+        for (int i = 0; i < K; ++i, key.next_row())
+            AF_UNROLL
+            for (int d = 0; d < DIM; d += 2 * VL, key.move(64)) {
+                const __m512bh x = reinterpret_cast<__m512bh>(_mm512_loadu_si512(key.at));
+                AF_UNROLL
+                for (int r = 0; r < R; ++r)
+                    acc[r * K + i] = _mm512_dpbf16_ps(
+                        acc[r * K + i], x,
+                        reinterpret_cast<__m512bh>(_mm512_loadu_si512(a + r * DIM + d)));
+            }
+        return across<true>(acc);
+    }
+#endif
+    const float* a = q.row + row * DIM;
+    AF_UNROLL
+    for (int i = 0; i < K; ++i, key.next_row())
+        AF_UNROLL
+        for (int d = 0; d < DIM; d += VL, key.move(VL * key.size)) {
+            const vf x = as_floats_of<DTYPE>(key.at);
+            AF_UNROLL
+            for (int r = 0; r < R; ++r)
+                acc[r * K + i] = madd(x, load(a + r * DIM + d), acc[r * K + i]);
+        }
+    return across<true>(acc);
+}
+
+// score[row][c] = scale * (q row . key c) for columns [begin, end), a multiple of a turn's.
+template <int DTYPE, int DIM>
+static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
+                            int64_t end, float scale, float* score, int64_t ld) {
+    for (int64_t c = begin; c < end; c += turn_in_order) {
+        const auto first = row_in_order<DTYPE, DIM>::of(keys, c, end);
+        in_groups_of_rows<4>(rows, [&](auto count, int row) AF_FLAT {
+            constexpr int R = decltype(count)::value, K = VL / R;
+            auto key = first;
+            for (int64_t i = 0; i < turn_in_order; i += K) {
+                alignas(64) float scores[VL];
+                store(scores, dot_in_order<R>(q, row, key) * scale);
+                for (int r = 0; r < R; ++r)
+                    memcpy(score + (row + r) * ld + c + i, scores + r * K, K * sizeof(float));
+            }
+        });
+    }
+}
+
+// A row of values as floats. bfloat16: of each two vectors the first has the elements that are even.
+template <int DTYPE, int DIM>
+AF_INLINE void load_in_order(row_in_order<DTYPE, DIM>& value, vf* x) {
+    AF_UNROLL
+    for (int j = 0; j < DIM / VL; j += DTYPE == AF_BF16 ? 2 : 1) {
+        if constexpr (DTYPE == AF_BF16) {
+            const vu both = load(reinterpret_cast<const uint32_t*>(value.at));
+            x[j] = as_float(both << 16);
+            x[j + 1] = as_float(both & 0xffff0000u);
+            value.move(64);
+        } else {
+            x[j] = as_floats_of<DTYPE>(value.at);
+            value.move(VL * value.size);
+        }
+    }
+    value.next_row();
+}
+
+// Sums of such rows to out.
+template <int DTYPE, int DIM>
+AF_INLINE void add_in_order(vf* sum, float* out) {
+    AF_UNROLL
+    for (int j = 0; j < DIM / VL; j += 2) {
+        if constexpr (DTYPE == AF_BF16) {
+            const __m512i low =
+                _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            const __m512i high =
+                _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            const vf even = sum[j], odd = sum[j + 1];
+            sum[j] = _mm512_permutex2var_ps(even, low, odd);
+            sum[j + 1] = _mm512_permutex2var_ps(even, high, odd);
+        }
+        store(out + j * VL, load(out + j * VL) + sum[j]);
+        store(out + (j + 1) * VL, load(out + (j + 1) * VL) + sum[j + 1]);
+    }
+}
+
+// out[row][DIM] += weight[row][c] * value[c] for columns [begin, end), a multiple of a turn's.
+template <int DTYPE, int DIM>
+static void values_in_order(const float* weight, int64_t ld, int rows, const matrix& values,
+                            int64_t begin, int64_t end, float* out) {
+    constexpr int N = DIM / VL;
+    for (int64_t c = begin; c < end; c += turn_in_order) {
+        const auto first = row_in_order<DTYPE, DIM>::of(values, c, end);
+        // R * N sums and N vectors of a row are in registers.
+        in_groups_of_rows<(N <= 6 ? 4 : 2)>(rows, [&](auto count, int row) AF_FLAT {
+            constexpr int R = decltype(count)::value;
+            // From 0: a sum that runs through all keys would lose more.
+            vf acc[R][N] = {};
+            auto value = first;
+            for (int64_t i = c; i < c + turn_in_order; ++i) {
+                vf x[N];
+                load_in_order(value, x);
+                AF_UNROLL
+                for (int r = 0; r < R; ++r) {
+                    const vf w = splat(weight[(row + r) * ld + i]);
+                    AF_UNROLL
+                    for (int j = 0; j < N; ++j) acc[r][j] = madd(w, x[j], acc[r][j]);
+                }
+            }
+            AF_UNROLL
+            for (int r = 0; r < R; ++r)
+                add_in_order<DTYPE, DIM>(acc[r], out + (row + r) * DIM);
+        });
+    }
+}
+
+}  // namespace AF_LEVEL
+#endif
