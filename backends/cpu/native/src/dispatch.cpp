@@ -52,6 +52,10 @@ registers cpuid(unsigned leaf, unsigned sub) {
 }
 bool bit(unsigned word, int n) { return (word >> n & 1) != 0; }
 
+// The first four letters of the maker's name.
+constexpr unsigned intel = 0x756e6547, amd = 0x68747541;
+unsigned maker() { return cpuid(0, 0).b; }
+
 // State components that the operating system saves (XCR0).
 bool saves(uint64_t components) {
     if (!bit(cpuid(1, 0).c, 27)) return false;
@@ -115,8 +119,7 @@ struct runnable {
 #if defined(AF_X86)
         // Intel's vdpbf16ps runs at a quarter of the rate of float products (Sapphire Rapids): what
         // has no AMX, or may not use it, is 1.5 times as fast with bf16 converted to float.
-        constexpr unsigned genu = 0x756e6547;
-        if (cpuid(0, 0).b != genu) return;
+        if (maker() != intel) return;
         for (size_t i = 0; i + 1 < count; ++i)
             if (std::strcmp(level[i]->name, "avx512_bf16") == 0) {
                 std::swap(level[i], level[i + 1]);
@@ -183,6 +186,15 @@ bool af_is_decode(const af_problem& p) {
     // brings; with one to four a head the packed products would compute mostly padding.
     const int64_t rows = p.q_heads / p.kv_heads * p.q_length;
     return (p.q_length <= 4 || rows <= 16) && (!p.has_mask || p.q_length <= p.q_block);
+}
+
+bool af_reads_best_in_order() {
+#if defined(AF_X86)
+    static const bool best = maker() == amd;
+    return best;
+#else
+    return false;
+#endif
 }
 
 extern "C" {
