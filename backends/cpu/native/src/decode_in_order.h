@@ -1,10 +1,10 @@
 // The two products of decoding on vectors of 512 bits, for keys and values of usual widths: whole
 // rows are read one after the other.
 //
-// Code that reads so, without a loop inside of a row, and asks for nothing ahead is what prefetching
-// of an AMD Zen 4 follows best: lines of several rows in turns, half rows, or a line a turn of a loop
-// are read half as fast, and instructions that ask for lines wait for one another. Intel's Sapphire
-// Rapids reads streams, with lines asked for, 1.1 times as fast.
+// Code that reads so, without a loop inside of a row, and asks for nothing ahead (but for rows
+// apart) is what prefetching of an AMD Zen 4 follows best: lines of several rows in turns, half
+// rows, or a line a turn of a loop are read half as fast, and instructions that ask for lines wait
+// for one another. Intel's Sapphire Rapids reads streams, with lines asked for, 1.1 times as fast.
 #pragma once
 #include "decode_products.h"
 #include "level.h"
@@ -15,8 +15,9 @@ namespace AF_LEVEL {
 // All rows of queries take these columns, which are in the first cache from then on.
 constexpr int64_t turn_in_order = 16;
 
-// As many of columns [begin, end) as are read so, a multiple of a turn's; the others are for streams.
-// Rows that don't lie beside one another are no streams: they are read so everywhere.
+// How many of columns [begin, end) are read so, a multiple of a turn's; the others are for streams.
+// Rows of these widths that don't lie beside one another are no streams: every processor reads them
+// so.
 AF_INLINE int64_t columns_in_order(const matrix& m, int64_t dim, int64_t begin, int64_t end) {
     const bool usual = m.col == 1 && (dim == 64 || dim == 96 || dim == 128);
     if (!usual || (m.row == dim && !af_reads_best_in_order())) return 0;
@@ -43,9 +44,11 @@ AF_INLINE void in_groups_of_rows(int rows, const F& f) {
     if (r < rows) f(count_of<1>(), r);
 }
 
-// Where one is in rows of DIM elements.
+// Where one is in rows of DIM elements. Rows of queries and of sums, which are padded to whole
+// vectors and pairs, are as wide.
 template <int DTYPE, int DIM>
 struct row_in_order {
+    static_assert(DIM % (2 * VL) == 0 && turn_in_order % VL == 0, "whole vectors and groups");
     static constexpr int size = DTYPE == AF_F32 ? 4 : 2;
     const char* at;
     int64_t step;  // bytes to the next row
@@ -58,8 +61,8 @@ struct row_in_order {
                 prefetch_rows(address(m, i, 0), DIM * size);
         return {address(m, c, 0), m.row * size};
     }
-    // What is read from here on is read after all that was read before: compilers move loads, and
-    // then lines of a few rows are read in turns.
+    // The compiler is kept from knowing where this is, so it can't move what is read from here on
+    // up among earlier lines: gcc does, and then lines of a few rows are read in turns.
     AF_INLINE_MEMBER void move(int64_t bytes) {
         at += bytes;
         __asm__ volatile("" : "+r"(at));
@@ -122,7 +125,7 @@ static void scores_in_order(const decode_query& q, int rows, const matrix& keys,
     }
 }
 
-// A row of values as floats. bfloat16: of each two vectors the first has the elements that are even.
+// A row of values as floats. bfloat16: of each two vectors the first has what is even.
 template <int DTYPE, int DIM>
 AF_INLINE void load_in_order(row_in_order<DTYPE, DIM>& value, vf* x) {
     AF_UNROLL

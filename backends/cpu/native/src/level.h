@@ -19,6 +19,7 @@ struct af_level {
 // True if decode, not forward, takes this problem. The same for every level.
 bool af_is_decode(const af_problem& problem);
 
-// True if this processor reads memory fastest where code reads whole rows one after the other; false
-// if lines have to be asked for. Measured: AMD's Zen 4, Intel's Sapphire Rapids.
+// True if this processor reads memory fastest where code reads whole rows one after the other
+// (measured: AMD's Zen 4); false if lines have to be asked for (Intel's Sapphire Rapids; others
+// weren't measured).
 bool af_reads_best_in_order();

@@ -197,7 +197,7 @@ class problem {
         n_.q_length = draw({0, 1, 1, 3, 4, 17, 40, 65, 130});
         n_.kv_length = draw({0, 1, 31, 32, 33, 70, 129, 300, 520});
         n_.head_dim = draw({1, 7, 16, 33, 64, 96, 100, 128});
-        n_.value_head_dim = draw({1, 8, 20, 64, 96, 100, 160, n_.head_dim});
+        n_.value_head_dim = draw({1, 8, 20, 64, 96, 100, 128, 160, n_.head_dim});
         // The formula is slow.
         if (n_.q_length > 17 && n_.q_heads > 4) n_.q_heads = n_.kv_heads;
         if (n_.batch * n_.q_heads * n_.q_length <= 16)
