@@ -24,6 +24,7 @@ from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
 from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.request import write_request
+from anyflex.runtime.saved_bytes import NOTHING, saved_bytes
 
 __all__ = [
     "ScoreMod",
@@ -273,7 +274,7 @@ def _through_op(
     arguments, _ = op_arguments(
         query, key, value, score_mod, block_mask, scale, aux, options, backend
     )
-    out, lse, max_scores = flex_attention_op(query, key, value, *arguments)
+    out, lse, max_scores, *_ = flex_attention_op(query, key, value, *arguments)
     return out, lse if aux.lse else None, max_scores if aux.max_scores else None
 
 
@@ -323,6 +324,10 @@ def op_arguments(
     gradients += [grad_mode and tensor.requires_grad for tensor in score.captured]
     gradients += [False for _ in mask.captured]
     needs_backward = any(gradients)
+    posed = posed_as(query.device)
+    saved = NOTHING
+    if needs_backward and not every_gradient:  # else no forward of this call runs
+        saved = saved_bytes(query.device, query.dtype, backend, posed)
     request = write_request(
         score.text,
         mask.text,
@@ -333,7 +338,8 @@ def op_arguments(
         gradients,
         backend,
         options,
-        posed_as(query.device),
+        posed,
+        saved,
     )
     # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
     one = torch.ones((), dtype=torch.float64)

@@ -141,7 +141,7 @@ def _through_op(
         if delta is None:
             delta = (dout.to(lse.dtype) * out).sum(-1)
         dq, dk, dv, found = flex_attention_backward_op(
-            dout, dlse, delta, query, key, value, out, lse, *arguments
+            dout, dlse, delta, query, key, value, out, lse, None, None, *arguments
         )
     gradients = [g if flag else None for g, flag in zip(found, wanted[3:], strict=True)]
     return arguments[1], [dq, dk, dv, *gradients]

@@ -73,6 +73,7 @@ METHODS = {
     "Backend.probe": "self",
     "Backend.fingerprint": "self",
     "Backend.supports": "self spec",
+    "Backend.saved_bytes": "self dtype",
     "Backend.compile": "self spec artifacts",
     "Artifacts.get": "self name",
     "Artifacts.put": "self name data",

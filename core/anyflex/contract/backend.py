@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
@@ -12,6 +12,9 @@ from anyflex.contract.capabilities import Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Backend", "Kernel"]
 
@@ -86,6 +89,16 @@ class Backend(abc.ABC):
         if spec.needs_backward and self.capabilities.gradient_refusal(spec) is not None:
             return Accepted(backward="core")
         return Accepted()
+
+    def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return (a, b): `Kernel.saved_outputs` asks for at most ``a * Ev + b`` bytes a query row
+        of each head, in at most four tensors, where calls of this dtype need gradients.
+
+        Asked while torch.compile traces, when there is no spec yet. With (0, 0), where nothing is
+        left or nobody can tell, a compiled program's backward runs forward again for what
+        `Kernel.saved_outputs` asks for.
+        """
+        return (0, 0)
 
     @abc.abstractmethod
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:

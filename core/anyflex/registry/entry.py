@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.backend import Backend
@@ -19,6 +19,9 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.registry import hot_path
 from anyflex.registry.isolation import plugin_code
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Entry", "State", "contract_mismatch", "name_problem"]
 
@@ -195,6 +198,21 @@ class Entry:
             decision = backend.supports(spec)
         self.check_decision(decision, "supports(spec)")
         return decision
+
+    def saved_bytes(self, backend: Backend, dtype: torch.dtype) -> tuple[int, int]:
+        """Ask the backend. Raises `PluginError` if it raises or answers no pair of sizes."""
+        with plugin_code(self.name, self.distribution, "saved_bytes(dtype)"):
+            found: object = backend.saved_bytes(dtype)
+        if (
+            not isinstance(found, tuple)
+            or len(found) != 2
+            or not all(type(number) is int and number >= 0 for number in found)
+        ):
+            raise self.error(
+                "is broken: saved_bytes(dtype) must return two ints that aren't negative, got "
+                f"{found!r}"
+            )
+        return found
 
 
 def name_problem(name: object) -> str | None:

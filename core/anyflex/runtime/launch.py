@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.errors import AllocationError, AnyflexError
 from anyflex.runtime.allocation import no_memory_for, total_bytes
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.readable import check_backward
+from anyflex.runtime.saved_bytes import cut
 from anyflex.runtime.workspace import allocate, give_back, take
 
-__all__ = ["launch_backward", "launch_forward"]
+__all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
 
 _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
 """What a kernel may raise as it is: users catch these."""
@@ -29,13 +30,16 @@ last stride 1."""
 _KEPT = "what the kernel keeps for backward"
 
 
-def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
+def launch_forward(
+    plan: Plan, call: Call, *, save: bool = False, saved_bytes: Tensor | None = None
+) -> Outputs:
     """Run forward and return its outputs.
 
     Args:
         plan: the call's plan.
         call: its tensors and numbers.
-        save: allocate what the kernel wants kept for its backward.
+        save: let the kernel leave what it wants for its backward.
+        saved_bytes: memory that this is cut from, if it fits.
 
     Raises:
         AllocationError: there is not enough memory.
@@ -64,7 +68,11 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     workspace = None
     try:
         if save and plan.saves:
-            saved = allocate(query.device, plan.kernel.saved_outputs(call), _KEPT)
+            specs = plan.kernel.saved_outputs(call)
+            if saved_bytes is None:
+                saved = allocate(query.device, specs, _KEPT)
+            else:
+                saved = cut(saved_bytes, specs, new=True) or ()
         if plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
@@ -83,6 +91,16 @@ def launch_forward(plan: Plan, call: Call, *, save: bool = False) -> Outputs:
     if listeners():
         launched(spec, plan.compiled.backend, plan.kernel.describe(call))
     return outputs
+
+
+def allocate_saved_bytes(device: torch.device, size: int) -> Tensor:
+    """Return memory for what forward leaves behind the static op.
+
+    Raises:
+        AllocationError: there is none.
+    """
+    (memory,) = allocate(device, (TensorSpec((size,), torch.uint8),), _KEPT)
+    return memory
 
 
 def launch_backward(
@@ -211,8 +229,8 @@ def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Gra
 
 
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
-    """Compute a kernel's saved outputs anew, where the way here carries out and lse only: the
-    static op, whose outputs can't depend on the backend."""
+    """Compute a kernel's saved outputs anew, where the way here carries out and lse only: they
+    come from outside, or the static op had no memory for what this kernel leaves."""
     device = call.query.device
     extras = allocate(device, plan.kernel.saved_outputs(call), _KEPT)
     if not extras:  # none for this call

@@ -15,6 +15,7 @@ from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
+from anyflex.runtime.saved_bytes import NOTHING, cut, size
 
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
@@ -25,15 +26,19 @@ __all__ = ["flex_attention_backward_op", "flex_attention_op"]
 _library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value"
 _REST = "Tensor[] mask, Tensor[] captured, SymInt[] ints, Tensor[] floats, str request"
-_library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
     "flex_attention_backward(Tensor dout, Tensor? dlse, Tensor? delta, "
-    f"{_TENSORS}, Tensor out, Tensor lse, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    f"{_TENSORS}, Tensor out, Tensor lse, Tensor? saved, Tensor? saved_by, {_REST}) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
 )
 # mask: offsets and runs of the block mask, or empty. captured, ints: the score mod's, then the
 # mask mod's, then with a mask its block size (not in the request: torch.compile may hand it over
 # as a symbol). floats: 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
-# then the score mod's, then the mask mod's. Outputs that nobody asked for have no elements.
+# then the score mod's, then the mask mod's. forward returns out, lse, max_scores, saved and
+# saved_by: the bytes that the kernel leaves for backward (`anyflex.runtime.saved_bytes`) and, on
+# the CPU, where reading it doesn't wait, the mark of its plan. Outputs that nobody asked for have
+# no elements.
 
 
 def _accumulate(query: Tensor) -> torch.dtype:
@@ -49,17 +54,25 @@ def _forward(
     ints: list[int],
     floats: list[Tensor],
     request: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from anyflex.runtime.launch import launch_forward
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
     from anyflex.runtime.plan import plan_for
 
-    inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
-    outputs = launch_forward(plan_for(inputs), inputs.call)
+    wanted = read_request(request)
+    inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
+    plan = plan_for(inputs)
+    saves = wanted.saved_bytes != NOTHING
+    saved = allocate_saved_bytes(query.device, size(query, value, wanted.saved_bytes))
+    outputs = launch_forward(plan, inputs.call, save=saves, saved_bytes=saved)
+    if saves and not outputs.saved:
+        saved.zero_()
     nothing = query.new_empty(0, dtype=_accumulate(query))
     return (
         outputs.out,
         nothing if outputs.lse is None else outputs.lse,
         nothing.clone() if outputs.max_scores is None else outputs.max_scores,
+        saved,
+        torch.tensor([plan.mark if outputs.saved else 0] if saves else [], dtype=torch.int64),
     )
 
 
@@ -72,13 +85,15 @@ def _fake_forward(
     ints: list[int],
     floats: list[Tensor],
     request: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted = read_request(request)
     rows, dtype = query.shape[:3], _accumulate(query)
     return (
         empty_dense(query, value.shape[3]),
         query.new_empty(rows if wanted.needs_lse else (0,), dtype=dtype),
         query.new_empty(rows if wanted.max_scores else (0,), dtype=dtype),
+        query.new_empty(size(query, value, wanted.saved_bytes), dtype=torch.uint8),
+        torch.empty(1 if wanted.saved_bytes != NOTHING else 0, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -91,6 +106,8 @@ def _backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    saved: Tensor | None,
+    saved_by: Tensor | None,
     mask: list[Tensor],
     captured: list[Tensor],
     ints: list[int],
@@ -102,8 +119,13 @@ def _backward(
     from anyflex.runtime.plan import plan_for
 
     inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
+    plan = plan_for(inputs)
+    extras = None
+    # Another kernel than forward's makes what it wants itself.
+    if saved is not None and saved_by is not None and saved_by.tolist() == [plan.mark]:
+        extras = cut(saved, plan.kernel.saved_outputs(inputs.call))
     dq, dk, dv, dcaptured = launch_backward(
-        plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
+        plan, inputs.call, Saved(out, lse, extras or ()), GradInputs(dout, dlse, delta)
     )
     return (
         query.new_empty(0) if dq is None else dq,
@@ -125,6 +147,8 @@ def _fake_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    saved: Tensor | None,
+    saved_by: Tensor | None,
     mask: list[Tensor],
     captured: list[Tensor],
     ints: list[int],
@@ -229,16 +253,16 @@ _ALTERNATIVES = 7
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     query, key, value, mask, captured, ints, floats, request = inputs
-    out, lse, max_scores = output
+    out, lse, max_scores, saved, saved_by = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(max_scores)
-    ctx.save_for_backward(query, key, value, out, lse, *mask, *captured, *floats)
+    ctx.mark_non_differentiable(max_scores, saved, saved_by)
+    ctx.save_for_backward(query, key, value, out, lse, saved, saved_by, *mask, *captured, *floats)
     ctx.counts = (len(mask), len(captured), len(ints), len(floats))
     ctx.ints, ctx.request = ints, request
 
 
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> Any:
-    query, key, value, out, lse, *others = ctx.saved_tensors
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
+    query, key, value, out, lse, saved, saved_by, *others = ctx.saved_tensors
     masks, captureds, ints, floats = ctx.counts
     request = read_request(ctx.request)
     if not request.needs_lse:
@@ -256,6 +280,8 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | N
         value,
         out,
         lse,
+        saved,
+        saved_by,
         others[:masks],
         captured,
         ctx.ints,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Plan:
     """
 
     __slots__ = (
+        "_mark",
         "accumulate",
         "accumulators",
         "casts",
@@ -96,6 +98,7 @@ class Plan:
     )
 
     def __init__(self, compiled: CompiledKernel, device: torch.device) -> None:
+        self._mark = 0
         self.compiled = compiled
         self.spec = compiled.spec
         self.device_type = device.type
@@ -121,6 +124,17 @@ class Plan:
             facts.needs_grad and facts.dtype is not dtype
             for facts, dtype in zip(captured, self.accumulators, strict=True)
         )
+
+    @property
+    def mark(self) -> int:
+        """What tells this kernel's saved outputs from another's, in any process: a positive
+        signed 64-bit integer."""
+        if not self._mark:
+            compiled = self.compiled
+            text = f"{compiled.backend.name}|{compiled.distribution}|{self.spec.to_text()}"
+            digest = hashlib.sha256(text.encode()).digest()
+            self._mark = int.from_bytes(digest[:7], "little") + 1
+        return self._mark
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:

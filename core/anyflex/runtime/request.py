@@ -9,12 +9,14 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from anyflex.runtime.saved_bytes import NOTHING, SavedBytes
+
 if TYPE_CHECKING:
     from anyflex.registry.hot_path import Posed
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-1"
+VERSION = "anyflex-request-2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Request:
         options: ``kernel_options`` as sorted (name, value) pairs, nested names joined by "/".
         posed: the device type and architecture that CPU tensors stand in for, or None: a backward
             pass may run after the end of `anyflex.testing.posing`.
+        saved_bytes: what forward may leave for backward (`anyflex.runtime.saved_bytes`).
     """
 
     score: str
@@ -44,6 +47,7 @@ class Request:
     backend: str | None
     options: tuple[tuple[str, object], ...]
     posed: Posed | None = None
+    saved_bytes: SavedBytes = NOTHING
 
 
 def write_request(
@@ -57,6 +61,7 @@ def write_request(
     backend: str | None,
     options: tuple[tuple[str, object], ...],
     posed: Posed | None = None,
+    saved_bytes: SavedBytes = NOTHING,
 ) -> str:
     """Return the request's text. One line a field; a graph's text holds no line break."""
     flags = "".join(["1" if flag else "0" for flag in gradients])
@@ -67,6 +72,7 @@ def write_request(
         f"{score_slots[0]} {score_slots[1]} {score_slots[2]}",
         f"{int(lse)}{int(max_scores)}{int(needs_lse)}",
         flags,
+        f"{saved_bytes[0]} {saved_bytes[1]}",
         "" if backend is None else backend,
     ]
     for name, value in options:
@@ -79,11 +85,12 @@ def read_request(text: str) -> Request:
     """Read a request. Raises ValueError if it is not one of this version."""
     import ast
 
-    version, score, mask, slots, aux, flags, backend, *options = text.split("\n")
+    version, score, mask, slots, aux, flags, saved, backend, *options = text.split("\n")
     version, *posed = version.split(" ")
     if version != VERSION:
         raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
     captured, ints, floats = map(int, slots.split())
+    values, rows = map(int, saved.split())
     pairs = []
     for option in options:
         name, _, value = option.partition("=")
@@ -99,4 +106,5 @@ def read_request(text: str) -> Request:
         backend or None,
         tuple(pairs),
         (posed[0], posed[1]) if posed else None,
+        (values, rows),
     )

@@ -7,11 +7,13 @@ memory; what it is given to read is compared afterwards, bit for bit.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from anyflex.plugin import (
@@ -30,6 +32,7 @@ from anyflex.plugin import (
     Spec,
     TensorSpec,
 )
+from anyflex.runtime.saved_bytes import MOST_TENSORS
 from anyflex.testing.guarded import Guarded, raw_bytes
 
 __all__ = ["Journal", "ask", "inspected"]
@@ -99,10 +102,13 @@ def inspected(backend: Backend, journal: Journal) -> type[Backend]:
         def supports(self, spec: Spec) -> Decision:
             return ask(backend, spec, journal)
 
+        def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+            return backend.saved_bytes(dtype)
+
         def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
             journal.compiled.append(spec)
             kernel = backend.compile(spec, journal.artifacts or artifacts)
-            return _InspectedKernel(kernel, spec, journal)
+            return _InspectedKernel(kernel, spec, journal, backend.saved_bytes(spec.dtype))
 
     return Inspector
 
@@ -141,10 +147,13 @@ def ask(backend: Backend, spec: Spec, journal: Journal) -> Decision:
 
 
 class _InspectedKernel(Kernel):
-    def __init__(self, kernel: Kernel, spec: Spec, journal: Journal) -> None:
+    def __init__(
+        self, kernel: Kernel, spec: Spec, journal: Journal, saved_bytes: tuple[int, int]
+    ) -> None:
         self._kernel = kernel
         self._spec = spec
         self._journal = journal
+        self._saved_bytes = saved_bytes
 
     def describe(self, call: Call) -> str:
         return self._kernel.describe(call)
@@ -155,7 +164,18 @@ class _InspectedKernel(Kernel):
         return self._kernel.workspace(call, direction)
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        return self._kernel.saved_outputs(call)
+        specs = self._kernel.saved_outputs(call)
+        values, rest = self._saved_bytes
+        rows = call.query.shape[:3].numel()
+        most = rows * (values * call.value.shape[3] + rest)
+        if most or self._saved_bytes != (0, 0):
+            asked = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+            if asked > most or len(specs) > MOST_TENSORS:
+                self._journal.note(
+                    f"saved_outputs() asks for {asked} bytes in {len(specs)} tensors; "
+                    f"saved_bytes() promises at most {most} in {MOST_TENSORS}"
+                )
+        return specs
 
     def forward(self, call: Call, out: Outputs) -> None:
         call = _moved(call, self._journal.index_offsets)

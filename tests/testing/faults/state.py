@@ -123,4 +123,11 @@ FAULTS = (
         ),
         "processes/compiling_threads",
     ),
+    Fault(
+        210,
+        "more is left for backward than is promised",
+        (Change("backend.py", "return (4, 0) if", "return (2, 0) if"),),
+        "compiled/forward_once",
+        "saved_bytes",
+    ),
 )

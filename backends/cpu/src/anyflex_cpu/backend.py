@@ -65,6 +65,10 @@ class CpuBackend(Backend):
             return Rejected(str(error))
         return Accepted()
 
+    def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """out before it is rounded: see `CpuKernel.saved_outputs`."""
+        return (0, 0) if dtype is torch.float32 else (4, 0)
+
     def fingerprint(self) -> str:
         """What compiled mods depend on. `anyflex doctor` prints it."""
         from anyflex_cpu.programs import llvmlite_version, no_jit

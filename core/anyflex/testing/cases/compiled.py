@@ -75,6 +75,31 @@ def _inductor(session: Session) -> str | None:
     return None
 
 
+@behaviour(
+    CASES,
+    "compiled/forward_once",
+    "backward of a compiled call has what forward left, where the backend says how much that is",
+    quick=True,
+)
+def _forward_once(session: Session) -> str | None:
+    backend = session.backend
+    if not differentiable(session) or "q" not in backend.capabilities.gradients:
+        return "no gradients of its own are declared"
+    dtypes = [
+        t for t in sorted(backend.capabilities.dtypes, key=str) if any(backend.saved_bytes(t))
+    ]
+    if not dtypes:
+        return "saved_bytes() promises nothing: what forward leaves is computed again"
+    for dtype in dtypes:
+        torch.compiler.reset()
+        before = len(session.journal.forwards)
+        case = _modded(session, "forward_once", dtype=dtype, q_length=90, kv_length=70)
+        compare(session, case, attention=_compiled("aot_eager"))
+        runs = len(session.journal.forwards) - before
+        session.require(runs == 1, f"forward ran {runs} times for one compiled call of {dtype}")
+    return None
+
+
 def _arguments_of_the_operation(session: Session, case: AttentionCase) -> tuple[Any, ...]:
     """Return what a compiled call hands to the forward operation."""
     calls: list[tuple[Any, ...]] = []
@@ -109,8 +134,11 @@ def _opcheck(session: Session) -> str | None:
     torch.library.opcheck(torch.ops.anyflex.flex_attention.default, _leaves(arguments, learn=True))
     if case.gradients:
         query, key, value, *rest = _leaves(arguments, learn=False)
-        out, lse, _ = torch.ops.anyflex.flex_attention.default(query, key, value, *rest)
-        given = (torch.ones_like(out), None, None, query, key, value, out, lse, *rest)
+        out, lse, _, saved, saved_by = torch.ops.anyflex.flex_attention.default(
+            query, key, value, *rest
+        )
+        outputs = (out, lse, saved, saved_by)
+        given = (torch.ones_like(out), None, None, query, key, value, *outputs, *rest)
         torch.library.opcheck(torch.ops.anyflex.flex_attention_backward.default, given)
     return None
 

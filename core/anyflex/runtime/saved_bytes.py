@@ -1,0 +1,122 @@
+"""What forward leaves for backward behind the static op: the kernel's saved outputs, in one tensor
+of bytes.
+
+The op's outputs must have their sizes before there is a spec, so the backend says while a program
+is traced how many bytes a query row takes at most (`Backend.saved_bytes`). Which kernel runs is
+decided at each launch, so a number goes along that tells whose bytes they are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from anyflex.contract.call import TensorSpec
+    from anyflex.registry.hot_path import Posed
+
+__all__ = ["MOST_TENSORS", "NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
+
+SavedBytes = tuple[int, int]
+"""(a, b): a * Ev + b bytes for each query row of each head."""
+
+NOTHING: SavedBytes = (0, 0)
+
+_ALIGNMENT = 64
+MOST_TENSORS = 4
+"""A kernel may leave so many tensors; each begins at a multiple of the alignment."""
+
+
+def saved_bytes(
+    device: torch.device, dtype: torch.dtype, backend: str | None, posed: Posed | None
+) -> SavedBytes:
+    """Ask the backend that takes a plain call how many bytes its kernels leave for backward.
+
+    Where another backend computes the call in the end, nothing is wrong: what doesn't fit isn't
+    kept, and backward runs forward again.
+
+    Args:
+        device, dtype: of query.
+        backend: the ``backend=`` argument, or None.
+        posed: what CPU tensors stand in for, or None.
+    """
+    from anyflex.contract.spec import Spec
+    from anyflex.errors import AnyflexError, PluginError
+    from anyflex.registry.choice import Choice
+    from anyflex.registry.isolation import report
+    from anyflex.registry.selection import names_in_force
+    from anyflex.runtime.facts import architecture
+
+    device_type, arch = posed or (device.type, architecture(device))
+    plain = Spec(
+        device_type,
+        arch,
+        dtype,
+        64,
+        64,
+        needs_lse=True,
+        gradients=("q", "k", "v"),
+        fp32_precision=torch.get_float32_matmul_precision() if dtype is torch.float32 else "",
+    )
+    try:
+        choice = Choice(plain, names_in_force(backend), backend, (), posed is not None)
+        answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
+        entry, answer = next((e, a) for e, a in answers if a.decision is not None)
+    except (AnyflexError, StopIteration):
+        return NOTHING  # the call itself raises, and tells of its own spec
+    decision, chosen = answer.decision, answer.state.backend
+    if decision is None or decision.backward != "own" or chosen is None:
+        return NOTHING
+    try:
+        return entry.saved_bytes(chosen, dtype)
+    except PluginError as error:
+        report(error, "compiled programs run forward again in backward")
+        return NOTHING
+
+
+# Dynamo runs it and takes the result for a constant: a guess may grow old without harm.
+saved_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def size(query: Tensor, value: Tensor, saved: SavedBytes) -> Any:
+    """Return how many bytes the op's tensor has; sizes may be symbols."""
+    if saved == NOTHING:
+        return 0
+    batch, heads, length = query.shape[:3]
+    row = saved[0] * value.shape[3] + saved[1]
+    return batch * heads * length * row + _ALIGNMENT * MOST_TENSORS
+
+
+def cut(
+    memory: Tensor, specs: tuple[TensorSpec, ...], *, new: bool = False
+) -> tuple[Tensor, ...] | None:
+    """Return tensors of these specs that lie in `memory`, or None where they don't fit.
+
+    Args:
+        memory: [bytes], uint8.
+        specs: of a kernel's saved outputs.
+        new: nothing is in the memory yet. What no kernel writes is zeroed, so that an op's outputs
+            are the same whenever its inputs are.
+    """
+    places = []
+    end = 0
+    for spec in specs:
+        begin = end + -end % _ALIGNMENT
+        end = begin + math.prod(spec.shape) * spec.dtype.itemsize
+        places.append((begin, end))
+    if end > memory.numel():
+        return None
+    if new:
+        begins = [*(begin for begin, _ in places), memory.numel()]
+        ends = [0, *(end for _, end in places)]
+        for end, begin in zip(ends, begins, strict=True):
+            if end < begin:
+                memory[end:begin].zero_()
+    tensors = []
+    for spec, (begin, end) in zip(specs, places, strict=True):
+        tensor = memory[begin:end].view(spec.dtype).view(spec.shape)
+        tensors.append(tensor.zero_() if new and spec.zeroed else tensor)
+    return tuple(tensors)

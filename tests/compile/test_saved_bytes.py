@@ -1,0 +1,255 @@
+"""What a compiled call's forward leaves for backward: once, where the backend says how much, and
+never another kernel's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anyflex
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.contract.capabilities import Capabilities
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.contract.spec import Spec
+from anyflex.errors import PluginError
+from anyflex.reference.backend import ReferenceBackend
+from anyflex.registry import isolated, register
+from anyflex.runtime.saved_bytes import cut
+
+__all__: list[str] = []
+
+
+class Saving(Kernel):
+    """Leaves lse times a number, by which its backward divides, in two tensors."""
+
+    def __init__(self, inner: Kernel, backend: type[SavingBackend]) -> None:
+        self.inner = inner
+        self.backend = backend
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        rows = tuple(call.query.shape[:3])
+        return (TensorSpec(rows, torch.int8, zeroed=True), TensorSpec(rows, torch.float64))
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        self.backend.forwards += 1
+        self.inner.forward(call, out)
+        if out.saved:
+            zeros, scaled = out.saved
+            assert out.lse is not None
+            assert not zeros.any()
+            scaled.copy_(self.backend.times * out.lse)
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        zeros, scaled = saved.extras
+        assert not zeros.any()
+        self.inner.backward(call, Saved(saved.out, scaled / self.backend.times), grad, grads)
+
+
+class SavingBackend(Backend):
+    capabilities = Capabilities(
+        dtypes=frozenset({torch.float64}),
+        aux=frozenset({"lse"}),
+        gradients=frozenset({"q", "k", "v", "lse"}),
+    )
+    times: ClassVar[float] = 2.0
+    promised: ClassVar[Any] = (0, 9)
+    forwards: ClassVar[int] = 0
+
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        assert dtype is torch.float64
+        return type(self).promised  # type: ignore[no-any-return]
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        reference = ReferenceBackend("reference", "cpu")
+        return Saving(reference.compile(spec, artifacts), type(self))
+
+
+class Passing(TorchDispatchMode):
+    """An active dispatch mode sends eager calls through the operations."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        return function(*arguments, **(options or {}))
+
+
+@pytest.fixture
+def backend() -> Iterator[type[SavingBackend]]:
+    class Mine(SavingBackend):
+        pass
+
+    class Other(SavingBackend):
+        times = 3.0
+        priority = -1
+
+    torch._dynamo.reset()
+    with isolated(reference=ReferenceBackend):
+        register("cpu.mine", Mine)
+        register("cpu.other", Other)
+        yield Mine
+    torch._dynamo.reset()
+
+
+def compiled(**options: Any) -> Callable[..., Any]:
+    function: Callable[..., Any] = torch.compile(
+        anyflex.flex_attention, backend="aot_eager", fullgraph=True, **options
+    )
+    return function
+
+
+def leaves(batch: int = 2, length: int = 9, dim: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(batch + length + dim)
+    shape = (batch, 2, length, dim)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(3)
+    ]
+
+
+def check(inputs: list[Tensor], out: Tensor) -> None:
+    """Compare out and its gradients with the reference's."""
+    wanted = anyflex.flex_attention(*inputs, backend="reference")
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    found = torch.autograd.grad((out * weights).sum(), inputs)
+    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
+    for one, other in zip(
+        found, torch.autograd.grad((wanted * weights).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 64])
+def test_forward_runs_once(backend: type[SavingBackend], length: int) -> None:
+    inputs = leaves(length=length)
+    check(inputs, compiled()(*inputs))
+    assert backend.forwards == 1
+
+
+def test_forward_runs_once_with_sizes_that_change(backend: type[SavingBackend]) -> None:
+    attention = compiled(dynamic=True)
+    for batch, length, dim in ((2, 9, 4), (3, 17, 4), (1, 70, 8)):
+        inputs = leaves(batch, length, dim)
+        check(inputs, attention(*inputs))
+    assert backend.forwards == 3
+
+
+@pytest.mark.parametrize("promised", [(0, 0), (0, 1), (1, 0)], ids=str)
+def test_what_was_not_promised_is_computed_again(
+    backend: type[SavingBackend], promised: tuple[int, int]
+) -> None:
+    backend.promised = promised
+    inputs = leaves(length=300)
+    check(inputs, compiled()(*inputs))
+    assert backend.forwards == 2
+
+
+def test_another_backend_than_was_asked_computes_the_call(backend: type[SavingBackend]) -> None:
+    inputs = leaves()
+    attention = compiled()
+    check(inputs, attention(*inputs))
+    with anyflex.use_backend("cpu.other"):
+        out = attention(*inputs)
+        check(inputs, out)
+    with anyflex.use_backend("reference"):
+        out = attention(*inputs)
+        check(inputs, out)
+    assert backend.forwards == 1
+
+
+@pytest.mark.parametrize("names", [("cpu.other", "cpu.mine"), ("reference", "cpu.mine")], ids=str)
+def test_backward_by_another_backend_than_forward_reads_nothing_of_it(
+    backend: type[SavingBackend], names: tuple[str, str]
+) -> None:
+    inputs = leaves()
+    attention = compiled()
+    attention(*inputs)
+    with anyflex.use_backend(names[0]):
+        out = attention(*inputs)
+    with anyflex.use_backend(names[1]):
+        check(inputs, out)
+    assert backend.forwards == 2
+
+
+def test_without_gradients_nothing_is_left(backend: type[SavingBackend]) -> None:
+    inputs = leaves()
+    with torch.no_grad():
+        attention = compiled()
+        attention(*inputs)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, given: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(anyflex.flex_attention, backend=keep, fullgraph=True)(*inputs)
+    (graph,) = graphs
+    (node,) = graph.graph.find_nodes(
+        op="call_function", target=torch.ops.anyflex.flex_attention.default
+    )
+    outputs = torch.ops.anyflex.flex_attention.default(
+        *(tensor.detach() for tensor in inputs), [], [], [], [torch.tensor(0.5).double()],
+        node.args[-1],
+    )  # fmt: skip
+    assert [tensor.numel() for tensor in outputs[1:]] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("promised", [None, (1,), (1, -1), (1.0, 2), [1, 2]], ids=str)
+def test_a_wrong_promise_is_reported(
+    backend: type[SavingBackend], promised: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.promised = promised
+    inputs = leaves()
+    with caplog.at_level(logging.WARNING, "anyflex"):
+        check(inputs, compiled()(*inputs))
+    assert backend.forwards == 2
+    assert "plugin 'cpu.mine'" in caplog.text
+    assert "saved_bytes(dtype) must return two ints" in caplog.text
+    assert "run forward again" in caplog.text
+
+
+def test_a_strict_registry_raises_for_a_wrong_promise(
+    monkeypatch: pytest.MonkeyPatch, backend: type[SavingBackend]
+) -> None:
+    monkeypatch.setenv("ANYFLEX_STRICT", "1")
+    backend.promised = None
+    with Passing(), pytest.raises(PluginError, match="saved_bytes"):
+        anyflex.flex_attention(*leaves())
+
+
+def test_memory_is_cut_at_multiples_of_64_bytes_and_the_rest_is_zero() -> None:
+    memory = torch.full((256,), 7, dtype=torch.uint8)
+    specs = (TensorSpec((3,), torch.int16), TensorSpec((2, 4), torch.float32, zeroed=True))
+    found = cut(memory, specs, new=True)
+    assert found is not None
+    short, wide = found
+    assert [tensor.data_ptr() - memory.data_ptr() for tensor in found] == [0, 64]
+    assert (memory[:6] == 7).all()
+    assert not memory[6:].any()
+    wide.fill_(2.0)
+    short.fill_(5)
+    again = cut(memory, specs)
+    assert again is not None
+    assert torch.equal(again[0], torch.tensor([5, 5, 5], dtype=torch.int16))
+    assert torch.equal(again[1], torch.full((2, 4), 2.0))
+
+
+def test_what_does_not_fit_is_not_cut() -> None:
+    memory = torch.full((256,), 7, dtype=torch.uint8)
+    assert cut(memory, (TensorSpec((65,), torch.float32),), new=True) is None
+    assert cut(memory, (TensorSpec((1,), torch.int8),) * 5, new=True) is None
+    assert (memory == 7).all()
+    assert cut(memory, (), new=True) == ()
+    assert not memory.any()
