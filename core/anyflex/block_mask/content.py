@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import saved_form
+from anyflex.block_mask import live_views, saved_form
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
     MaskMod,
@@ -146,6 +146,7 @@ class MaskContent(BlockStructure):
                         name = captured_name(self.traced, position)
                         watch.add(name, tensor, values=self._from_captured)
                 self._watch = watch
+                live_views.add(self._structure)
             return self._structure
 
     def on(self, device: torch.device) -> Self:
@@ -196,6 +197,7 @@ class MaskContent(BlockStructure):
             from_captured=self._from_captured,
         )
         copy._structure = structure
+        copy.views()
         return copy
 
     @outside_graphs

@@ -27,8 +27,12 @@ __all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
 Form = TypeVar("Form")
 
 
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class MaskViews:
+class MaskViews(_Referable):
     """Which blocks are visited, and how. Derived forms are made once and kept; thread-safe.
 
     Deriving one reads the runs on the host: under a device graph's capture derive it before.

@@ -222,27 +222,42 @@ def _inputs(
     )
 
 
-# Derived views of masks that arrive as bare tensors, found again by content. Identity would not
-# do: a compiled program hands over new objects, and writes its own buffers again without a trace.
+# Derived views of masks that arrive as bare tensors and aren't a live mask's, found again by
+# content. Identity would not do: a compiled program writes its own buffers again without a trace.
 _VIEWS = 64
 _recent_views: Recent[object, tuple[Any, ...]] = Recent(_VIEWS)
 
 
 def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
-    from anyflex.block_mask.views import MaskViews
+    from anyflex.block_mask import live_views
 
     offsets, runs = mask
     lengths = query.shape[2], key.shape[2]
+    live = live_views.find(offsets, runs, lengths, block_size)
+    if live is None:
+        return _copied_views(offsets, runs, lengths, block_size, query.device)
+    return live.on(query.device)
+
+
+def _copied_views(
+    offsets: Tensor,
+    runs: Tensor,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> Any:
+    from anyflex.block_mask.views import MaskViews
+
     if offsets.device.type != "cpu":  # comparing would synchronise
-        return MaskViews(offsets, runs, *lengths, block_size).on(query.device)
-    facts = (offsets.shape, runs.shape, lengths, block_size, query.device)
+        return MaskViews(offsets, runs, *lengths, block_size).on(device)
+    facts = (offsets.shape, runs.shape, lengths, block_size, device)
     known = _recent_views.get(facts) or ()
     for kept_offsets, kept_runs, views in known:
         if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
             return views
     # Copies, since the tensors may be written again.
     made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
-    views = made.on(query.device)
+    views = made.on(device)
     _recent_views.put(facts, ((made.offsets, made.runs, views), *known[:_ALTERNATIVES]))
     return views
 

@@ -216,16 +216,16 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
     constexpr int group = value_rows_a_tile * 16;
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int r = 0; r < rows; ++r)
         for (int64_t i = 0; i < value.width / 64; ++i) {
             const float* sum = sums[i] + r * 16;
             const vf even = load(sum) + load(sum + group);
             const vf odd = load(sum + 2 * group) + load(sum + 3 * group);
             float* to = out + r * width + i * 2 * VL;
-            store(to, load(to) + _mm512_permutex2var_ps(even, first, odd));
-            store(to + VL, load(to + VL) + _mm512_permutex2var_ps(even, second, odd));
+            vf both[2];
+            interleave(even, odd, both);
+            store(to, load(to) + both[0]);
+            store(to + VL, load(to + VL) + both[1]);
         }
 }
 

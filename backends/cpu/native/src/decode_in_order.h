@@ -32,18 +32,6 @@ AF_INLINE void with_width(int64_t dim, const F& f) {
     f(count_of<64>());
 }
 
-// f(count_of<R>(), r) for all rows, at most MOST of them at a time.
-template <int MOST, class F>
-AF_INLINE void in_groups_of_rows(int rows, const F& f) {
-    int r = 0;
-    for (; r + MOST <= rows; r += MOST) f(count_of<MOST>(), r);
-    if (MOST == 4 && r + 2 <= rows) {
-        f(count_of<2>(), r);
-        r += 2;
-    }
-    if (r < rows) f(count_of<1>(), r);
-}
-
 // Where one is in rows of DIM elements. Rows of queries and of sums, which are padded to whole
 // vectors and pairs, are as wide.
 template <int DTYPE, int DIM>
@@ -149,15 +137,7 @@ template <int DTYPE, int DIM>
 AF_INLINE void add_in_order(vf* sum, float* out) {
     AF_UNROLL
     for (int j = 0; j < DIM / VL; j += 2) {
-        if constexpr (DTYPE == AF_BF16) {
-            const __m512i low =
-                _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            const __m512i high =
-                _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-            const vf even = sum[j], odd = sum[j + 1];
-            sum[j] = _mm512_permutex2var_ps(even, low, odd);
-            sum[j + 1] = _mm512_permutex2var_ps(even, high, odd);
-        }
+        if constexpr (DTYPE == AF_BF16) interleave(sum[j], sum[j + 1], sum + j);
         store(out + j * VL, load(out + j * VL) + sum[j]);
         store(out + (j + 1) * VL, load(out + (j + 1) * VL) + sum[j + 1]);
     }

@@ -15,6 +15,28 @@ struct count_of {
     static constexpr int value = N;
 };
 
+// f(count_of<R>(), r) for all rows, at most MOST of them at a time.
+template <int MOST, class F>
+AF_INLINE void in_groups_of_rows(int rows, const F& f) {
+    int r = 0;
+    for (; r + MOST <= rows; r += MOST) f(count_of<MOST>(), r);
+    if (MOST == 4 && r + 2 <= rows) {
+        f(count_of<2>(), r);
+        r += 2;
+    }
+    if (r < rows) f(count_of<1>(), r);
+}
+
+#if defined(__AVX512F__)
+// Sums of what is even and of what is odd in two vectors of a row, as they lie in the row.
+AF_INLINE void interleave(vf even, vf odd, vf* to) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    to[0] = _mm512_permutex2var_ps(even, first, odd);
+    to[1] = _mm512_permutex2var_ps(even, second, odd);
+}
+#endif
+
 template <int DTYPE>
 AF_INLINE vf as_floats_of(const char* p) {
     if constexpr (DTYPE == AF_F32)
@@ -166,15 +188,10 @@ static void decode_scores(const decode_query& q, int rows, const matrix& key, in
                           float* score, int64_t ld) {
     // A few keys for all rows, then the next few: they are in the first cache from then on.
     in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
-        int r = 0;
-        for (; r + 4 <= rows; r += 4)
-            score_rows<4, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
-        if (r + 2 <= rows) {
-            score_rows<2, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
-            r += 2;
-        }
-        if (r < rows)
-            score_rows<1, DTYPE>(q, r, key, dim, next, first, n, stride, scale, score, ld);
+        in_groups_of_rows<4>(rows, [&](auto count, int r) AF_FLAT {
+            score_rows<decltype(count)::value, DTYPE>(q, r, key, dim, next, first, n, stride,
+                                                      scale, score, ld);
+        });
     });
 }
 
@@ -247,18 +264,11 @@ static void decode_values(const float* weight, int64_t ld, int rows, const matri
                           int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
                           float* out, int64_t width) {
     in_streams(begin, end, 4, [&](int64_t first, int64_t n, int64_t stride) {
-        const auto group = [&](auto count, int r) {
+        in_groups_of_rows<4>(rows, [&](auto count, int r) AF_FLAT {
             value_rows<decltype(count)::value, DTYPE>(weight + r * ld, ld, value,
                                                       r == 0 ? &next : nullptr, first, n, stride,
                                                       dim, out + r * width, width);
-        };
-        int r = 0;
-        for (; r + 4 <= rows; r += 4) group(count_of<4>(), r);
-        if (r + 2 <= rows) {
-            group(count_of<2>(), r);
-            r += 2;
-        }
-        if (r < rows) group(count_of<1>(), r);
+        });
     });
 }
 
