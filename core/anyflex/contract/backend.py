@@ -92,11 +92,12 @@ class Backend(abc.ABC):
 
     def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return (a, b): `Kernel.saved_outputs` asks for at most ``a * Ev + b`` bytes a query row
-        of each head, in at most four tensors, where calls of this dtype need gradients.
+        of each head, where calls of this dtype need gradients.
 
         Asked while torch.compile traces, when there is no spec yet. With (0, 0), where nothing is
         left or nobody can tell, a compiled program's backward runs forward again for what
-        `Kernel.saved_outputs` asks for.
+        `Kernel.saved_outputs` asks for; and so it does for sizes of which one of the tensors, laid
+        one after the other, would not begin at a multiple of 16 bytes.
         """
         return (0, 0)
 

@@ -18,16 +18,14 @@ if TYPE_CHECKING:
     from anyflex.contract.call import TensorSpec
     from anyflex.registry.hot_path import Posed
 
-__all__ = ["MOST_TENSORS", "NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
+__all__ = ["NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
 
 SavedBytes = tuple[int, int]
 """(a, b): a * Ev + b bytes for each query row of each head."""
 
 NOTHING: SavedBytes = (0, 0)
 
-_ALIGNMENT = 64
-MOST_TENSORS = 4
-"""A kernel may leave so many tensors; each begins at a multiple of the alignment."""
+_ALIGNMENT = 16
 
 
 def saved_bytes(
@@ -83,17 +81,15 @@ saved_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def size(query: Tensor, value: Tensor, saved: SavedBytes) -> Any:
     """Return how many bytes the op's tensor has; sizes may be symbols."""
-    if saved == NOTHING:
-        return 0
     batch, heads, length = query.shape[:3]
-    row = saved[0] * value.shape[3] + saved[1]
-    return batch * heads * length * row + _ALIGNMENT * MOST_TENSORS
+    return batch * heads * length * (saved[0] * value.shape[3] + saved[1])
 
 
 def cut(
     memory: Tensor, specs: tuple[TensorSpec, ...], *, new: bool = False
 ) -> tuple[Tensor, ...] | None:
-    """Return tensors of these specs that lie in `memory`, or None where they don't fit.
+    """Return tensors of these specs that lie in `memory` one after the other, or None where they
+    don't fit, or one of them would not begin at a multiple of 16 bytes.
 
     Args:
         memory: [bytes], uint8.
@@ -101,22 +97,22 @@ def cut(
         new: nothing is in the memory yet. What no kernel writes is zeroed, so that an op's outputs
             are the same whenever its inputs are.
     """
-    places = []
     end = 0
+    places = []
     for spec in specs:
-        begin = end + -end % _ALIGNMENT
-        end = begin + math.prod(spec.shape) * spec.dtype.itemsize
-        places.append((begin, end))
+        places.append(end)
+        if end % _ALIGNMENT:
+            return None
+        end += math.prod(spec.shape) * spec.dtype.itemsize
     if end > memory.numel():
         return None
-    if new:
-        begins = [*(begin for begin, _ in places), memory.numel()]
-        ends = [0, *(end for _, end in places)]
-        for end, begin in zip(ends, begins, strict=True):
-            if end < begin:
-                memory[end:begin].zero_()
+    if new and end < memory.numel():
+        memory[end:].zero_()
+    storage = memory.untyped_storage()
     tensors = []
-    for spec, (begin, end) in zip(specs, places, strict=True):
-        tensor = memory[begin:end].view(spec.dtype).view(spec.shape)
+    for spec, begin in zip(specs, places, strict=True):
+        # A third of the time that slices and views of the bytes take.
+        tensor = torch.empty(0, dtype=spec.dtype, device=memory.device)
+        tensor.set_(storage, begin // spec.dtype.itemsize, spec.shape)  # type: ignore[call-overload]
         tensors.append(tensor.zero_() if new and spec.zeroed else tensor)
     return tuple(tensors)

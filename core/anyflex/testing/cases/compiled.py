@@ -93,7 +93,7 @@ def _forward_once(session: Session) -> str | None:
     for dtype in dtypes:
         torch.compiler.reset()
         before = len(session.journal.forwards)
-        case = _modded(session, "forward_once", dtype=dtype, q_length=90, kv_length=70)
+        case = _modded(session, "forward_once", dtype=dtype, q_length=96, kv_length=70)
         compare(session, case, attention=_compiled("aot_eager"))
         runs = len(session.journal.forwards) - before
         session.require(runs == 1, f"forward ran {runs} times for one compiled call of {dtype}")
