@@ -131,7 +131,7 @@ def _groups() -> Iterator[Group]:
     for pattern in ("full", "causal"):
         yield Group(
             f"{pattern} float16 forward",
-            _cases(pattern, "float16", "forward", (2048,)),
+            _cases(pattern, "float16", "forward"),
             SDPA,
             {"avx512_bf16": 2.5},
         )

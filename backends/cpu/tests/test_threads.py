@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex_cpu import library
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -138,7 +141,7 @@ def test_the_number_of_threads_may_change_while_calls_run() -> None:
         changing.join()
 
 
-def test_a_call_lets_other_python_threads_run() -> None:
+def test_a_call_lets_other_python_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     query = torch.randn(1, 8, 1024, 64)
     ticks = 0
@@ -149,13 +152,39 @@ def test_a_call_lets_other_python_threads_run() -> None:
         while not stop.wait(0.001):
             ticks += 1
 
+    during: list[int] = []
+    loaded = library.load()
+    plain = loaded.forward
+
+    def counted(arguments: int, error: int) -> int:
+        before = ticks
+        status = plain(arguments, error)
+        during.append(ticks - before)
+        return status
+
+    def ticks_of_a_call() -> float:
+        during.clear()
+        for _ in range(11):
+            anyflex.flex_attention(query, query, query, softcap, backend="cpu")
+        return statistics.median(during)
+
+    def holding_the_lock(arguments: int, error: int) -> int:
+        return held.af_forward(ctypes.c_void_p(arguments), ctypes.c_void_p(error))
+
     ticking = threading.Thread(target=tick)
     ticking.start()
-    anyflex.flex_attention(query, query, query, softcap, backend="cpu")
-    seen = ticks
-    stop.set()
-    ticking.join()
-    assert seen > 0
+    try:
+        monkeypatch.setattr(loaded, "forward", counted)
+        released = ticks_of_a_call()
+        # The same function through a handle that keeps the lock: a tick or two, as the call ends.
+        held = ctypes.PyDLL(str(library.find()))
+        plain = holding_the_lock
+        kept = ticks_of_a_call()
+    finally:
+        stop.set()
+        ticking.join()
+    assert released >= 5
+    assert kept <= 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
