@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_a_masks_views_are_found_by_its_tensors(way: str) -> None:
         state = mask.__getstate__()
         mask = type(mask).__new__(type(mask))
         mask.__setstate__(state)
-        mask.views()
+    assert found(mask) is not None
     assert found(mask) is mask.views()
     assert found(mask, mask.offsets.detach()) is mask.views()
 
@@ -63,7 +64,7 @@ def test_other_memory_other_sizes_and_changes_are_not_the_mask() -> None:
     assert found(mask, runs=mask.runs.clone()) is None
     assert found(mask, mask.offsets[:, :, :-1]) is None
     assert found(mask, runs=mask.runs[:-1]) is None
-    assert found(mask, runs=mask.runs.T.reshape(mask.runs.shape)) is None
+    assert found(mask, runs=mask.runs.as_strided(mask.runs.shape, (0, 1))) is None
     assert live_views.find(mask.offsets, mask.runs, (64, 48), (16, 16)) is None
     assert live_views.find(mask.offsets, mask.runs, (64, 64), (16, 8)) is None
     mask.runs.add_(0)
@@ -76,6 +77,55 @@ def test_views_live_as_long_as_their_mask() -> None:
     del mask
     gc.collect()
     assert live_views.find(offsets, runs, lengths, sizes) is None
+
+
+def test_masks_of_the_same_tensors_share_their_views() -> None:
+    mask = causal()
+    twin = copy.copy(mask)
+    assert twin.views() is mask.views()
+    del twin
+    gc.collect()
+    assert found(mask) is mask.views()
+
+
+def test_a_moved_mask_is_found_from_the_start() -> None:
+    assert causal().to("meta")._watch is not None
+
+
+def test_memory_that_the_mask_has_left_is_not_the_mask() -> None:
+    mask = causal()
+    left = mask.runs.detach()
+    mask.runs.data = mask.runs.clone()
+    assert found(mask, runs=left) is None
+
+
+def test_memory_written_past_the_counter_is_another_mask() -> None:
+    mask = causal()
+    memory = mask.runs.numpy().copy()
+    offsets = mask.offsets.clone()
+
+    def over(memory: Any) -> Any:
+        return anyflex.BlockMask.from_runs(
+            offsets,
+            torch.from_numpy(memory),
+            seq_lengths=mask.seq_lengths,
+            block_size=16,
+            mask_mod=mask.mask_mod,
+        )
+
+    first = over(memory)
+    assert found(first) is first.views()
+    memory[:, 2] = 0
+    assert found(first, runs=torch.from_numpy(memory)) is None
+
+
+def test_a_mask_may_be_built_inside_of_a_transform() -> None:
+    def build(x: Tensor) -> Tensor:
+        mask = causal()
+        assert mask.views() is mask.views()
+        return x.sum()
+
+    assert torch.func.grad(build)(torch.ones(3)).sum() == 3
 
 
 def test_a_mask_of_inference_mode_is_found() -> None:

@@ -22,7 +22,8 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
-from anyflex.runtime.saved_bytes import cut
+from anyflex.runtime.saved_bytes import NOTHING, cut, saved_bytes
+from anyflex.testing import posing
 
 __all__: list[str] = []
 
@@ -208,7 +209,7 @@ def test_without_gradients_nothing_is_left(backend: type[SavingBackend]) -> None
     assert [tensor.numel() for tensor in outputs[1:]] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("promised", [None, (1,), (1, -1), (1.0, 2), [1, 2]], ids=str)
+@pytest.mark.parametrize("promised", [None, (1,), (1, -1), (1.0, 2), [1, 2], (10**30, 0)], ids=str)
 def test_a_wrong_promise_is_reported(
     backend: type[SavingBackend], promised: object, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +230,122 @@ def test_a_strict_registry_raises_for_a_wrong_promise(
     backend.promised = None
     with Passing(), pytest.raises(PluginError, match="saved_bytes"):
         anyflex.flex_attention(*leaves())
+    # Dynamo wraps what is raised while it traces.
+    with pytest.raises(RuntimeError, match=r"PluginError: plugin 'cpu.mine' .*saved_bytes"):
+        compiled()(*leaves())
+
+
+def test_a_question_that_a_device_has_no_memory_for_promises_nothing(
+    backend: type[SavingBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: Backend, dtype: torch.dtype) -> tuple[int, int]:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(backend, "saved_bytes", no_memory)
+    inputs = leaves()
+    check(inputs, compiled()(*inputs))
+    assert backend.forwards == 2
+
+
+@pytest.mark.parametrize("begin", [1024, 1027])
+def test_a_hook_may_pack_what_is_left_anywhere(backend: type[SavingBackend], begin: int) -> None:
+    def pack(tensor: Tensor) -> object:
+        if tensor.dtype is not torch.uint8:
+            return tensor
+        buffer = torch.full((tensor.numel() + 2 * begin,), 77, dtype=torch.uint8)
+        place = buffer[begin : begin + tensor.numel()]
+        packed.append(place.copy_(tensor))
+        return place
+
+    packed: list[Tensor] = []
+    inputs = leaves()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda place: place):
+        out = compiled()(*inputs)
+    check(inputs, out)
+    assert len(packed) == 1 and packed[0].storage_offset() == begin
+    assert backend.forwards == 1
+
+
+def test_saved_outputs_that_fail_in_backward_are_the_plugins(
+    backend: type[SavingBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = compiled()(*leaves())
+
+    def late(self: Kernel, call: Call) -> tuple[TensorSpec, ...]:
+        raise ValueError("late")
+
+    monkeypatch.setattr(Saving, "saved_outputs", late)
+    with pytest.raises(PluginError, match="ValueError: late"):
+        out.sum().backward()
+
+
+def test_a_device_that_another_stands_in_for_is_asked() -> None:
+    class Mine(SavingBackend):
+        pass
+
+    torch._dynamo.reset()
+    with isolated(reference=ReferenceBackend), posing("xpu"):
+        register("xpu.mine", Mine)
+        inputs = leaves()
+        out = compiled()(*inputs)
+        torch.autograd.grad(out.sum(), inputs)
+    assert Mine.forwards == 1
+    torch._dynamo.reset()
+
+
+def test_a_backward_of_its_own_asks_nothing(
+    backend: type[SavingBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (tensor.detach() for tensor in leaves())
+    out, lse = anyflex.flex_attention(query, key, value, return_lse=True)
+    asked: list[torch.dtype] = []
+
+    def ask(self: Backend, dtype: torch.dtype) -> tuple[int, int]:
+        asked.append(dtype)
+        return 0, 9
+
+    monkeypatch.setattr(backend, "saved_bytes", ask)
+    with Passing():
+        anyflex.flex_attention_backward(torch.ones_like(out), query, key, value, out, lse)
+    assert not asked
+    with Passing():
+        anyflex.flex_attention(*leaves())
+    assert asked
+
+
+@pytest.mark.parametrize("answer", [RuntimeError, AssertionError])
+def test_nothing_is_promised_for_a_device_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, answer: type[Exception]
+) -> None:
+    def absent(device: torch.device) -> str:
+        raise answer("No CUDA GPUs are available")
+
+    monkeypatch.setattr("anyflex.runtime.facts.architecture", absent)
+    assert saved_bytes(torch.device("cuda"), torch.float16, None, None) == NOTHING
+
+
+def test_bytes_that_nothing_is_left_in_are_zero(
+    backend: type[SavingBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poisoned(device: torch.device, size: int) -> Tensor:
+        return torch.full((size,), 7, dtype=torch.uint8, device=device)
+
+    monkeypatch.setattr("anyflex.runtime.launch.allocate_saved_bytes", poisoned)
+    saved: list[Tensor] = []
+
+    class Keeping(Passing):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), options: Any = None
+        ) -> Any:
+            outputs = super().__torch_dispatch__(function, types, arguments, options)
+            if function is torch.ops.anyflex.flex_attention.default:
+                saved.append(outputs[3])
+            return outputs
+
+    backend.promised = (0, 1)
+    with Keeping():
+        anyflex.flex_attention(*leaves())
+    assert saved[0].numel() == 2 * 2 * 12 and not saved[0].any()
 
 
 def test_tensors_lie_one_after_the_other_and_the_rest_is_zero() -> None:
@@ -246,6 +363,18 @@ def test_tensors_lie_one_after_the_other_and_the_rest_is_zero() -> None:
     assert again is not None
     assert torch.equal(again[0], torch.full((8,), 5, dtype=torch.int16))
     assert torch.equal(again[1], torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("begin", [0, 16, 8, 3])
+def test_memory_is_read_wherever_it_lies(begin: int, step: int) -> None:
+    wanted = torch.arange(8.0)
+    buffer = torch.full((256,), 77, dtype=torch.uint8)
+    memory = buffer[begin : begin + 32 * step : step]
+    memory.copy_(wanted.view(torch.uint8))
+    found = cut(memory, (TensorSpec((4,), torch.float32), TensorSpec((2, 2), torch.float32)))
+    assert found is not None
+    assert torch.equal(torch.cat([found[0], found[1].flatten()]), wanted)
 
 
 def test_what_does_not_fit_is_not_cut() -> None:

@@ -146,7 +146,7 @@ class MaskContent(BlockStructure):
                         name = captured_name(self.traced, position)
                         watch.add(name, tensor, values=self._from_captured)
                 self._watch = watch
-                live_views.add(self._structure)
+                self._structure = live_views.shared(self._structure)
             return self._structure
 
     def on(self, device: torch.device) -> Self:

@@ -1,27 +1,43 @@
 """Live views: what a block mask has derived, found again by its tensors.
 
-A compiled program hands an operation bare tensors. Those of a mask that is alive are its own
-memory, where nothing else can be, so their address tells whose they are.
+A compiled program hands an operation bare tensors. They are looked up by address and count of
+changes, and are a mask's where its tensors lie in the same storage and count as many.
 """
 
 from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from anyflex.block_mask.views import MaskViews
 
-__all__ = ["add", "find"]
+__all__ = ["find", "shared"]
 
 _live: WeakValueDictionary[object, MaskViews] = WeakValueDictionary()
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def add(views: MaskViews) -> None:
-    """Let views that a mask keeps be found, as long as it keeps them."""
-    # Fake tensors and other subclasses have no address.
-    if type(views.offsets) is Tensor and type(views.runs) is Tensor and not views.runs.is_meta:
-        _live[_place(views.offsets, views.runs)] = views
+def shared(views: MaskViews) -> MaskViews:
+    """Return the live views of these very tensors, or else these, which can be found as long as a
+    mask keeps them."""
+    tensors = views.offsets, views.runs
+    for tensor in tensors:
+        # Fake tensors, other subclasses and functorch's wrappers have no address.
+        if type(tensor) is not Tensor or tensor.is_meta or _is_wrapped(tensor):
+            return views
+    place = _place(*tensors)
+    live = _live.get(place)
+    if (
+        live is not None
+        and live.offsets is views.offsets
+        and live.runs is views.runs
+        and _sizes(live) == _sizes(views)
+    ):
+        return live
+    _live[place] = views
+    return views
 
 
 def find(
@@ -34,23 +50,26 @@ def find(
         views is None
         or not _same(views.offsets, offsets)
         or not _same(views.runs, runs)
-        or (views.q_length, views.kv_length) != lengths
-        or views.block_size != block_size
+        or _sizes(views) != (lengths, block_size)
     ):
         return None
     return views
 
 
+def _sizes(views: MaskViews) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (views.q_length, views.kv_length), views.block_size
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride()
+    # A mask's storage may have moved away from its address, and other tensors have come there.
+    return one.is_set_to(other) and _changes(one) == _changes(other)
 
 
 def _place(offsets: Tensor, runs: Tensor) -> object:
-    return (
-        offsets.device,
-        *[
-            # A tensor made under inference_mode counts no changes.
-            (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-            for tensor in (offsets, runs)
-        ],
-    )
+    places = [(tensor.data_ptr(), _changes(tensor)) for tensor in (offsets, runs)]
+    return offsets.device, *places
+
+
+def _changes(tensor: Tensor) -> int:
+    # A tensor made under inference_mode counts none.
+    return 0 if tensor.is_inference() else tensor._version

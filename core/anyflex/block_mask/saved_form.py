@@ -58,3 +58,4 @@ def restore(mask: MaskContent, state: dict[str, Any]) -> None:
         needs_mask_mod=state["needs_mask_mod"],
         from_captured=state["from_captured"],
     )
+    mask.views()  # compiled calls find them from the start

@@ -34,7 +34,8 @@ class Kernel(abc.ABC):
         return ()
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        """Return what forward leaves for backward beside out and lse."""
+        """Return what forward leaves for backward beside out and lse: the same whenever it is
+        asked of one call, for behind the static op backward asks again."""
         return ()
 
     @abc.abstractmethod

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.backend import Backend
@@ -23,8 +23,10 @@ from anyflex.registry.isolation import plugin_code
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "State", "contract_mismatch", "name_problem"]
+__all__ = ["Entry", "State", "contract_mismatch", "name_problem", "saved_bytes_problem"]
 
+_MOST_SAVED = 2**20
+"""Bytes of a query row, beyond which sizes would leave an int64."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9][a-z0-9_-]*)?")
 NAME_RULE = (
     'a backend name is "<device type>" or "<device type>.<variant>", in lower case: letters, '
@@ -203,16 +205,10 @@ class Entry:
         """Ask the backend. Raises `PluginError` if it raises or answers no pair of sizes."""
         with plugin_code(self.name, self.distribution, "saved_bytes(dtype)"):
             found: object = backend.saved_bytes(dtype)
-        if (
-            not isinstance(found, tuple)
-            or len(found) != 2
-            or not all(type(number) is int and number >= 0 for number in found)
-        ):
-            raise self.error(
-                "is broken: saved_bytes(dtype) must return two ints that aren't negative, got "
-                f"{found!r}"
-            )
-        return found
+        problem = saved_bytes_problem(found)
+        if problem is not None:
+            raise self.error(f"is broken: {problem}")
+        return cast("tuple[int, int]", found)
 
 
 def name_problem(name: object) -> str | None:
@@ -222,6 +218,17 @@ def name_problem(name: object) -> str | None:
     if isinstance(name, str) and not name.partition(".")[0]:
         return f"has the name {name!r}, whose device type is empty: {NAME_RULE}"
     return f"has the name {name!r}: {NAME_RULE}"
+
+
+def saved_bytes_problem(found: object) -> str | None:
+    """Return why this can't be what `Backend.saved_bytes` answers, or None."""
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and all(type(number) is int and 0 <= number <= _MOST_SAVED for number in found)
+    ):
+        return None
+    return f"saved_bytes(dtype) must return two ints from 0 to {_MOST_SAVED}, got {found!r}"
 
 
 def contract_mismatch(contract: object) -> str | None:

@@ -104,10 +104,22 @@ def allocate_saved_bytes(device: torch.device, size: int) -> Tensor:
 
 
 def launch_backward(
-    plan: Plan, call: Call, saved: Saved, grad: GradInputs
+    plan: Plan,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    *,
+    saved_bytes: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
     """Run backward and return the gradients of query, key, value and each captured tensor, None
     where the spec asks for none.
+
+    Args:
+        plan: the call's plan.
+        call: its tensors and numbers.
+        saved: what forward left; extras may lack, and are then cut from `saved_bytes` or computed.
+        grad: the gradients that arrive.
+        saved_bytes: memory in which this plan's forward left its saved outputs.
 
     Raises:
         ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
@@ -144,10 +156,10 @@ def launch_backward(
         grads = Grads(dq, dk, dv, tuple(accumulators), workspace.tensors if workspace else ())
         device = None if plan.guard is None else plan.guard()
         if device is None and not torch.is_autocast_enabled(plan.device_type):
-            _backward(plan, call, saved, grad, grads)
+            _backward(plan, call, saved, grad, grads, saved_bytes)
         else:
             with _guard(plan, device):
-                _backward(plan, call, saved, grad, grads)
+                _backward(plan, call, saved, grad, grads, saved_bytes)
         if workspace:
             give_back(workspace)
     except _THEIR_OWN:
@@ -217,10 +229,22 @@ def _gradient_of(tensor: Tensor) -> Tensor:
     return empty_dense(tensor)
 
 
-def _backward(plan: Plan, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+def _backward(
+    plan: Plan,
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+    saved_bytes: Tensor | None,
+) -> None:
     if plan.own_backward:
         if plan.saves and not saved.extras:
-            saved = Saved(saved.out, saved.lse, _extras(plan, call, saved))
+            extras = None
+            if saved_bytes is not None:
+                extras = cut(saved_bytes, plan.kernel.saved_outputs(call))
+            if extras is None:
+                extras = _extras(plan, call, saved)
+            saved = Saved(saved.out, saved.lse, extras)
         plan.kernel.backward(call, saved, grad, grads)
     else:
         from anyflex.reference.backward import core_backward

@@ -15,7 +15,7 @@ from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
-from anyflex.runtime.saved_bytes import NOTHING, cut, size
+from anyflex.runtime.saved_bytes import NOTHING, size
 
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
@@ -120,12 +120,10 @@ def _backward(
 
     inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
     plan = plan_for(inputs)
-    extras = None
-    # Another kernel than forward's makes what it wants itself.
-    if saved is not None and saved_by is not None and saved_by.tolist() == [plan.mark]:
-        extras = cut(saved, plan.kernel.saved_outputs(inputs.call))
+    if saved_by is None or saved_by.tolist() != [plan.mark]:
+        saved = None  # another kernel than forward's makes what it wants itself
     dq, dk, dv, dcaptured = launch_backward(
-        plan, inputs.call, Saved(out, lse, extras or ()), GradInputs(dout, dlse, delta)
+        plan, inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta), saved_bytes=saved
     )
     return (
         query.new_empty(0) if dq is None else dq,

@@ -48,7 +48,10 @@ def saved_bytes(
     from anyflex.registry.selection import names_in_force
     from anyflex.runtime.facts import architecture
 
-    device_type, arch = posed or (device.type, architecture(device))
+    try:
+        device_type, arch = posed or (device.type, architecture(device))
+    except (RuntimeError, AssertionError):  # torch's answers for a device that isn't here
+        return NOTHING  # fake tensors may be of one
     plain = Spec(
         device_type,
         arch,
@@ -63,7 +66,7 @@ def saved_bytes(
         choice = Choice(plain, names_in_force(backend), backend, (), posed is not None)
         answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
         entry, answer = next((e, a) for e, a in answers if a.decision is not None)
-    except (AnyflexError, StopIteration):
+    except (AnyflexError, torch.OutOfMemoryError, StopIteration):
         return NOTHING  # the call itself raises, and tells of its own spec
     decision, chosen = answer.decision, answer.state.backend
     if decision is None or decision.backward != "own" or chosen is None:
@@ -72,6 +75,8 @@ def saved_bytes(
         return entry.saved_bytes(chosen, dtype)
     except PluginError as error:
         report(error, "compiled programs run forward again in backward")
+        return NOTHING
+    except (AnyflexError, torch.OutOfMemoryError):
         return NOTHING
 
 
@@ -92,7 +97,7 @@ def cut(
     don't fit, or one of them would not begin at a multiple of 16 bytes.
 
     Args:
-        memory: [bytes], uint8.
+        memory: [bytes], uint8; with `new` as it was allocated.
         specs: of a kernel's saved outputs.
         new: nothing is in the memory yet. What no kernel writes is zeroed, so that an op's outputs
             are the same whenever its inputs are.
@@ -108,11 +113,16 @@ def cut(
         return None
     if new and end < memory.numel():
         memory[end:].zero_()
+    origin = int(memory.storage_offset())
+    if not memory.is_contiguous() or (memory.data_ptr() | origin) % _ALIGNMENT:
+        # Between forward and backward a hook of autograd's may have packed the bytes anywhere.
+        memory, origin = memory.clone(memory_format=torch.contiguous_format), 0
     storage = memory.untyped_storage()
     tensors = []
     for spec, begin in zip(specs, places, strict=True):
         # A third of the time that slices and views of the bytes take.
         tensor = torch.empty(0, dtype=spec.dtype, device=memory.device)
-        tensor.set_(storage, begin // spec.dtype.itemsize, spec.shape)  # type: ignore[call-overload]
+        place = (origin + begin) // spec.dtype.itemsize
+        tensor.set_(storage, place, spec.shape)  # type: ignore[call-overload]
         tensors.append(tensor.zero_() if new and spec.zeroed else tensor)
     return tuple(tensors)

@@ -13,6 +13,7 @@ from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.comparison import by_backend
+from anyflex.testing.inspector import promised_bytes
 from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = ["CASES"]
@@ -86,7 +87,9 @@ def _forward_once(session: Session) -> str | None:
     if not differentiable(session) or "q" not in backend.capabilities.gradients:
         return "no gradients of its own are declared"
     dtypes = [
-        t for t in sorted(backend.capabilities.dtypes, key=str) if any(backend.saved_bytes(t))
+        dtype
+        for dtype in sorted(backend.capabilities.dtypes, key=str)
+        if any(promised_bytes(backend, dtype, session.journal))
     ]
     if not dtypes:
         return "saved_bytes() promises nothing: what forward leaves is computed again"
