@@ -39,15 +39,39 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     times = {name: found[name]["median_ms"] for name in ("torch.sdpa.cudnn", "cuda.flash4")}
     wanted = min(times.values()) / found["cuda"]["median_ms"]
     assert targets.ratio(found, "cuda", targets.EVERY) == pytest.approx(wanted)
+    name = f"{case[0]}, forward"
+    lines = targets.shortfalls(rows, "cuda")[1]
+    absent = "torch.flex, flex FLASH: not measured"
+    assert f"{name}: {wanted:.3f} without {absent}" in lines
+    for peer in ("torch.flex", "torch.flex.flash"):
+        found[peer] = found["cuda.flash4"] | {"median_ms": None, "status": "refused"}
     reached, lines = targets.shortfalls(rows, "cuda")
-    assert reached > 0 and not any(line.startswith(case[0] + ", forward") for line in lines)
+    assert reached > 0 and not any(line.startswith(name) for line in lines)
     # As slow as half of the peer, and as not measured.
     slow = copy.deepcopy(rows)
     slow[case]["cuda"]["median_ms"] = 2 * min(times.values())
     less, lines = targets.shortfalls(slow, "cuda")
-    assert less == reached - 1 and f"{case[0]}, forward: 0.500, wanted 0.95" in lines
+    assert less == reached - 1 and f"{name}: 0.500, wanted 0.95" in lines
     del slow[case]["cuda"]
-    assert f"{case[0]}, forward: not measured" in targets.shortfalls(slow, "cuda")[1]
+    assert f"{name}: not measured" in targets.shortfalls(slow, "cuda")[1]
+    # Less precise than the one, though not than cuDNN.
+    rough = copy.deepcopy(rows)
+    error = 1.3 * found["cuda.flash4"]["error"]
+    rough[case]["cuda"]["error"] = rough[case]["torch.sdpa.cudnn"]["error"] = error
+    (line,) = [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
+    assert "an error of" in line
+
+
+def test_decoding_is_held_to_a_rate() -> None:
+    targets = program("gpu_targets")
+    case = "decode B1 S32768 D128 GQA 32/8"
+    row = {"median_ms": 0.1, "error": 0.0, "status": "measured", "kv_gb_per_s": 3100.0}
+    found = {name: {**row, "median_ms": 0.2} for name in targets.EVERY} | {"cuda": row}
+    lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
+    assert f"{case}, forward: 3100 GB/s, wanted 3200" in lines
+    row["kv_gb_per_s"] = 3300.0
+    lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
+    assert not [line for line in lines if line.startswith(case)]
 
 
 def test_every_row_of_the_preset_but_the_small_one_has_a_target_of_the_device_s_clock() -> None:
@@ -72,10 +96,14 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
             ("wall, time.perf_counter", wall, "torch.flex", 0.1),
             ("device events around a CUDA graph of one call", graph, "cuda.flash4", 0.01),
         ):
+            times = {"cuda": mine} | {name: 10 * other for name in targets.EVERY} | {peer: other}
             rows = [
-                {"case": targets.SMALL, "direction": "forward", "contender": name, "median_ms": ms}
-                for name, ms in (("cuda", mine), (peer, other))
-            ]
+                {
+                    "case": targets.SMALL, "direction": "forward", "contender": name,
+                    "median_ms": ms, "status": "measured", "error": 0.0, "kv_gb_per_s": 1.0,
+                }
+                for name, ms in times.items()
+            ]  # fmt: skip
             reports.append({"clock": clock, "measurements": rows})
         path = tmp_path / "report.json"
         path.write_text(json.dumps(reports))
