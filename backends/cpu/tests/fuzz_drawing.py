@@ -17,6 +17,19 @@ __all__ = ["Call", "arguments_of", "arriving", "draw_call"]
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 16, 17, 17, 33, 40, 64, 65, 130)
+BLOCKS = ((16, 16), (32, 64), (128, 128), (1, 1), (16, 48))
+
+# Of large calls, which take ways that the others are too short for: `fuzz_paths.OF_LARGE`.
+KEYS = (520, 777, 1024, 1025, 1300, 1700, 2049, 3000)
+FEW = (1, 1, 2, 3, 4, 4, 7, 16)
+"""Queries of decoding."""
+MANY = (20, 65, 130, 257, 400, 700)
+WIDE = (65, 80, 96, 128, 192, 200, 256, 512)
+LARGE_BLOCKS = ((16, 16), (32, 64), (128, 128), (64, 256), (16, 48))
+PAIRS = 370_000
+PRODUCTS = 50_000_000
+"""Of all pairs with all elements of keys and values: one core takes 50 ms for such a call."""
+
 OF_BATCHES = ("lengths",)
 OF_HEADS = ("stripes", "any pairs")
 
@@ -65,19 +78,71 @@ class Call:
         return ", ".join(inputs + mods + facts)
 
 
-def draw_call(draw: random.Random) -> Call:
-    dtype = draw.choice(DTYPES)
-    kv_heads, group = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3])
+@dataclass(frozen=True)
+class Shapes:
+    batch: int
+    kv_batch: int
+    kv_heads: int
+    group: int
+    length: int
+    keys: int
+    dim: int
+    value_dim: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+    @property
+    def pairs(self) -> int:
+        return self.batch * self.heads * self.length * self.keys
+
+
+def small_sizes(draw: random.Random) -> Shapes:
     batch = draw.choice([1, 1, 2, 3])
-    kv_batch = draw.choice([batch, batch, 1])
-    length, keys = draw.choice(LENGTHS), draw.choice(LENGTHS)
     dim = draw.choice([1, 8, 17, 32, 64])
-    value_dim = draw.choice([dim, dim, 3, 40])
-    heads = kv_heads * group
+    return Shapes(
+        batch=batch,
+        kv_batch=draw.choice([batch, batch, 1]),
+        kv_heads=draw.choice([1, 1, 2]),
+        group=draw.choice([1, 1, 2, 3]),
+        length=draw.choice(LENGTHS),
+        keys=draw.choice(LENGTHS),
+        dim=dim,
+        value_dim=draw.choice([dim, dim, 3, 40]),
+    )
+
+
+def large_sizes(draw: random.Random) -> Shapes:
+    """Many keys and wide heads, for few queries or for as many as `PAIRS` and `PRODUCTS` allow."""
+    decodes = draw.random() < 0.6
+    while True:
+        batch = draw.choice([1, 1, 2])
+        dim = draw.choice(WIDE)
+        shapes = Shapes(
+            batch=batch,
+            kv_batch=draw.choice([batch, batch, 1]),
+            kv_heads=draw.choice([1, 1, 2]),
+            group=draw.choice([1, 2, 8, 8, 16] if decodes else [1, 1, 2, 3]),
+            length=draw.choice(FEW if decodes else MANY),
+            keys=draw.choice(KEYS),
+            dim=dim,
+            value_dim=draw.choice([dim, dim, 40, *WIDE]),
+        )
+        products = shapes.pairs * (shapes.dim + shapes.value_dim)
+        if shapes.pairs <= PAIRS and products <= PRODUCTS:
+            return shapes
+
+
+def draw_call(draw: random.Random, *, large: bool = False) -> Call:
+    dtype = draw.choice(DTYPES)
+    drawn = large_sizes(draw) if large else small_sizes(draw)
+    batch, heads, length, keys = drawn.batch, drawn.heads, drawn.length, drawn.keys
+    of_keys = (drawn.kv_batch, drawn.kv_heads, keys)
     inputs = {
-        "query": laid_out(draw, (batch, heads, length, dim), dtype),
-        "key": laid_out(draw, (kv_batch, kv_heads, keys, dim), dtype),
-        "value": laid_out(draw, (kv_batch, kv_heads, keys, value_dim), dtype),
+        "query": laid_out(draw, (batch, heads, length, drawn.dim), dtype),
+        "key": laid_out(draw, (*of_keys, drawn.dim), dtype),
+        "value": laid_out(draw, (*of_keys, drawn.value_dim), dtype),
     }
     spoilt = draw.random() < 0.15
     if spoilt:
@@ -100,7 +165,7 @@ def draw_call(draw: random.Random) -> Call:
             batch if kind in OF_BATCHES or draw.random() < 0.2 else None,
             heads if kind in OF_HEADS or draw.random() < 0.2 else None,
         ),
-        block_size=draw.choice([(16, 16), (32, 64), (128, 128), (1, 1), (16, 48)]),
+        block_size=draw.choice(LARGE_BLOCKS if large else BLOCKS),
         scale=draw.choice([None, None, None, 0.0, -0.25]),
         options=None if mods is None else {"cpu": {"mods": mods}},
         learned=frozenset(learned),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ class Expected:
     Args:
         results: out and lse, in float64.
         gradients: of the leaves, in float64.
+        parts: returns what gradient number n would be if no two parts of dS cancelled.
+        largest_score: of those that carry weight.
         judged: for each result and gradient the elements that NaN and infinity in the inputs
             don't reach; broadcastable.
         must_fail: a live pair reads outside.
@@ -28,6 +31,8 @@ class Expected:
 
     results: list[Tensor]
     gradients: list[Tensor]
+    parts: Callable[[int], Tensor]
+    largest_score: float
     judged: list[Tensor]
     must_fail: bool
     may_fail: bool
@@ -60,7 +65,14 @@ def expected_of(call: Call, seed: int) -> Expected:
         mask_mod = call.mask.function(by_mask)
     scale = dim**-0.5 if call.scale is None else call.scale
     scaled = query * (scale * dim**0.5)
-    out, lse = dense_attention(scaled, key, value, score_mod, mask_mod)
+    scores = Tensor()
+
+    def keep_scores(score: Tensor, *at: Tensor) -> Tensor:
+        nonlocal scores
+        scores = score if score_mod is None else score_mod(score, *at)
+        return scores
+
+    out, lse = dense_attention(scaled, key, value, keep_scores, mask_mod)
     live = torch.ones(batch, heads, length, keys, dtype=torch.bool)
     if mask_mod is not None:
         places = torch.meshgrid(
@@ -69,24 +81,40 @@ def expected_of(call: Call, seed: int) -> Expected:
         live = mask_mod(*places).expand(live.shape)
     dout, dlse = arriving(call, out, lse, seed)
     # Rows without a live key have a constant lse of -inf.
-    loss = (out * dout).sum() + (lse.masked_fill(lse == -torch.inf, 0) * dlse).sum()
-    gradients: list[Tensor] = []
-    if leaves:
-        if loss.requires_grad:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        else:
-            found = (None,) * len(leaves)
-        gradients = [
-            torch.zeros_like(leaf) if each is None else each
-            for leaf, each in zip(leaves, found, strict=True)
-        ]
+    finite_lse = lse.masked_fill(lse == -torch.inf, 0)
+    loss = (out * dout).sum() + (finite_lse * dlse).sum()
+    gradients = gradients_of(loss, leaves)
+
+    def parts(place: int) -> Tensor:
+        """With P * (|dP| + |delta|) for dS = P * (dP - delta)."""
+        values = value.expand(batch, -1, -1, -1).repeat_interleave(heads // key.shape[1], 1)
+        delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
+        sizes = (dout.double() @ values.mT).abs() + delta.abs()
+        weights = torch.exp(scores - finite_lse[..., None]).masked_fill(~live, 0)
+        return gradients_of(scores, leaves, (weights * sizes).detach())[place]
+
     return Expected(
         [out.detach(), lse.detach()],
         gradients,
+        parts,
+        float(finite_lse.detach().abs().max()) if lse.numel() else 0.0,
         judged_of(call, live, len(leaves)),
         bool((by_score.outside & live).any() or (by_mask.outside & live).any()),
         bool(by_mask.outside.any()) or empty,
     )
+
+
+def gradients_of(
+    result: Tensor, leaves: list[Tensor], arriving: Tensor | None = None
+) -> list[Tensor]:
+    """The gradients of leaves, zeros where the result doesn't depend on them."""
+    if not leaves or not result.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(result, leaves, arriving, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if each is None else each
+        for leaf, each in zip(leaves, found, strict=True)
+    ]
 
 
 def judged_of(call: Call, live: Tensor, leaves: int) -> list[Tensor]:

@@ -221,6 +221,18 @@ def any_pairs(draw: random.Random, sizes: Sizes) -> Drawn:
     return Drawn(make, [torch.rand(sizes[1:]) < share])
 
 
+def any_blocks(draw: random.Random, sizes: Sizes) -> Drawn:
+    """Blocks of any place: rows of a block mask then have gaps, and FULL blocks between them."""
+    rows, columns = draw.choice([(16, 32), (128, 64), (100, 200)])
+
+    def make(read: Reader, t: list[Tensor]) -> Callable[..., Any]:
+        return lambda b, h, q, k: read(t[0], q // rows, k // columns)
+
+    shape = (-(-sizes[2] // rows), -(-sizes[3] // columns))
+    share = draw.choice([0.1, 0.5, 0.9])
+    return Drawn(make, [torch.rand(shape) < share])
+
+
 MASKS: dict[str, Callable[[random.Random, Sizes], Drawn]] = {
     "causal": plain(lambda b, h, q, k: q >= k),
     "all": plain(lambda b, h, q, k: k >= 0),
@@ -230,4 +242,5 @@ MASKS: dict[str, Callable[[random.Random, Sizes], Drawn]] = {
     "documents": documents,
     "lengths": lengths,
     "any pairs": any_pairs,
+    "any blocks": any_blocks,
 }

@@ -33,7 +33,8 @@ def laid_out(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch
     batch, heads, length, dim = shape
     values = torch.randn(shape).to(dtype)
     layout = draw.choice(LAYOUTS) if draw.random() < 0.5 else "contiguous"
-    if layout == "far apart" and sys.platform != "linux":
+    # Further heads would lie in the next batch.
+    if layout == "far apart" and (sys.platform != "linux" or heads > 8):
         layout = "contiguous"
     if layout == "transposed":
         return values.transpose(1, 2).contiguous().transpose(1, 2)

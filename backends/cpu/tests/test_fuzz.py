@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,12 +21,16 @@ import pytest
 import torch
 from fuzz_drawing import Call, draw_call
 from fuzz_formula import Expected
+from fuzz_paths import OF_LARGE, Paths
 from fuzz_wrong import WRONGS, is_refusal
+from torch import Tensor
 
+import anyflex
 from anyflex import ArgumentError, BackendRefused, BlockMaskError, PluginError
 from anyflex_cpu import library
 
-CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", "400"))
+ENOUGH_CALLS = 400
+CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", ENOUGH_CALLS))
 CHUNK = 2000
 SECONDS = 900
 """Of one process: a call that waits for ever is a failure too."""
@@ -64,16 +69,79 @@ def test_random_calls_are_right_or_refused(tmp_path: Path) -> None:
             pool.map(lambda first: made(first, min(CHUNK, CALLS - first), tmp_path), starts)
         )
     assert [wrong for _, wrong in outcomes if wrong] == []
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    paths: Counter[str] = Counter()
     for printed, _ in outcomes:
-        for number, kind in re.findall(r"(\d+)  (.+)", printed):
-            counts[kind] = counts.get(kind, 0) + int(number)
-    print(counts)
+        of_kinds, of_paths = printed.split(fuzz_calls.PATHS_TITLE)
+        counts.update(numbers_in(of_kinds))
+        paths.update(numbers_in(of_paths))
+    print(dict(counts))
+    print(fuzz_calls.PATHS_TITLE, dict(paths))
     assert sum(counts.values()) == CALLS
     # Nothing is left out by chance, or by an error that passes for a refusal.
     assert counts["right"] > CALLS * 0.4
     assert counts["wrong, refused"] > CALLS * 0.2
     assert counts["right, with bad numbers"] > CALLS * 0.04
+    # Calls are the same in every run: those of the default number reach each way.
+    if CALLS >= ENOUGH_CALLS:
+        assert [path for path in OF_LARGE if not paths[path]] == []
+
+
+def numbers_in(printed: str) -> dict[str, int]:
+    return {name: int(number) for number, name in re.findall(r"(\d+)  (.+)", printed)}
+
+
+@pytest.fixture
+def paths(monkeypatch: pytest.MonkeyPatch, threads: None) -> Paths:
+    """Listens for one test; calls have two threads."""
+    loaded = library.load()
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(loaded, name, getattr(loaded, name))
+    torch.set_num_threads(2)
+    return Paths(loaded)
+
+
+def attend(length: int, keys: int, mask: anyflex.BlockMask | None = None, heads: int = 1) -> None:
+    query = torch.ones(1, heads, length, 64, requires_grad=True)
+    key = torch.ones(1, 1, keys, 64)
+    out = anyflex.flex_attention(query, key, key, block_mask=mask, enable_gqa=True, backend="cpu")
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "taken"),
+    [
+        (1, 1024, set()),
+        (1, 1025, {"decode in splits"}),
+        # 1 MB of keys and values.
+        (1, 2000, {"decode in splits", "decode in splits on several threads"}),
+    ],
+)
+def test_decoding_is_split_where_its_plan_says(
+    length: int, keys: int, taken: set[str], paths: Paths, level: str
+) -> None:
+    attend(length, keys)
+    assert paths.taken == taken | {"decode", "backward", "backward in several parts"}
+
+
+def test_decoding_of_many_rows_is_noted(paths: Paths) -> None:
+    attend(4, 100, heads=5)
+    assert paths.taken == {"decode", "decode of more than 16 rows", "backward"}
+
+
+@pytest.mark.parametrize(("keys", "several"), [(384, set()), (385, {"backward in several parts"})])
+def test_backward_has_parts_of_two_tiles_at_least(
+    keys: int, several: set[str], paths: Paths, level: str
+) -> None:
+    attend(20, keys)
+    assert paths.taken == several | {"prefill", "prefill over several tiles of keys", "backward"}
+
+
+def test_gaps_of_a_mask_are_noted(paths: Paths) -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: (k < 100) | (k >= 300), None, None, 1, 400)
+    attend(1, 400, mask)
+    gaps = "a mask with gaps over several tiles of keys"
+    assert paths.taken == {"decode", gaps, "backward", "backward in several parts"}
 
 
 def test_a_crash_names_its_call(tmp_path: Path) -> None:
@@ -148,7 +216,10 @@ def test_a_read_outside_that_breaks_a_plugin_fails_the_fuzz(
     def break_down(call: Call, seed: int) -> None:
         raise broken_plugin()
 
-    expected = Expected([], [], [], must_fail=True, may_fail=True)
+    def no_parts(place: int) -> Tensor:
+        raise AssertionError("nothing is compared")
+
+    expected = Expected([], [], no_parts, 0.0, [], must_fail=True, may_fail=True)
     monkeypatch.setattr(fuzz_calls, "expected_of", lambda call, seed: expected)
     monkeypatch.setattr(fuzz_calls, "results_of", break_down)
     monkeypatch.setattr(fuzz_calls, "judge_wrong", lambda draw, call: "wrong")
