@@ -1,4 +1,5 @@
-"""The wheel of anyflex-cpu: built with a compiler and CMake alone, and without a compiler."""
+"""anyflex-cpu from its sdist: with a compiler and CMake alone, with a compiler that doesn't know
+every level, and without a compiler."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.packaging
 
 BACKEND = ROOT / "backends" / "cpu"
 COMPILER = shutil.which("g++")
+HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
 # What gcc starts, and what CMake does.
 TOOLS = "cmake make ninja gcc g++ cc c++ as ld ar ranlib nm objcopy strip uname sh".split()
 DOCTOR = "from anyflex.cli.main import main; raise SystemExit(main(['doctor']))"
@@ -42,14 +44,53 @@ def copy_backend(folder: Path) -> Path:
     return folder
 
 
-def with_tools(environment: Environment, folder: Path, *tools: str) -> Environment:
-    """The same environment, in which these programs are all that pip finds on its path."""
+@pytest.fixture(scope="module")
+def sdist(pips: dict[str, Path], house: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    environment = make_environment(folder / "venv", pips[CURRENT_PIP], house)
+    environment.install("scikit-build-core", cwd=folder)
+    source = copy_backend(folder / "cpu")
+    program = "from scikit_build_core.build import build_sdist; build_sdist('dist')"
+    subprocess.run([environment.python, "-c", program], cwd=source, check=True)
+    (archive,) = source.glob("dist/*.tar.gz")
+    return archive
+
+
+def copy_tools(folder: Path, *tools: str) -> Path:
+    """Make a folder for PATH that has these programs alone."""
     folder.mkdir()
     for tool in tools:
         found = shutil.which(tool)
         if found is not None:
             (folder / tool).symlink_to(found)
-    return replace(environment, variables={"PATH": str(folder), "CC": "", "CXX": ""})
+    return folder
+
+
+def without_flag(folder: Path, flag: str) -> Path:
+    """Put a compiler in the folder that doesn't know this flag, as an older one doesn't."""
+    for name in ("g++", "c++"):
+        compiler = folder / name
+        compiler.unlink(missing_ok=True)
+        compiler.write_text(OLDER_COMPILER.format(flag=flag, compiler=COMPILER), encoding="utf-8")
+        compiler.chmod(0o755)
+    return folder
+
+
+OLDER_COMPILER = """#!/bin/sh
+for argument; do
+  if [ "$argument" = {flag} ]; then
+    echo "unrecognized command-line option $argument" >&2
+    exit 1
+  fi
+done
+# Slow kernels will do, and take half the time to compile.
+exec "{compiler}" "$@" -O1
+"""
+
+
+def with_tools(environment: Environment, tools: Path) -> Environment:
+    """The same environment, in which pip finds the programs of this folder alone."""
+    return replace(environment, variables={"PATH": str(tools), "CC": "", "CXX": ""})
 
 
 def wheel_facts(folder: Path) -> tuple[Path, list[str], str]:
@@ -62,14 +103,15 @@ def wheel_facts(folder: Path) -> tuple[Path, list[str], str]:
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf, of binutils")
 def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
-    checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
+    checkout: Path, pips: dict[str, Path], house: Path, sdist: Path, tmp_path: Path
 ) -> None:
     environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], house)
     folder = tmp_path / "wheels"
-    source = copy_backend(tmp_path / "cpu")
-    builder = with_tools(environment, tmp_path / "tools", *TOOLS)
-    builder.wheel(str(source), str(folder), cwd=tmp_path)
+    # The levels of AVX-512 take most of a build's time, and `make setup` has built them.
+    tools = without_flag(copy_tools(tmp_path / "tools", *TOOLS), "-mavx512f")
+    with_tools(environment, tools).wheel(str(sdist), str(folder), cwd=tmp_path)
     wheel, names, text = wheel_facts(folder)
     # One for every Python, for this platform.
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -88,25 +130,64 @@ def test_a_wheel_builds_with_gcc_and_cmake_alone_and_computes(
     assert "kernels of: native library of ABI" in doctor and "All checks passed." in doctor
     library = next((tmp_path / "venv").glob("lib/python*/site-packages/anyflex_cpu/*.so"))
     needed = libraries(library)
+    assert needed
     assert not [name for name in needed if "gomp" in name or "torch" in name or "python" in name]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.skipif(not HAS_AVX2, reason="needs a processor with AVX2")
+def test_levels_that_the_compiler_does_not_know_are_left_out_and_it_says_so(
+    checkout: Path, pips: dict[str, Path], house: Path, sdist: Path, tmp_path: Path
+) -> None:
+    environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], house)
+    folder = tmp_path / "wheels"
+    # Every level but portable needs this flag: there is little to build.
+    tools = without_flag(copy_tools(tmp_path / "tools", *TOOLS), "-mavx2")
+    with_tools(environment, tools).wheel(str(sdist), str(folder), cwd=tmp_path)
+    wheel, names, _ = wheel_facts(folder)
+    assert "anyflex_cpu/libanyflex_cpu.so" in names
+    environment.install("--no-deps", str(checkout), str(wheel), cwd=tmp_path)
+    real = {"PYTHONPATH": real_packages(tmp_path)}
+    assert float(environment.evaluate(ANSWER, **real).splitlines()[1]) == pytest.approx(16.0)
+    doctor = environment.evaluate(DOCTOR, **real)
+    assert "level portable" in doctor and "All checks passed." in doctor
+    assert "avx2, which this processor can run and the compiler didn't know" in doctor
+    refused = environment.evaluate(ANSWER, ANYFLEX_CPU_ISA="avx2", **real)
+    assert (
+        "'avx2' is an instruction-set level that the native library was built without" in refused
+    )
+    assert "there are: portable; install a newer compiler" in refused
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+@pytest.mark.skipif(not HAS_AVX2, reason="needs a processor with AVX2")
+def test_a_level_is_left_out_for_its_own_flags_alone(tmp_path: Path) -> None:
+    tools = without_flag(copy_tools(tmp_path / "tools", *TOOLS), "-mavx512fp16")
+    line = ["cmake", "-S", str(BACKEND / "native"), "-B", str(tmp_path / "build")]
+    done = subprocess.run(
+        line, env={"PATH": str(tools)}, capture_output=True, text=True, check=True
+    )
+    assert "can't build level avx512_fp16: it is left out" in done.stderr
+    assert "can't build level avx512:" not in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
 def test_without_a_compiler_it_installs_and_says_what_is_missing(
-    checkout: Path, pips: dict[str, Path], house: Path, tmp_path: Path
+    checkout: Path, pips: dict[str, Path], house: Path, sdist: Path, tmp_path: Path
 ) -> None:
     environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], house)
     folder = tmp_path / "wheels"
-    source = copy_backend(tmp_path / "cpu")
-    builder = with_tools(environment, tmp_path / "tools", "cmake", "make", "ninja", "uname", "sh")
-    builder.wheel(str(source), str(folder), cwd=tmp_path)
+    tools = copy_tools(tmp_path / "tools", "cmake", "make", "ninja", "uname", "sh")
+    with_tools(environment, tools).wheel(str(sdist), str(folder), cwd=tmp_path)
     wheel, names, _ = wheel_facts(folder)
     assert wheel.name.endswith("-py3-none-any.whl")
     assert not [name for name in names if name.endswith(".so")]
     environment.install("--no-deps", str(checkout), str(wheel), cwd=tmp_path)
     real = {"PYTHONPATH": real_packages(tmp_path), "ANYFLEX_CACHE_DIR": str(tmp_path / "cache")}
     printed = environment.evaluate(ANSWER, **real)
-    assert "installed without its native library" in printed
+    assert "installed without its native library: there was no C++ compiler" in printed
     assert "install gcc (or clang) and anyflex-cpu again" in printed
     doctor = environment.evaluate(DOCTOR, **real)
     assert len([each for each in doctor.splitlines() if "native library" in each]) == 1
@@ -114,15 +195,7 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(
     assert "the reference computes" in doctor
 
 
-def test_the_sdist_holds_the_sources_and_nothing_built(
-    pips: dict[str, Path], house: Path, tmp_path: Path
-) -> None:
-    environment = make_environment(tmp_path / "venv", pips[CURRENT_PIP], house)
-    environment.install("scikit-build-core", cwd=tmp_path)
-    source = copy_backend(tmp_path / "cpu")
-    program = "from scikit_build_core.build import build_sdist; build_sdist('dist')"
-    subprocess.run([environment.python, "-c", program], cwd=source, check=True)
-    (sdist,) = source.glob("dist/*.tar.gz")
+def test_the_sdist_holds_the_sources_and_nothing_built(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"native/CMakeLists.txt", "native/include/anyflex_cpu.h", "LICENSE"} <= names
@@ -148,8 +221,6 @@ def real_packages(folder: Path) -> str:
 
 def libraries(path: Path) -> list[str]:
     """What a shared library asks the loader for."""
-    tool = shutil.which("readelf")
-    if tool is None:
-        return []
-    printed = subprocess.run([tool, "-d", str(path)], capture_output=True, text=True, check=True)
+    command = ["readelf", "-d", str(path)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line for line in printed.stdout.splitlines() if "NEEDED" in line]

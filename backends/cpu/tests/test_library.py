@@ -63,6 +63,22 @@ def test_setting_a_level_takes_one_that_runs_here() -> None:
     assert loaded.available()[-1] == "portable"
 
 
+def test_a_level_that_is_not_built_is_named_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = library.load()
+    monkeypatch.setattr(loaded, "_left_out", lambda: b"avx512_fp16,amx_bf16")
+    assert loaded.left_out() == ("avx512_fp16", "amx_bf16")
+    match = (
+        r"'amx_bf16' is an .* built without: its compiler doesn't know it; there are: .*portable"
+    )
+    with pytest.raises(ArgumentError, match=match):
+        loaded.set_isa("amx_bf16")
+    note = CpuBackend("cpu", "cpu").notes()[0]
+    assert "built without avx512_fp16, amx_bf16, which this processor can run" in note
+    assert note.endswith(
+        "install a newer compiler (gcc 12 and clang 14 know all) and anyflex-cpu again"
+    )
+
+
 def test_without_the_library_the_probe_refuses_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,9 +87,11 @@ def test_without_the_library_the_probe_refuses_in_one_line(
     decision = CpuBackend("cpu", "cpu").probe()
     assert isinstance(decision, Rejected)
     assert decision.reason == (
-        "it was installed without its native library, because no C++ compiler was found; install "
-        "gcc (or clang) and anyflex-cpu again"
+        "it was installed without its native library: there was no C++ compiler, or the build "
+        "failed; install gcc (or clang) and anyflex-cpu again, with ANYFLEX_CPU_REQUIRE_LIBRARY=1 "
+        "to see why a build fails"
     )
+    assert CpuBackend("cpu", "cpu").notes() == []
 
 
 def test_a_file_that_is_no_library_is_refused(
@@ -164,7 +182,8 @@ logging.basicConfig(format="%(message)s")
 q = torch.randn(1, 1, 8, 8)
 double = lambda score, b, h, q, k: score * 2
 triple = lambda score, b, h, q, k: score * 3
-(note,) = CpuBackend("cpu", "cpu").notes()
+# Before it may stand that levels aren't built.
+*_, note = CpuBackend("cpu", "cpu").notes()
 print(note)
 print(anyflex.explain(q, q, q, double).variant)
 out = anyflex.flex_attention(q, q, q, double)

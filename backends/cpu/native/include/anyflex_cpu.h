@@ -174,10 +174,13 @@ typedef enum {
 } af_status;
 
 AF_API int32_t af_abi(void);
-// Names of the levels that this processor can run, comma-separated, best first; and the one in
-// use. af_set_isa returns AF_BAD_ARGUMENT for a level that can't run here.
+// Names of the built levels that this processor can run, comma-separated, best first; and the one
+// in use. af_set_isa returns AF_BAD_ARGUMENT for a level that can't run here.
 AF_API const char* af_isa_available(void);
 AF_API const char* af_isa(void);
+// Names of the levels that this processor can run and the library was built without, as the
+// compiler couldn't build them.
+AF_API const char* af_isa_left_out(void);
 AF_API int32_t af_set_isa(const char* name);
 
 // From now on calls run on the threads of an OpenMP runtime that the process has already: the

@@ -24,9 +24,16 @@
     int32_t backward(const af_backward_args&, af_error*);           \
     void interpret(const af_program*, const af_tile*);              \
     }
-#define AF_LEVEL_ENTRY(name, space, supported)                                             \
-    {name, supported, space::forward_workspace, space::forward, space::decode_workspace,   \
-     space::decode, space::backward_workspace, space::backward, space::interpret}
+// A level's entry in the table. `built` is 1 or 0, as CMake found that the compiler can build it;
+// one that isn't built is known by name alone.
+#define AF_ENTRY_1(name, supported)                                                           \
+    {#name, supported, af_##name::forward_workspace, af_##name::forward,                      \
+     af_##name::decode_workspace, af_##name::decode, af_##name::backward_workspace,           \
+     af_##name::backward, af_##name::interpret}
+#define AF_ENTRY_0(name, supported) \
+    {#name, supported, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr}
+#define AF_ENTRY_FOR(built) AF_ENTRY_##built
+#define AF_LEVEL_ENTRY(built, name, supported) AF_ENTRY_FOR(built)(name, supported)
 
 AF_DECLARE_LEVEL(af_portable)
 #if defined(AF_X86)
@@ -97,25 +104,27 @@ bool has_avx512_fp16() { return has_amx_bf16() && bit(cpuid(7, 0).d, 23); }
 // Best first, on most processors.
 const af_level levels[] = {
 #if defined(AF_X86)
-    AF_LEVEL_ENTRY("avx512_fp16", af_avx512_fp16, has_avx512_fp16),
-    AF_LEVEL_ENTRY("amx_bf16", af_amx_bf16, has_amx_bf16),
-    AF_LEVEL_ENTRY("avx512_bf16", af_avx512_bf16, has_avx512_bf16),
-    AF_LEVEL_ENTRY("avx512", af_avx512, has_avx512),
-    AF_LEVEL_ENTRY("avx2", af_avx2, has_avx2),
+    AF_LEVEL_ENTRY(AF_HAS_AVX512_FP16, avx512_fp16, has_avx512_fp16),
+    AF_LEVEL_ENTRY(AF_HAS_AMX_BF16, amx_bf16, has_amx_bf16),
+    AF_LEVEL_ENTRY(AF_HAS_AVX512_BF16, avx512_bf16, has_avx512_bf16),
+    AF_LEVEL_ENTRY(AF_HAS_AVX512, avx512, has_avx512),
+    AF_LEVEL_ENTRY(AF_HAS_AVX2, avx2, has_avx2),
 #endif
-    AF_LEVEL_ENTRY("portable", af_portable, always),
+    AF_LEVEL_ENTRY(1, portable, always),
 };
 
 constexpr size_t level_count = sizeof levels / sizeof levels[0];
 
-// Those that this processor can run, best first.
+bool is_built(const af_level& level) { return level.forward != nullptr; }
+
+// Those that are built and that this processor can run, best first.
 struct runnable {
     const af_level* level[level_count];
     size_t count = 0;
 
     runnable() {
         for (const af_level& each : levels)
-            if (each.supported()) level[count++] = &each;
+            if (is_built(each) && each.supported()) level[count++] = &each;
 #if defined(AF_X86)
         // Intel's vdpbf16ps runs at a quarter of the rate of float products (Sapphire Rapids): what
         // has no AMX, or may not use it, is 1.5 times as fast with bf16 converted to float.
@@ -140,6 +149,12 @@ const af_level& level() {
     if (l) return *l;
     chosen.store(here().level[0], std::memory_order_release);
     return *here().level[0];
+}
+
+// One more name of a comma-separated list.
+void append(char* names, const char* name) {
+    if (names[0]) std::strcat(names, ",");
+    std::strcat(names, name);
 }
 
 // Sizes whose products stay far from the end of int64.
@@ -204,10 +219,18 @@ int32_t af_abi(void) { return AF_ABI; }
 const char* af_isa_available(void) {
     static char names[128];
     static const bool once = [] {
-        for (size_t i = 0; i < here().count; ++i) {
-            if (i > 0) std::strcat(names, ",");
-            std::strcat(names, here().level[i]->name);
-        }
+        for (size_t i = 0; i < here().count; ++i) append(names, here().level[i]->name);
+        return true;
+    }();
+    (void)once;
+    return names;
+}
+
+const char* af_isa_left_out(void) {
+    static char names[128];
+    static const bool once = [] {
+        for (const af_level& each : levels)
+            if (!is_built(each) && each.supported()) append(names, each.name);
         return true;
     }();
     (void)once;

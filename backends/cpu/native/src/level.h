@@ -1,6 +1,6 @@
 // One instruction-set level of the kernels. Every source file that includes simd.h is compiled
 // once a level, in namespace AF_LEVEL (a macro that CMake sets), and reaches the rest of the
-// library only through this table.
+// library only through this table. A level that the compiler can't build has no functions.
 #pragma once
 #include "anyflex_cpu.h"
 

@@ -79,12 +79,18 @@ class CpuBackend(Backend):
         return f"native library of ABI {library.ABI}, level {loaded.level}, {mods}"
 
     def notes(self) -> Sequence[str]:
-        """Tell of an llvmlite that is installed and can't be used."""
+        """Tell of levels that aren't built, and of an llvmlite that can't be used."""
         from anyflex_cpu.programs import no_jit, unusable_jit
 
-        if no_jit() or not (reason := unusable_jit()):
-            return ()
-        return (f"mods are interpreted: {reason}; pip install --force-reinstall llvmlite",)
+        notes = []
+        if left_out := _left_out():
+            notes.append(
+                f"built without {', '.join(left_out)}, which this processor can run and the "
+                f"compiler didn't know: {library.NEWER_COMPILER}"
+            )
+        if not no_jit() and (reason := unusable_jit()):
+            notes.append(f"mods are interpreted: {reason}; pip install --force-reinstall llvmlite")
+        return notes
 
     def supports(self, spec: Spec) -> Decision:
         decision = super().supports(spec)
@@ -119,3 +125,11 @@ class CpuBackend(Backend):
         # A spec holds those options that the user gave.
         mods = str(dict(spec.options).get("mods", "auto"))
         return CpuKernel(spec, loaded, Programs(spec, loaded, artifacts, mods))
+
+
+def _left_out() -> tuple[str, ...]:
+    try:
+        return library.load().left_out()
+    except (library.LibraryError, ArgumentError):
+        # `probe` says it.
+        return ()

@@ -12,13 +12,25 @@ import anyflex_cpu
 from anyflex.plugin import ArgumentError
 from anyflex_cpu.structs import ABI
 
-__all__ = ["ABI", "ISA_VARIABLE", "NAMES", "Library", "LibraryError", "find", "load"]
+__all__ = [
+    "ABI",
+    "ISA_VARIABLE",
+    "NAMES",
+    "NEWER_COMPILER",
+    "Library",
+    "LibraryError",
+    "find",
+    "load",
+]
 
 ISA_VARIABLE = "ANYFLEX_CPU_ISA"
 """Names the instruction-set level to run; the best one if unset. Read when the library loads."""
 
 NAMES = ("libanyflex_cpu.so", "anyflex_cpu.dll")
 """What the library is called, on Windows the second."""
+
+NEWER_COMPILER = "install a newer compiler (gcc 12 and clang 14 know all) and anyflex-cpu again"
+"""The cure where the library was built without a level."""
 
 
 class LibraryError(RuntimeError):
@@ -39,7 +51,8 @@ class Library:
 
     Raises:
         LibraryError: it can't be loaded, or has another ABI.
-        ArgumentError: ANYFLEX_CPU_ISA names a level that this processor can't run.
+        ArgumentError: ANYFLEX_CPU_ISA names a level that this processor can't run, or that the
+            library was built without.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,6 +88,7 @@ class Library:
         self._variant = self._function("af_forward_variant", ctypes.c_char_p, ctypes.c_void_p)
         self._isa = self._function("af_isa", ctypes.c_char_p)
         self._available = self._function("af_isa_available", ctypes.c_char_p)
+        self._left_out = self._function("af_isa_left_out", ctypes.c_char_p)
         self._set_isa = self._function("af_set_isa", ctypes.c_int32, ctypes.c_char_p)
         self._share_threads()
         self.level = _text(self._isa())
@@ -118,14 +132,24 @@ class Library:
         return found
 
     def available(self) -> tuple[str, ...]:
-        """Names of the levels that this processor can run, best first."""
+        """Names of the built levels that this processor can run, best first."""
         return tuple(_text(self._available()).split(","))
+
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the levels that this processor can run and that the compiler couldn't build."""
+        return tuple(filter(None, _text(self._left_out()).split(",")))
 
     def set_isa(self, name: str) -> None:
         """Use another level from the next call on, in the whole process.
 
-        Raises ArgumentError for a level that this processor can't run.
+        Raises ArgumentError for a level that this processor can't run, or that isn't built.
         """
+        if name in self.left_out():
+            raise ArgumentError(
+                f"{name!r} is an instruction-set level that the native library was built without: "
+                f"its compiler doesn't know it; there are: {', '.join(self.available())}; "
+                f"{NEWER_COMPILER} for the others"
+            )
         if name not in self.available() or self._set_isa(name.encode()) != 0:
             raise ArgumentError(
                 f"{name!r} is no instruction-set level that this processor can run; it can run: "
@@ -178,8 +202,9 @@ def load() -> Library:
             path = find()
             if path is None:
                 raise LibraryError(
-                    "it was installed without its native library, because no C++ compiler was "
-                    "found; install gcc (or clang) and anyflex-cpu again"
+                    "it was installed without its native library: there was no C++ compiler, or "
+                    "the build failed; install gcc (or clang) and anyflex-cpu again, with "
+                    "ANYFLEX_CPU_REQUIRE_LIBRARY=1 to see why a build fails"
                 )
             _loaded = Library(path)
         return _loaded
