@@ -166,17 +166,18 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
         fingerprint = backend.fingerprint()
     if not isinstance(fingerprint, str):
         raise entry.error(f"is broken: fingerprint() must return a str, got {fingerprint!r}")
+    digest = spec.digest()
     artifacts = disk_cache.artifacts_for(
         plugin=entry.name,
         package=entry.package,
         version=entry.version,
         fingerprint=fingerprint,
-        spec_digest=spec.digest(),
+        spec_digest=digest,
         on_disk=not entry.in_process,
     )
     start = time.perf_counter()
     with isolation.plugin_code(
-        entry.name, entry.distribution, f"compile(spec {spec.digest()[:12]}: {summary(spec)})"
+        entry.name, entry.distribution, f"compile(spec {digest[:12]}: {summary(spec)})"
     ):
         kernel = backend.compile(spec, artifacts)
     if not isinstance(kernel, Kernel):

@@ -6,6 +6,7 @@ operation; int64 in int32 where it is proven to fit (`anyflex_cpu.index_ranges`)
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 
@@ -249,7 +250,12 @@ def _const(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
         # What the type can't hold is infinite in it.
         if abs(value) > torch.finfo(node.dtype).max:
             value = math.copysign(math.inf, value)
-        value = torch.tensor(value, dtype=node.dtype, device="cpu").item()
+        if (
+            node.dtype is torch.float32
+        ):  # nearly always, and making a tensor takes several times as long
+            value = ctypes.c_float(value).value
+        else:
+            value = torch.tensor(value, dtype=node.dtype, device="cpu").item()
     else:
         limits = torch.iinfo(node.dtype)
         value = (int(value) - limits.min) % (1 << limits.bits) + limits.min
