@@ -116,10 +116,12 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
     assert lines_of(0.04, 0.0112) == [f"{targets.SMALL}, graph, forward: 0.893, wanted 0.91"]
 
 
-def test_the_committed_table_is_of_the_committed_report() -> None:
+@pytest.mark.parametrize("backend", ["cuda", "cuda.triton"])
+def test_the_committed_table_is_of_the_committed_report(backend: str) -> None:
     targets = program("gpu_targets")
-    page = REPORT.with_suffix(".md").read_text()
-    assert "\n".join(targets.table(targets.read([REPORT]), "cuda")) in page
+    report = REPORT.with_name(f"h200_{backend.split('.')[-1]}.json")
+    page = report.with_suffix(".md").read_text()
+    assert "\n".join(targets.table(targets.read([report]), backend)) in page
 
 
 def random_calls(*arguments: str) -> subprocess.CompletedProcess[str]:
