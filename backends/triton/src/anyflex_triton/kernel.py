@@ -8,8 +8,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
+from anyflex.plugin import (
+    ArgumentError,
+    Call,
+    GradInputs,
+    Grads,
+    Kernel,
+    Outputs,
+    Saved,
+    Spec,
+    TensorSpec,
+)
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
@@ -128,16 +139,35 @@ class TritonKernel(Kernel):
         return finer_specs(self._made, call, kernel)
 
     def forward(self, call: Call, out: Outputs) -> None:
-        """Fill `out`."""
+        """Fill `out`.
+
+        Raises:
+            ArgumentError: a kernel with the user's options takes more of a core than there is.
+        """
         if out.out.numel() == 0 and (out.lse is None or out.lse.numel() == 0):
             return
-        if self._decodes(call):
-            launch_decode(self._made, call, out)
-        else:
-            launch_prefill(self._made, call, out)
+        try:
+            if self._decodes(call):
+                launch_decode(self._made, call, out)
+            else:
+                launch_prefill(self._made, call, out)
+        except OutOfResources as error:
+            refusal = self._made.refusal("forward", error)
+            if refusal is None:
+                raise
+            raise ArgumentError(refusal) from error
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
-        """Fill `grads`."""
+        """Fill `grads`. Raises as forward does."""
+        try:
+            self._launch_backward(call, saved, grad, grads)
+        except OutOfResources as error:
+            refusal = self._made.refusal("backward", error)
+            if refusal is None:
+                raise
+            raise ArgumentError(refusal) from error
+
+    def _launch_backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         dout = grad.dout
         if call.query.numel() == 0 or call.key.numel() == 0 or call.value.numel() == 0:
             for gradient in (grads.dq, grads.dk, grads.dv):

@@ -301,6 +301,26 @@ class Programs:
             ),
         )
 
+    def refusal(self, direction: Literal["forward", "backward"], error: Any) -> str | None:
+        """Say why the user's options don't do, or None if there are none.
+
+        Args:
+            error: Triton's OutOfResources, of a kernel that takes more of a core than there is.
+        """
+        kernels: tuple[KernelName, ...] = ("keys", "queries")
+        if direction == "forward":
+            kernels = ("forward", "decode")
+        names = {name for kernel in kernels for name in _OPTION_NAMES[kernel]}
+        given = {name: self.overrides[name] for name in sorted(names & self.overrides.keys())}
+        if not given:
+            return None
+        return (
+            f"kernel_options {given} make a {direction} kernel that takes {error.required} of "
+            f"this device's {error.name}, for head dims {self.spec.head_dim} and "
+            f"{self.spec.value_head_dim}; {error.limit} is what there is: give smaller tiles, "
+            "fewer warps or stages, or leave these options out"
+        )
+
     def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
         """The call's mods.
 
