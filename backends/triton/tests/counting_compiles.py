@@ -1,13 +1,16 @@
 """Calls of many lengths, batches and strides, as on an H200; prints each kernel that is compiled.
 
-Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`. Compiling is Triton's own,
-counted by its listener; nothing is launched.
+Run as a script, without TRITON_INTERPRET, by `test_compiled_kernels`: plain calls, which Triton
+compiles, counted by its listener; with `training` causal ones under a soft cap with their
+backward, of which it is counted what Triton is asked to compile. Nothing is launched.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,8 +45,37 @@ def note(*, src: Any, cache_hit: bool, **more: Any) -> None:
         print(src.name, flush=True)
 
 
-def main() -> None:
-    triton.compile = compile_offline
+asked: set[tuple[str, str]] = set()
+
+
+def ask_for(source: Any, options: dict[str, Any]) -> Any:
+    # What has been compiled Triton takes out of its cache.
+    wanted = (source.hash(), repr(sorted(options.items())))
+    if wanted not in asked:
+        asked.add(wanted)
+        print(source.name, flush=True)
+    return SimpleNamespace(run=None)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def call(rows: torch.Tensor, *, training: bool) -> None:
+    if not training:
+        anyflex.flex_attention(rows, rows, rows, backend="cuda.offline")
+        return
+    rows = rows.detach().requires_grad_()
+    length = rows.shape[2]
+    mask = anyflex.create_block_mask(causal, None, None, length, length)
+    out = anyflex.flex_attention(
+        rows, rows, rows, anyflex.mods.softcap(20.0), mask, backend="cuda.offline"
+    )
+    out.backward(torch.zeros_like(out))
+
+
+def main(*, training: bool) -> None:
+    triton.compile = ask_for if training else compile_offline
     # There is no GPU to launch on.
     launch._launch = lambda kernel, grid, arguments: None
     triton.knobs.compilation.listener = note
@@ -53,8 +85,8 @@ def main() -> None:
         for batch, length in itertools.product((1, 2, 5), (1, 15, 16, 17, 128, 1000, 4096)):
             # Rows lie further apart for each batch.
             rows = torch.zeros(batch, 2, length, 64 + 8 * batch, dtype=torch.bfloat16)[..., :64]
-            anyflex.flex_attention(rows, rows, rows, backend="cuda.offline")
+            call(rows, training=training)
 
 
 if __name__ == "__main__":
-    main()
+    main(training="training" in sys.argv)

@@ -43,11 +43,13 @@ def test_what_runs_beside_the_kernels_of_the_table_compiles_and_fits() -> None:
     }
 
 
-def test_lengths_batches_and_strides_compile_once_a_class() -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_lengths_batches_and_strides_compile_once_a_class(training: bool) -> None:
     """Decoding has a kernel for up to 16 rows and one for up to 32, forward one for keys that end
-    where its tiles do and one for others."""
-    done = run(Path(__file__).parent / "counting_compiles.py")
+    where its tiles do and one for others, and so have both kernels of backward."""
+    done = run(Path(__file__).parent / "counting_compiles.py", *["training"] * training)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert sorted(done.stdout.split()) == [
-        "combine_kernel", "decode_kernel", "decode_kernel", "forward_kernel", "forward_kernel",
-    ]  # fmt: skip
+    wanted = ["combine_kernel", *["decode_kernel"] * 2, *["forward_kernel"] * 2]
+    if training:
+        wanted += [*["key_kernel"] * 2, *["query_kernel"] * 2, "row_kernel"]
+    assert sorted(done.stdout.split()) == wanted
