@@ -14,12 +14,14 @@ AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 class TestConformanceOnCpu(Conformance):
     backend = "cpu.torch"
-    expected = "expected_cpu_avx2.txt" if AVX2 else "expected_cpu.txt"
+    expected = "expected_cpu.txt"
     cases = (
         "mods/ignores_score",
         "mods/nan_one_pair",
         "operations/pow_of_ints",
-        "run_time/captured_strides",
+        # What torch 2.13 compiles of it for AVX2 leaves some of out as it finds it, which is right
+        # in some runs and 0 in others: neither a pass nor an expected failure.
+        *(() if AVX2 else ("run_time/captured_strides",)),
     )
 
 
