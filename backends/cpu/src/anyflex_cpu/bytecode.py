@@ -250,9 +250,8 @@ def _const(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
         # What the type can't hold is infinite in it.
         if abs(value) > torch.finfo(node.dtype).max:
             value = math.copysign(math.inf, value)
-        if (
-            node.dtype is torch.float32
-        ):  # nearly always, and making a tensor takes several times as long
+        # Nearly always float32, and a tensor takes several times as long.
+        if node.dtype is torch.float32:
             value = ctypes.c_float(value).value
         else:
             value = torch.tensor(value, dtype=node.dtype, device="cpu").item()

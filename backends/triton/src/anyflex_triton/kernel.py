@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from anyflex.plugin import (
-    ArgumentError,
-    Call,
-    GradInputs,
-    Grads,
-    Kernel,
-    Outputs,
-    Saved,
-    Spec,
-    TensorSpec,
-)
+from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
@@ -152,20 +142,16 @@ class TritonKernel(Kernel):
             else:
                 launch_prefill(self._made, call, out)
         except OutOfResources as error:
-            refusal = self._made.refusal("forward", error)
-            if refusal is None:
-                raise
-            raise ArgumentError(refusal) from error
+            self._made.blame_options("forward", error)
+            raise
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`. Raises as forward does."""
         try:
             self._launch_backward(call, saved, grad, grads)
         except OutOfResources as error:
-            refusal = self._made.refusal("backward", error)
-            if refusal is None:
-                raise
-            raise ArgumentError(refusal) from error
+            self._made.blame_options("backward", error)
+            raise
 
     def _launch_backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         dout = grad.dout

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
-from anyflex.plugin import Call, Spec
+from anyflex.plugin import ArgumentError, Call, Spec
 from anyflex_triton.arguments import (
     Layout,
     descriptor_of,
@@ -301,8 +301,8 @@ class Programs:
             ),
         )
 
-    def refusal(self, direction: Literal["forward", "backward"], error: Any) -> str | None:
-        """Say why the user's options don't do, or None if there are none.
+    def blame_options(self, direction: Literal["forward", "backward"], error: Any) -> None:
+        """Raise ArgumentError from `error` if the user gave options that shape these kernels.
 
         Args:
             error: Triton's OutOfResources, of a kernel that takes more of a core than there is.
@@ -313,13 +313,13 @@ class Programs:
         names = {name for kernel in kernels for name in _OPTION_NAMES[kernel]}
         given = {name: self.overrides[name] for name in sorted(names & self.overrides.keys())}
         if not given:
-            return None
-        return (
+            return
+        raise ArgumentError(
             f"kernel_options {given} make a {direction} kernel that takes {error.required} of "
             f"this device's {error.name}, for head dims {self.spec.head_dim} and "
             f"{self.spec.value_head_dim}; {error.limit} is what there is: give smaller tiles, "
             "fewer warps or stages, or leave these options out"
-        )
+        ) from error
 
     def mods(self, call: Call, even: bool, sums: Sums = "floats") -> Mods:
         """The call's mods.
