@@ -64,7 +64,9 @@ SHARED_KIB: dict[Target, int] = {
 RECORDED: tuple[Target, ...] = ("hopper", "blackwell", "ampere", "amd")
 UNSPILLED_DIM = 128
 """Up to this head dim forward keeps all its registers."""
-PATTERNS = ("plain", "causal", "softcap")
+PATTERNS = ("plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed")
+TRAINED = ("plain", "causal", "learned")
+"""Patterns whose backward is compiled."""
 KERNELS = {
     "forward_kernel": "forward",
     "decode_kernel": "decode",
@@ -221,6 +223,43 @@ def soft_cap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tenso
     return 30.0 * torch.tanh(score / 30.0)
 
 
+def documents(ids: Tensor) -> Callable[..., Tensor]:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (ids[q] == ids[k]) & (q >= k)
+
+    return mask_mod
+
+
+def alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + slopes[h] * (k - q)
+
+    return score_mod
+
+
+def capped_alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    biased = alibi(slopes)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return soft_cap(biased(score, b, h, q, k), b, h, q, k)
+
+    return score_mod
+
+
+def relative_bias(bias: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[h, q - k + LENGTH]
+
+    return score_mod
+
+
+def dense_bias(bias: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + bias[h, q, k]
+
+    return score_mod
+
+
 def learned_bias(bias: Tensor) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score + bias[k]
@@ -256,12 +295,20 @@ def compile_entries(
 
     def needed(pattern: str) -> list[launch.Program]:
         programs.clear()
-        mask = None
-        if pattern != "plain":
-            mask = anyflex.create_block_mask(causal, None, None, LENGTH, LENGTH)
         learns = pattern == "learned"
         bias = torch.zeros(LENGTH, requires_grad=True)
-        score = {"softcap": soft_cap, "learned": learned_bias(bias)}.get(pattern)
+        score = {
+            "softcap": soft_cap,
+            "learned": learned_bias(bias),
+            "alibi": alibi(torch.zeros(1)),
+            "mixed": capped_alibi(torch.zeros(1)),
+            "relative": relative_bias(torch.zeros(1, 2 * LENGTH)),
+            "bias": dense_bias(torch.zeros(1, LENGTH, LENGTH)),
+        }.get(pattern)
+        packed = documents(torch.zeros(LENGTH, dtype=torch.int32))
+        masks = {"plain": None, "documents": packed, "mixed": packed}
+        mask_mod = masks.get(pattern, causal)
+        mask = mask_mod and anyflex.create_block_mask(mask_mod, None, None, LENGTH, LENGTH)
         rows, keys = (
             torch.zeros(1, heads, LENGTH, dim).to(dtype).requires_grad_()
             for heads in (2 if pattern == "causal" else 1, 1)
@@ -278,7 +325,7 @@ def compile_entries(
         torch.use_deterministic_algorithms(learns)
         try:
             out = attention(rows, keys, score_mod=score, block_mask=mask)
-            if pattern != "softcap":
+            if pattern in TRAINED:
                 learning = (rows, keys, *([bias] if learns else []))
                 torch.autograd.grad(out, learning, torch.zeros_like(out))
         finally:

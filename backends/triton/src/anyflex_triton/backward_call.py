@@ -143,13 +143,15 @@ def keys_launch(
     key = ("keys", config, blocks, even, mods.key, wanted, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dk", "dv")
+    by_rows = ("query_rows", "dout_rows")
     if program is None:
         program = made.program(
             key,
             backward_keys.key_kernel,
             {
-                **made.pointers(*names),
+                **made.pointers(*names, *by_rows),
                 **made.descriptors(described, config.block_m, query="D", dout="DV"),
+                **float_pointers("weighing"),
                 "row_values": f"tensordesc<fp32[{config.block_m}]>"
                 if described == "host"
                 else "*fp32",
@@ -174,7 +176,10 @@ def keys_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("query", "dout") if described == "host" else ()),
+            (
+                *aligned(names, layouts, ("query", "dout") if described == "host" else ()),
+                *aligned(by_rows, (layouts[0], layouts[3])),
+            ),
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
@@ -190,6 +195,7 @@ def keys_launch(
             "row_values": descriptor_of_floats(row_values, config.block_m)
             if described == "host"
             else row_values,
+            "query_rows": call.query, "dout_rows": dout, "weighing": row_values,
             "dk": or_else(dk, call.key), "dv": or_else(dv, call.value),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
@@ -230,12 +236,13 @@ def queries_launch(
     key = ("queries", config, blocks, even, mods.key, dq is not None, described, *classes(layouts))
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
+    by_rows = ("key_rows", "value_rows")
     if program is None:
         program = made.program(
             key,
             backward_queries.query_kernel,
             {
-                **made.pointers(*names),
+                **made.pointers(*names, *by_rows),
                 **made.descriptors(described, config.block_n, key="D", value="DV"),
                 **float_pointers("row_values"),
                 **_value_types,
@@ -258,7 +265,10 @@ def queries_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            aligned(names, layouts, ("key", "value") if described == "host" else ()),
+            (
+                *aligned(names, layouts, ("key", "value") if described == "host" else ()),
+                *aligned(by_rows, layouts[1:3]),
+            ),
             config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
@@ -270,6 +280,7 @@ def queries_launch(
             **made.common_values(call, rows),
             "query": call.query, "dout": dout,
             **made.described(described, config.block_n, key=call.key, value=call.value),
+            "key_rows": call.key, "value_rows": call.value,
             "row_values": row_values, "dq": or_else(dq, call.query), "totals": tuple(totals),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,

@@ -8,6 +8,7 @@ import triton.language as tl
 from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
+    FEW,
     bounded_run,
     first_other_step,
     indices,
@@ -113,7 +114,7 @@ def add_to_keys(
 
 @triton.jit
 def key_kernel(
-    query, key, value, dout, row_values, dk, dv, offsets, ends, runs, q_strides, k_strides,
+    query, key, value, dout, row_values, query_rows, dout_rows, weighing, dk, dv, offsets, ends, runs, q_strides, k_strides,
     v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts,
     scale, batch, heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length,
     kv_length, tiles, head_group, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr,
@@ -129,6 +130,8 @@ def key_kernel(
 
     Args:
         row_values: of `row_kernel`, [4, values_in_all].
+        query_rows, dout_rows, weighing: query, dout and row_values by pointers, whatever DESCRIBED
+            says.
         DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
             "kernel": those of query and dout are made here, of a head's rows. None: pointers.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
@@ -243,11 +246,13 @@ def key_kernel(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
                 )
 
-    # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN.
+    # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN. All
+    # steps again, a few rows each (`FEW`).
     odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)
     if tl.maximum(odd, tl.max(tl.max(strange(dv_sum).to(tl.int32), 1), 0)) > 0:
         dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
         dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+        few = tl.arange(0, FEW)
         for stream in range(streams):
             b = stream // GROUP if KV_SHARED else kv_b
             h = kv_head * GROUP + stream % GROUP
@@ -257,23 +262,8 @@ def key_kernel(
                 read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
             else:
                 read = tables
-            if DESCRIBED == "host":
-                q_base = 0
-                do_base = 0
-            else:
-                q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-                do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-            first_row = 0 if DESCRIBED == "kernel" else (b * heads + h) * q_length
-            if DESCRIBED == "kernel":
-                q_rows = tl.make_tensor_descriptor(
-                    q_base, [q_length, DIM], [q_strides[2] * UNITS[0], 1], [BLOCK_M, D]
-                )
-                do_rows = tl.make_tensor_descriptor(
-                    do_base, [q_length, VALUE_DIM], [do_strides[2] * UNITS[3], 1], [BLOCK_M, DV]
-                )
-            else:
-                q_rows = query
-                do_rows = dout
+            q_base = tensor_at(query_rows, q_strides, b, h, UNITS[0])
+            do_base = tensor_at(dout_rows, do_strides, b, h, UNITS[3])
             first_value = (b * heads + h).to(tl.int64) * values_of_head
             if HAS_MASK:
                 run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
@@ -282,14 +272,14 @@ def key_kernel(
                 last_run = 1
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
-                for first in range(begin, end, BLOCK_M):
+                for first in tl.range(begin, end, FEW, num_stages=1):
                     dk_sum, dv_sum = add_to_keys(
-                        dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
-                        do_strides, first_row, first_value, values_in_all, k, v, first,
-                        rows_of_tile, end, q_length, True, full, mod_b, mod_h, kv_idx, shifts,
-                        read, ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD,
-                        MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV,
-                        PRECISION, DESCRIBED, True, True,
+                        dk_sum, dv_sum, query_rows, dout_rows, weighing, q_base, do_base,
+                        q_strides, do_strides, 0, first_value, values_in_all, k, v, first, few,
+                        end, q_length, True, full, mod_b, mod_h, kv_idx, shifts, read, ints,
+                        floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                        VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
+                        None, True, True,
                     )
 
     if WANT_DV:

@@ -8,6 +8,7 @@ import triton.language as tl
 from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.tiles import (
+    FEW,
     bounded_run,
     first_other_step,
     indices,
@@ -73,7 +74,7 @@ def add_to_queries(
 
 @triton.jit
 def query_kernel(
-    query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides, v_strides,
+    query, key, value, dout, row_values, key_rows, value_rows, dq, offsets, ends, runs, q_strides, k_strides, v_strides,
     do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, totals, scale, batch_heads,
     heads, values_of_head, values_in_all, q_length, kv_length, tiles, head_group,
     READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
@@ -88,6 +89,7 @@ def query_kernel(
 
     Args:
         row_values: of `row_kernel`, [4, values_in_all].
+        key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         totals: accumulators of the captured tensors that learn, added to atomically.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
@@ -182,22 +184,25 @@ def query_kernel(
             )
 
     # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN. Far rows have yet
-    # to be computed.
+    # to be computed. All steps again, a few keys each (`FEW`).
     odd = tl.max(strange(dq_sum).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32)
     if tl.max(odd, 0) > 0:
         careful = row_values + values_in_all + at
         top = tl.load(careful, mask=rows < end_row, other=0.0)
         size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))
         dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
+        few = tl.arange(0, FEW)
+        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
+        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-            for first in range(begin, end, BLOCK_N):
+            for first in tl.range(begin, end, FEW, num_stages=1):
                 dq_sum = add_to_queries(
-                    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do,
-                    lse2, d, top, size, first, columns, end, kv_length, True, full, mod_b, mod_h,
+                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, 0, q, do,
+                    lse2, d, top, size, first, few, end, kv_length, True, full, mod_b, mod_h,
                     q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
                     SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV,
-                    UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, True, True,
+                    UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
                 )
 
     if WANT_DQ:

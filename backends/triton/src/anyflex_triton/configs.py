@@ -64,7 +64,7 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (
-            (_c(64, 128, 4, 3), _o(64, 64, 4, 3), _c(64, 64, 8, 2)),
+            (_c(64, 64, 4, 3), _o(64, 64, 4, 3), _c(64, 64, 8, 2)),
             (_r(64, 16, 8, 2), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
         ),
         "decode": (
@@ -100,7 +100,7 @@ _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ..
     },
     "amd": {
         "forward": (
-            (_c(128, 64, 4, 2), _c(128, 32, 8, 1), _c(64, 32, 4, 1)),
+            (_c(128, 64, 4, 2), _c(64, 32, 4, 1), _c(64, 32, 4, 1)),
             (_c(64, 32, 4, 1), _c(64, 32, 4, 1), _c(32, 16, 4, 1)),
         ),
         "decode": (
@@ -150,14 +150,30 @@ _TABLE["blackwell"] = {
     ),
 }
 
+# Forward of 16-bit types with a score mod that reads an element for each pair of a query and a
+# key, head dims up to 64 and 128: those elements, and where they are, take registers and shared
+# memory beside the tiles. With the entries above Hopper spills up to 0.8 KiB a thread, and its
+# products wait for each other; Ampere lacks shared memory for three stages.
+_READING_PAIRS: dict[Target, tuple[Config, Config]] = {
+    "hopper": (_c(64, 64, 4, 2), _c(64, 32, 4, 2)),
+    "ampere": (_c(128, 64, 8, 2), _c(64, 32, 8, 2)),
+}
 
-def config_for(target: Target, kernel: KernelName, head_dim: int, itemsize: int) -> Config:
+
+def config_for(
+    target: Target, kernel: KernelName, head_dim: int, itemsize: int, reads_pairs: bool = False
+) -> Config:
     """Return the table's entry.
 
     Args:
         head_dim: the larger of E and Ev.
         itemsize: bytes of an element.
+        reads_pairs: whether the score mod reads what neither a row nor a key alone decides.
     """
+    if reads_pairs and kernel == "forward" and itemsize == 2 and head_dim <= 128:
+        others = _READING_PAIRS.get(target)
+        if others is not None:
+            return others[0 if head_dim <= 64 else 1]
     of_kernel = _TABLE[target][kernel]
     by_width = of_kernel[0 if itemsize == 2 else 1]
     return by_width[0 if head_dim <= 64 else 1 if head_dim <= 128 else 2]

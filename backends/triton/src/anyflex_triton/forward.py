@@ -10,6 +10,7 @@ import triton.language as tl
 
 from anyflex_triton.tiles import (
     FAR,
+    FEW,
     LOG2E,
     bounded_run,
     first_other_step,
@@ -36,9 +37,6 @@ __all__ = [
     "tile_of_program",
     "unit_of_scores",
 ]
-
-FEW = tl.constexpr(16)
-"""Keys of a step where some value isn't finite: the least that products take."""
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -351,8 +349,7 @@ def forward_kernel(
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
     # of far rows are none. All steps again, a few keys each, and twice, first for the largest
-    # scores, as these products have them: what hardly ever runs should be compiled soon, not run
-    # soon.
+    # scores, as these products have them.
     odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
     if tl.max(odd, 0) > 0:
         few = tl.arange(0, FEW)
@@ -365,7 +362,7 @@ def forward_kernel(
             acc = tl.zeros([BLOCK_M, DV], tl.float32)
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-                for first in range(begin, end, FEW):
+                for first in tl.range(begin, end, FEW, num_stages=1):
                     acc, highest, total = careful_step(
                         acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
                         first + few, end, full, mod_b, mod_h, q_idx, kv_length, shifts, tables,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 __all__ = [
     "FAR",
+    "FEW",
     "FULL",
     "LOG2E",
     "PARTIAL",
@@ -45,6 +46,9 @@ FAR = tl.constexpr(1048576.0)
 times unit as that is rounded: all weights of a row are off by one factor then, which the softmax
 divides out. From here on that factor may be far from 1, from 2^30 no float holds it, and the
 product overflows for such scores as the lowest float, of which masks are made."""
+FEW = tl.constexpr(16)
+"""Rows or keys of a step where something isn't finite or a row is far: the least that products
+take. What hardly ever runs should be compiled soon, not run soon."""
 LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
@@ -257,11 +261,11 @@ def strange_sum(seen, v):
         seen: [M, N], whether a row sees a key.
     """
     tl.static_assert(v.shape[0] < 256)
-    # Infinities count 1 / 256, negative ones 1, NaNs 256: one product of halves counts all three.
+    # Infinities count 1 / 256, negative ones 1, NaNs as one of each: a product of halves counts all.
     counted = tl.where(v == float("inf"), 0.00390625, 0.0)
     counted = tl.where(v == float("-inf"), 1.0, counted)
-    counted = tl.where(v != v, 256.0, counted)
+    counted = tl.where(v != v, 1.00390625, counted)
     count = tl.dot(seen.to(tl.float16), counted.to(tl.float16), input_precision="ieee")
-    mixed = (count >= 256.0) | ((count >= 1.0) & (count != tl.floor(count)))
-    total = tl.where(count >= 1.0, float("-inf"), tl.where(count > 0.0, float("inf"), 0.0))
-    return tl.where(mixed, float("nan"), total)
+    negative = tl.floor(count)
+    infinite = tl.where(count > negative, float("inf"), 0.0)
+    return infinite + tl.where(negative > 0.0, float("-inf"), 0.0)
