@@ -1,13 +1,14 @@
 """What Triton's compilers make of every entry of the portable kernels' table; no GPU is needed.
 
     python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32]
-        [--dims 64,128,256] [--patterns plain,causal,softcap]
+        [--dims 64,128,256] [--patterns plain,causal,documents]
         [--kernels forward,decode,keys,queries] [--record | --compare] [--brief]
 
 Each kernel of the table is compiled with the table's configuration: forward and backward's two
 without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
-with causal; forward also with a soft cap and a causal mask (softcap). Where they are asked for:
-rows, combine, kinds, runs and totals, which run beside those; the last three with a finer causal
+with causal; forward also with a causal mask and a soft cap (softcap), ALiBi (alibi), a bias by
+relative position (relative) or by row and key (bias), with packed documents (documents), and with
+ALiBi under a soft cap and packed documents (mixed). Where they are asked for: rows, combine, kinds, runs and totals, which run beside those; the last three with a finer causal
 mask and a captured tensor whose gradient repeats bit for bit (learned).
 Prints a line a kernel: registers, bytes of registers kept in memory (spills), and where those are:
 of each innermost loop with products, how many instructions it has, and how many of them move
