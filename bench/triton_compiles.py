@@ -8,8 +8,9 @@ Each kernel of the table is compiled with the table's configuration: forward and
 without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
 with causal; forward also with a causal mask and a soft cap (softcap), ALiBi (alibi), a bias by
 relative position (relative) or by row and key (bias), with packed documents (documents), and with
-ALiBi under a soft cap and packed documents (mixed). Where they are asked for: rows, combine, kinds, runs and totals, which run beside those; the last three with a finer causal
-mask and a captured tensor whose gradient repeats bit for bit (learned).
+ALiBi under a soft cap and packed documents (mixed). Where they are asked for: rows, combine,
+kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
+captured tensor whose gradient repeats bit for bit (learned).
 Prints a line a kernel: registers, bytes of registers kept in memory (spills), and where those are:
 of each innermost loop with products, how many instructions it has, and how many of them move
 spilled registers. `--record` writes the lines to bench/results/triton_compiles.json, in place of

@@ -261,7 +261,8 @@ def strange_sum(seen, v):
         seen: [M, N], whether a row sees a key.
     """
     tl.static_assert(v.shape[0] < 256)
-    # Infinities count 1 / 256, negative ones 1, NaNs as one of each: a product of halves counts all.
+    # Infinities count 1 / 256, negative ones 1, NaNs as one of each: one product of halves counts
+    # all three.
     counted = tl.where(v == float("inf"), 0.00390625, 0.0)
     counted = tl.where(v == float("-inf"), 1.0, counted)
     counted = tl.where(v != v, 1.00390625, counted)
