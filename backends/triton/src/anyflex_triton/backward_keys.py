@@ -116,9 +116,9 @@ def add_to_keys(
 def key_kernel(
     query, key, value, dout, row_values, query_rows, dout_rows, weighing, dk, dv, offsets, ends,
     runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides,
-    tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all, kv_batch_heads, kv_heads, q_length,
-    kv_length, tiles, head_group, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all,
+    kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, READ_ROWS: tl.constexpr,
+    READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
     MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,

@@ -76,8 +76,8 @@ def add_to_queries(
 def query_kernel(
     query, key, value, dout, row_values, key_rows, value_rows, dq, offsets, ends, runs, q_strides,
     k_strides, v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts,
-    totals, scale, batch_heads, heads, values_of_head, values_in_all, q_length, kv_length, tiles, head_group,
-    READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    totals, scale, batch_heads, heads, values_of_head, values_in_all, q_length, kv_length, tiles,
+    head_group, READ_ROWS: tl.constexpr, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
