@@ -167,8 +167,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     mods = made.mods(call, False)
-    # Descriptors as arguments take as long.
-    described = "kernel" if made.describer(call.key, call.value) == "kernel" else None
+    described = made.own_describer(call.key, call.value)
     key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
@@ -210,6 +209,8 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
             "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
             "split_length": -(-pieces // splits) * config.block_n,
         },
+        (),
+        made.bare(call.query.device),
     )  # fmt: skip
 
 
@@ -258,4 +259,6 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
             "o_strides": o_layout.strides, "scale": call.scale, "heads": heads,
             "q_length": length, "splits": partial_out.shape[3],
         },
+        (),
+        made.bare(call.query.device),
     )  # fmt: skip

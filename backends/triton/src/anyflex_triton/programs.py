@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from anyflex.plugin import ArgumentError, Call, Spec
@@ -18,6 +19,7 @@ from anyflex_triton.arguments import (
     layout_of,
 )
 from anyflex_triton.configs import Config, KernelName, Target, around, config_for, fitted
+from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
     Launch,
@@ -171,6 +173,7 @@ class Programs:
         self.common_types = _common_types(spec)
         self.tuner = tuner
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
+        self._bare: dict[int | None, FixedArguments] = {}
         self._lock = threading.Lock()
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
@@ -412,10 +415,21 @@ class Programs:
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
         if fits and self.target in _DESCRIBING and all(map(is_described, tensors)):
             return "host"
+        return self.own_describer(*tensors)
+
+    def own_describer(self, *tensors: Tensor) -> Literal["kernel"] | None:
+        """As `describer`, where descriptors as arguments are no faster."""
         # Intel's compiler makes 2D block loads of those that a kernel makes itself.
         if self.target == "xpu" and all(map(is_blocked, tensors)):
             return "kernel"
         return None
+
+    def bare(self, device: torch.device) -> FixedArguments:
+        """What launches kernels without descriptors, past Triton's own launcher where it can."""
+        found = self._bare.get(device.index)
+        if found is None:
+            found = self._bare.setdefault(device.index, FixedArguments({}))
+        return found
 
     def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
         if described != "host":
