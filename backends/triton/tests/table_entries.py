@@ -9,11 +9,13 @@ from pathlib import Path
 
 from anyflex_triton.configs import _TABLE, Target
 
-__all__ = ["compiled", "entries", "run"]
+__all__ = ["READING", "compiled", "entries", "run"]
 
 TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
 TYPES = ("bfloat16", "float32")
 DIMS = (64, 128, 256)
+READING = ("documents", "alibi", "relative", "bias", "mixed")
+"""The tool's patterns whose mods read tensors."""
 
 
 def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
