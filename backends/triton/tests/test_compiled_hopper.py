@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from table_entries import READING, compiled, entries
 
+from anyflex_triton.configs import _READING_PAIRS
+
 
 def test_every_entry_compiles_and_fits() -> None:
     found = compiled("hopper", "causal")
@@ -21,5 +23,9 @@ def test_every_entry_compiles_and_fits() -> None:
 
 def test_forward_spills_nothing_whatever_mods_read() -> None:
     found = compiled("hopper", ",".join(READING), "forward", ("bfloat16",), (64, 128))
-    # Documents and biases have tiles of their own.
-    assert len(found) > 3
+    for dim, config in zip((64, 128), _READING_PAIRS["hopper"], strict=True):
+        options = config.options
+        assert (
+            f"hopper bfloat16 {dim} forward {config.block_m}x{config.block_n} "
+            f"warps={options.num_warps} stages={options.num_stages}"
+        ) in found

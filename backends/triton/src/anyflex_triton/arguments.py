@@ -16,6 +16,7 @@ __all__ = [
     "descriptor_of",
     "descriptor_of_floats",
     "enter_device",
+    "facts_of",
     "is_blocked",
     "is_described",
     "is_described_whole",
@@ -46,6 +47,12 @@ class Layout:
     strides: tuple[int, int, int, int]
     unit: int
     scattered: bool
+
+
+def facts_of(tensor: Tensor) -> tuple[object, ...]:
+    """What `layout_of`, `is_blocked` and the like follow from, but a tensor's type."""
+    alignment = tensor.data_ptr() % _BLOCK_BYTES
+    return tensor.shape, tensor.stride(), alignment, tensor.device.index
 
 
 def layout_of(tensor: Tensor) -> Layout:

@@ -151,7 +151,7 @@ def keys_launch(
             {
                 **made.pointers(*names, *by_rows),
                 **made.descriptors(described, config.block_m, query="D", dout="DV"),
-                **float_pointers("weighing"),
+                **float_pointers("values_by_row"),
                 "row_values": f"tensordesc<fp32[{config.block_m}]>"
                 if described == "host"
                 else "*fp32",
@@ -195,7 +195,7 @@ def keys_launch(
             "row_values": descriptor_of_floats(row_values, config.block_m)
             if described == "host"
             else row_values,
-            "query_rows": call.query, "dout_rows": dout, "weighing": row_values,
+            "query_rows": call.query, "dout_rows": dout, "values_by_row": row_values,
             "dk": or_else(dk, call.key), "dv": or_else(dv, call.value),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,

@@ -114,8 +114,8 @@ def add_to_keys(
 
 @triton.jit
 def key_kernel(
-    query, key, value, dout, row_values, query_rows, dout_rows, weighing, dk, dv, offsets, ends,
-    runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides,
+    query, key, value, dout, row_values, query_rows, dout_rows, values_by_row, dk, dv, offsets,
+    ends, runs, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, mask_strides,
     tables, ints, floats, shifts, scale, batch, heads, values_of_head, values_in_all,
     kv_batch_heads, kv_heads, q_length, kv_length, tiles, head_group, READ_ROWS: tl.constexpr,
     READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
@@ -130,8 +130,8 @@ def key_kernel(
 
     Args:
         row_values: of `row_kernel`, [4, values_in_all].
-        query_rows, dout_rows, weighing: query, dout and row_values by pointers, whatever DESCRIBED
-            says.
+        query_rows, dout_rows, values_by_row: query, dout and row_values by pointers, whatever
+            DESCRIBED says.
         DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
             "kernel": those of query and dout are made here, of a head's rows. None: pointers.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
@@ -274,7 +274,7 @@ def key_kernel(
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in tl.range(begin, end, FEW, num_stages=1):
                     dk_sum, dv_sum = add_to_keys(
-                        dk_sum, dv_sum, query_rows, dout_rows, weighing, q_base, do_base,
+                        dk_sum, dv_sum, query_rows, dout_rows, values_by_row, q_base, do_base,
                         q_strides, do_strides, 0, first_value, values_in_all, k, v, first, few,
                         end, q_length, True, full, mod_b, mod_h, kv_idx, shifts, read, ints,
                         floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,

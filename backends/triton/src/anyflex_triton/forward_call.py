@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
-from anyflex_triton.arguments import layout_of
+from anyflex_triton.arguments import facts_of, layout_of
 from anyflex_triton.configs import Config
-from anyflex_triton.launch import Launch, Options, launch_all
+from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows, rows_for
 from anyflex_triton.programs import (
     MaskRows,
+    Mods,
     Programs,
     aligned,
     classes,
@@ -160,13 +163,37 @@ def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     _combine_launch(made, call, out).run(device)
 
 
+class _Shaped(NamedTuple):
+    """What follows from the shapes, strides and alignment of a decoding call's tensors.
+
+    Args:
+        program, grid: as `Launch`'s.
+        values: of arguments that are neither tensors nor mods'.
+    """
+
+    program: Program
+    grid: int
+    values: Mapping[str, object]
+
+
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
+    mods = made.mods(call, False)
+    tensors = (call.query, call.key, call.value)
+    key = ("decode", config, mods.key, mask_shape(call), *map(facts_of, tensors))
+    shaped = made.remembered(key, partial(_shaped_split, made, call, mods, config))
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values.update(shaped.values)
+    values["query"], values["key"], values["value"] = tensors
+    values["partial_out"], values["partial_sums"] = out.workspace
+    return Launch(shaped.program, shaped.grid, values, (), made.bare(call.query.device))
+
+
+def _shaped_split(made: Programs, call: Call, mods: Mods, config: Config) -> _Shaped:
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
     packed = packed_heads(made.spec, mask_shape(call))
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
-    mods = made.mods(call, False)
     described = made.own_describer(call.key, call.value)
     key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
@@ -195,32 +222,40 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
             config.options,
         )
     splits = split_count(made, call)
-    partial_out, partial_sums = out.workspace
     pieces = -(-max(keys, 1) // config.block_n)
-    return Launch(
+    return _Shaped(
         program,
         batch * (heads // packed) * splits,
         {
-            **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
-            "query": call.query, "key": call.key, "value": call.value,
-            "partial_out": partial_out, "partial_sums": partial_sums,
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides,
             "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
             "split_length": -(-pieces // splits) * config.block_n,
         },
-        (),
-        made.bare(call.query.device),
     )  # fmt: skip
 
 
 def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
-    spec = made.spec
-    batch, heads, length = call.query.shape[:3]
-    o_layout = layout_of(out.out)
     partial_out, partial_sums = out.workspace
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
+    key = ("combine", scored, tops is not None, facts_of(out.out), facts_of(partial_out))
+    shaped = made.remembered(key, partial(_shaped_combination, made, out, scored))
+    values = {
+        **shaped.values,
+        "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
+        "rest": or_else(rest, out.out), "tops": or_else(tops, partial_sums),
+        "lse": or_else(out.lse, partial_sums),
+        "max_scores": or_else(out.max_scores, partial_sums), "scale": call.scale,
+    }  # fmt: skip
+    return Launch(shaped.program, shaped.grid, values, (), made.bare(call.query.device))
+
+
+def _shaped_combination(made: Programs, out: Outputs, scored: bool) -> _Shaped:
+    spec = made.spec
+    batch, heads, length, splits = out.workspace[0].shape[:4]
+    o_layout = layout_of(out.out)
+    rest, tops = kept_of(out.saved)
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
@@ -248,17 +283,10 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
             (),
             Options(4, 1),
         )
-    return Launch(
+    return _Shaped(
         program,
         batch * heads * length,
         {
-            "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
-            "rest": or_else(rest, out.out), "tops": or_else(tops, partial_sums),
-            "lse": or_else(out.lse, partial_sums),
-            "max_scores": or_else(out.max_scores, partial_sums),
-            "o_strides": o_layout.strides, "scale": call.scale, "heads": heads,
-            "q_length": length, "splits": partial_out.shape[3],
+            "o_strides": o_layout.strides, "heads": heads, "q_length": length, "splits": splits,
         },
-        (),
-        made.bare(call.query.device),
     )  # fmt: skip

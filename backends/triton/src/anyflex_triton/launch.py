@@ -362,7 +362,7 @@ class Launch(NamedTuple):
     Args:
         values: as `Program.launch`'s.
         sums: tensors that are zeros before and are added to; others are overwritten.
-        fixed: the other arguments, where `values` aren't all.
+        fixed: what launches it, with the arguments that `values` lack, if any.
     """
 
     program: Program

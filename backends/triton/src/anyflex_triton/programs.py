@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,10 @@ __all__ = [
     "tile_count",
 ]
 
+T = TypeVar("T")
+
+_REMEMBERED = 512
+"""Keys: the shapes of a model's calls, and some hundred lengths of a growing cache."""
 _HEAD_GROUP_BYTES = 16 << 20
 """Keys and values of the heads that run at a time: a part of the second cache."""
 _LARGEST_CAP = 256.0
@@ -174,6 +178,7 @@ class Programs:
         self.tuner = tuner
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._bare: dict[int | None, FixedArguments] = {}
+        self._remembered: dict[object, object] = {}
         self._lock = threading.Lock()
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
@@ -264,13 +269,15 @@ class Programs:
         dims = max(spec.head_dim, spec.value_head_dim)
         is_half = spec.dtype.itemsize == 2
         wide = 64 < dims <= 128 and is_half
-        if name == "forward" and dims <= 64 and is_half and spec.mask_kind == "none":
-            # Measured on an H200: 5 to 7 % faster without a mask, 8 % slower with one.
+        is_plain = spec.mask_kind == "none" and spec.score_graph is None
+        if name == "forward" and dims <= 64 and is_half and is_plain:
+            # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
             return Config(64, 128, Options(4, 2))
         if name == "keys" and (spec.gqa_ratio > 1 or spec.kv_broadcast):
             # The loop over query heads takes the registers that the larger tile needs: products
             # would wait for each other (ptxas: C7512). The smaller leaves room for a third stage,
-            # 11 % faster on an H200. Narrow heads have the registers, and are 21 % faster.
+            # 11 % faster on an H200. Narrow heads spill a few bytes, no product waits, and the
+            # larger is 21 % faster.
             if wide:
                 return Config(32, 64, Options(4, 3))
             if dims > 64 or not is_half:
@@ -387,6 +394,16 @@ class Programs:
             )
         )
 
+    def remembered(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for this key, which says all that it depends on, or returns now.
+        Of too many keys, such as lengths that grow with each call, all are forgotten."""
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[key] = make()
+        return cast("T", found)
+
     def program(
         self,
         key: object,
@@ -425,7 +442,8 @@ class Programs:
         return None
 
     def bare(self, device: torch.device) -> FixedArguments:
-        """What launches kernels without descriptors, past Triton's own launcher where it can."""
+        """What launches kernels that are given no descriptors, with arguments of any shape, past
+        Triton's own launcher where it can."""
         found = self._bare.get(device.index)
         if found is None:
             found = self._bare.setdefault(device.index, FixedArguments({}))
