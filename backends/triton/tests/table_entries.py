@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anyflex_triton.configs import _TABLE, Target
+from anyflex_triton.configs import _TABLE, Config, KernelName, Target
 
-__all__ = ["READING", "compiled", "entries", "run"]
+__all__ = ["READING", "compiled", "entries", "named", "run"]
 
 TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
 TYPES = ("bfloat16", "float32")
@@ -47,11 +47,18 @@ def compiled(
     return {" ".join((*words[:4], *words[5:8])) for words in lines}
 
 
+def named(target: Target, dtype: str, dim: int, kernel: KernelName, config: Config) -> str:
+    """A kernel with a configuration, as `compiled` and `entries` name it."""
+    return (
+        f"{target} {dtype} {dim} {kernel} {config.block_m}x{config.block_n} "
+        f"warps={config.options.num_warps} stages={config.options.num_stages}"
+    )
+
+
 def entries(target: Target) -> set[str]:
     """All of the table for a target."""
     return {
-        f"{target} {dtype} {dim} {kernel} {config.block_m}x{config.block_n} "
-        f"warps={config.options.num_warps} stages={config.options.num_stages}"
+        named(target, dtype, dim, kernel, config)
         for kernel, by_type in _TABLE[target].items()
         for dtype, by_dim in zip(TYPES, by_type, strict=True)
         for dim, config in zip(DIMS, by_dim, strict=True)

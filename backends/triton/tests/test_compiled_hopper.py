@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import READING, compiled, entries
+from table_entries import READING, compiled, entries, named
 
 from anyflex_triton.configs import _READING_PAIRS
 
@@ -24,8 +24,4 @@ def test_every_entry_compiles_and_fits() -> None:
 def test_forward_spills_nothing_whatever_mods_read() -> None:
     found = compiled("hopper", ",".join(READING), "forward", ("bfloat16",), (64, 128))
     for dim, config in zip((64, 128), _READING_PAIRS["hopper"], strict=True):
-        options = config.options
-        assert (
-            f"hopper bfloat16 {dim} forward {config.block_m}x{config.block_n} "
-            f"warps={options.num_warps} stages={options.num_stages}"
-        ) in found
+        assert named("hopper", "bfloat16", dim, "forward", config) in found
