@@ -36,6 +36,7 @@ class TestInInterpreter(Conformance):
         if WHOLE
         else (
             "aux/*",
+            "determinism/scratch",
             "forward/*",
             "backward/*",
             "decode/*",

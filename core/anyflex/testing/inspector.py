@@ -52,6 +52,7 @@ class Journal:
         artifacts: what kernels are compiled with, in place of the registry's.
         watching: False lets kernels run on core's own memory, unchecked: the checks read values,
             for which the host waits.
+        poisons: False lets saved outputs and workspaces hold zeros, not NaN, before a launch.
         index_offsets: of each call, None for what core gives.
     """
 
@@ -64,6 +65,7 @@ class Journal:
     workspaces: list[tuple[str, tuple[TensorSpec, ...]]] = field(default_factory=list)
     artifacts: Artifacts | None = None
     watching: bool = True
+    poisons: bool = True
     index_offsets: tuple[int, int, int, int] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -302,7 +304,7 @@ class _Watch:
 
     def scratch(self, name: str, tensor: Tensor, spec: TensorSpec) -> Tensor:
         """Return guarded memory in place of a workspace or a saved output."""
-        guarded = Guarded(tensor, poison=not spec.zeroed)
+        guarded = Guarded(tensor, poison=self._journal.poisons and not spec.zeroed)
         self._scratch.append((name, tensor, guarded))
         return guarded.tensor
 

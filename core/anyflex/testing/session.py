@@ -76,6 +76,15 @@ class Session:
             self.journal.watching = True
 
     @contextmanager
+    def zeroed_scratch(self) -> Iterator[None]:
+        """Let saved outputs and workspaces hold zeros before launches in the body, not NaN."""
+        self.journal.poisons = False
+        try:
+            yield
+        finally:
+            self.journal.poisons = True
+
+    @contextmanager
     def index_offsets(self, b: int, h: int, q_idx: int, kv_idx: int) -> Iterator[None]:
         """Let calls in the body have these offsets, which no argument of a user's sets yet."""
         self.journal.index_offsets = (b, h, q_idx, kv_idx)

@@ -109,12 +109,14 @@ def row_kernel(
     WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
     HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
-    """row_values [4, B, Hq, values_of_head], of which L are used: lse in powers of two, +inf in
-    rows without a live key so that weights become 0, NaN in far ones; what CAREFUL steps take: of
-    far rows the largest score and the logarithm of the sum relative to it, of others 0 and lse;
-    then, where WANT_DELTA, delta = sum(out * dout) - dlse, 0 in rows without a live key.
+    """row_values [4, B, Hq, values_of_head]: lse in powers of two, +inf in rows without a live key
+    so that weights become 0, NaN in far ones; what CAREFUL steps take: of far rows the largest
+    score and the logarithm of the sum relative to it, of others 0 and lse; then, where WANT_DELTA,
+    delta = sum(out * dout) - dlse, 0 in rows without a live key.
 
     Args:
+        values_of_head: L, or a little more: descriptors load those past the last row too, which
+            are as rows without a live key, for 0 times a NaN would be one.
         out, rest, tops: what forward stored, what rounding took from it, and `forward_kernel`'s.
         given: the sum, where IS_GIVEN.
         SCORED: there is a score mod.
@@ -124,11 +126,12 @@ def row_kernel(
     bh = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < q_length
+    stored = rows < values_of_head
     at = bh.to(tl.int64) * q_length + rows
     value_at = bh.to(tl.int64) * values_of_head + rows
-    natural = tl.load(lse + at, mask=inside, other=0.0)
+    natural = tl.load(lse + at, mask=inside, other=float("-inf"))
     store_weighing(
-        natural, tops, row_values, value_at, at, inside, inside, values_in_all, scale, SCORED,
+        natural, tops, row_values, value_at, at, inside, stored, values_in_all, scale, SCORED,
         IS_GIVEN,
     )
     if not WANT_DELTA:
@@ -138,7 +141,7 @@ def row_kernel(
         rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
     )
     sums = tl.where(natural == float("-inf"), 0.0, sums)
-    tl.store(row_values + 3 * values_in_all + value_at, sums, mask=inside)
+    tl.store(row_values + 3 * values_in_all + value_at, sums, mask=stored)
 
 
 @triton.jit

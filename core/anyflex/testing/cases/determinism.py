@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from anyflex.testing.attention_case import AttentionCase, Drawn
@@ -43,6 +46,17 @@ def _forward(session: Session) -> str | None:
     return None
 
 
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+
+
 def _mode_case(session: Session, length: int) -> AttentionCase:
     gradients = differentiable(session, captured=True)
     name = "scatter_collide" if "captured" in gradients else "identity"
@@ -58,13 +72,38 @@ def _mode_case(session: Session, length: int) -> AttentionCase:
     quick=True,
 )
 def _mode(session: Session) -> str | None:
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with _deterministic():
         # Many additions into two addresses: another order of them is another sum.
         _repeat(session, _mode_case(session, 512), 4)
         compare(session, _mode_case(session, 80))
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+    return None
+
+
+def _require_scratch_unread(session: Session, case: AttentionCase) -> None:
+    drawn: Drawn = case.draw(session.device)
+    found = by_backend(case, drawn, session.name, session.device)
+    with session.zeroed_scratch():
+        again = by_backend(case, drawn, session.name, session.device)
+    for name, tensor in found.items():
+        session.require(
+            same_bytes(tensor, again[name]),
+            f"{name} is other bits where memory that the kernels work in held zeros, not NaN",
+        )
+
+
+@behaviour(
+    CASES,
+    "determinism/scratch",
+    "what workspaces and saved outputs held before a launch changes no bit of a result",
+    quick=True,
+)
+def _scratch(session: Session) -> str | None:
+    # Rows that fill tiles, that fill 16 bytes, and that fill neither; then few of them.
+    few = (1, 5) if session.backend.capabilities.decode else ()
+    for length in (80, 84, 85, *few):
+        changes = {"q_length": length, "kv_length": 159, "batch": 2}
+        forward = plain(session, "forward", gradients=frozenset(), **changes)
+        _require_scratch_unread(session, forward)
+        with _deterministic():
+            _require_scratch_unread(session, plain(session, "backward", **changes))
     return None
