@@ -50,9 +50,8 @@ class Layout:
 
 
 def facts_of(tensor: Tensor) -> tuple[object, ...]:
-    """What `layout_of`, `is_blocked` and the like follow from, but a tensor's type."""
-    alignment = tensor.data_ptr() % _BLOCK_BYTES
-    return tensor.shape, tensor.stride(), alignment, tensor.device.index
+    """What `layout_of`, `is_blocked` and the like follow from, but a tensor's type and device."""
+    return tensor.shape, tensor.stride(), tensor.data_ptr() % _BLOCK_BYTES
 
 
 def layout_of(tensor: Tensor) -> Layout:

@@ -47,8 +47,8 @@ def scores_of_tile(
 
 @triton.jit
 def decode_kernel(
-    query, key, value, partial_out, partial_sums, offsets, ends, runs, q_strides, k_strides,
-    v_strides, mask_strides, tables, ints, floats, shifts, scale, heads, q_length, kv_length,
+    query, key, value, partial_out, offsets, ends, runs, q_strides, k_strides, v_strides,
+    mask_strides, tables, ints, floats, shifts, scale, sums_at, heads, q_length, kv_length,
     splits, split_length, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
     KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -58,9 +58,9 @@ def decode_kernel(
     """One program a split of the keys of PACKED query heads (GROUP of them, or 1).
 
     Args:
-        partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top.
-        partial_sums: [B, Hq, L, splits, 3], float32: the largest score, the sum of weights
-            relative to it, 1 if a score is NaN.
+        partial_out: [B, Hq, L, splits, Ev], float32, relative to its own top; from its element
+            `sums_at` on [B, Hq, L, splits, 3]: the largest score, the sum of weights relative to
+            it, 1 if a score is NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
         DESCRIBED: "kernel": descriptors of key and value are made here. None: pointers.
     """
@@ -192,6 +192,7 @@ def decode_kernel(
             top = new_top
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
+    partial_sums = partial_out + sums_at
     tl.store(partial_sums + at * 3, top, mask=inside)
     tl.store(partial_sums + at * 3 + 1, total, mask=inside)
     tl.store(partial_sums + at * 3 + 2, nans.to(tl.float32), mask=inside)
@@ -243,13 +244,19 @@ def store_row(
 
 @triton.jit
 def combine_kernel(
-    partial_out, partial_sums, out, rest, tops, lse, max_scores, o_strides, scale, heads, q_length,
+    partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sums_at, heads, q_length,
     splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
     WANT_TOPS: tl.constexpr,
 ):
-    """One program a query row: the splits' sums, in their order, SPLITS at a time."""
+    """One program a query row: the splits' sums, in their order, SPLITS at a time.
+
+    Args:
+        partial_out, sums_at: `decode_kernel`'s.
+        the others: `store_row`'s.
+    """
     at = tl.program_id(0).to(tl.int64)
+    partial_sums = partial_out + sums_at
     index = tl.arange(0, SPLITS)
     top = float("-inf")
     for first in range(0, splits, SPLITS):

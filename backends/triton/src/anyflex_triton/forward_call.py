@@ -52,13 +52,23 @@ def mask_shape(call: Call) -> tuple[int, ...] | None:
     return None if call.mask is None else call.mask.offsets.shape
 
 
-def split_count(made: Programs, call: Call) -> int:
-    """How many splits the keys of a decoding call are cut into."""
-    batch, heads = call.query.shape[:2]
-    units = batch * (heads // packed_heads(made.spec, mask_shape(call)))
-    keys = call.key.shape[2]
+def split_count(
+    spec: Spec,
+    device: torch.device,
+    query: tuple[int, ...],
+    keys: int,
+    mask: tuple[int, ...] | None,
+) -> int:
+    """How many splits the keys of a decoding call are cut into.
+
+    Args:
+        query: its shape.
+        keys: S.
+        mask: of `mask_shape`.
+    """
+    units = query[0] * (query[1] // packed_heads(spec, mask))
     # Rounded down: what runs last, alone, costs more than a core with one program.
-    wanted = _PROGRAMS_A_CORE * _cores(call.query.device) // max(units, 1)
+    wanted = _PROGRAMS_A_CORE * _cores(device) // max(units, 1)
     return max(1, min(wanted, keys // _LEAST_SPLIT))
 
 
@@ -158,17 +168,17 @@ def _prefill_launch(
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the splits of a decoding call, and what combines them."""
-    device = call.query.device
-    made.launch("decode", call, partial(_split_launch, made, call, out)).run(device)
-    _combine_launch(made, call, out).run(device)
+    split = made.launch("decode", call, partial(_split_launch, made, call, out))
+    combination = _combine_launch(made, call, out, split.values)
+    launch_all((split, combination), call.query.device)
 
 
-class _Shaped(NamedTuple):
+class _Split(NamedTuple):
     """What follows from the shapes, strides and alignment of a decoding call's tensors.
 
     Args:
         program, grid: as `Launch`'s.
-        values: of arguments that are neither tensors nor mods'.
+        values: of arguments that are neither tensors nor mods', the combination's too.
     """
 
     program: Program
@@ -178,20 +188,23 @@ class _Shaped(NamedTuple):
 
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     mods = made.mods(call, False)
+    device = call.query.device
     tensors = (call.query, call.key, call.value)
-    key = ("decode", config, mods.key, mask_shape(call), *map(facts_of, tensors))
-    shaped = made.remembered(key, partial(_shaped_split, made, call, mods, config))
+    # Such calls come token by token and layer by layer: what they have in common is kept.
+    key = ("decode", config, mods.key, device.index, mask_shape(call), *map(facts_of, tensors))
+    split = made.remembered(key, partial(_split, made, call, mods, config))
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    values.update(shaped.values)
+    values.update(split.values)
     values["query"], values["key"], values["value"] = tensors
-    values["partial_out"], values["partial_sums"] = out.workspace
-    return Launch(shaped.program, shaped.grid, values, (), made.bare(call.query.device))
+    (values["partial_out"],) = out.workspace
+    return Launch(split.program, split.grid, values, (), made.bare(device))
 
 
-def _shaped_split(made: Programs, call: Call, mods: Mods, config: Config) -> _Shaped:
+def _split(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
+    spec = made.spec
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
-    packed = packed_heads(made.spec, mask_shape(call))
+    packed = packed_heads(spec, mask_shape(call))
     layouts = made.layouts(call)
     rows = max(16, 1 << (packed * length - 1).bit_length())
     described = made.own_describer(call.key, call.value)
@@ -203,16 +216,17 @@ def _shaped_split(made: Programs, call: Call, mods: Mods, config: Config) -> _Sh
             decode.decode_kernel,
             {
                 **made.pointers("query", "key", "value"),
-                **float_pointers("partial_out", "partial_sums"),
+                **float_pointers("partial_out"),
                 **made.common_types,
                 **strides("q_strides", "k_strides", "v_strides"),
+                "sums_at": "i64",
                 **int32s("heads", "q_length", "kv_length", "splits", "split_length"),
             },
             {
                 **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "MASK_MOD": mods.mask_mod,
-                "KV_BLOCK": made.spec.block_size[1],
+                "KV_BLOCK": spec.block_size[1],
                 "PACKED": packed,
                 "DESCRIBED": described,
                 "BLOCK_M": rows,
@@ -221,41 +235,31 @@ def _shaped_split(made: Programs, call: Call, mods: Mods, config: Config) -> _Sh
             aligned(("query", "key", "value"), layouts),
             config.options,
         )
-    splits = split_count(made, call)
+    splits = split_count(spec, call.query.device, call.query.shape, keys, mask_shape(call))
     pieces = -(-max(keys, 1) // config.block_n)
-    return _Shaped(
+    return _Split(
         program,
         batch * (heads // packed) * splits,
         {
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides,
+            "sums_at": batch * heads * length * splits * spec.value_head_dim,
             "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
             "split_length": -(-pieces // splits) * config.block_n,
         },
     )  # fmt: skip
 
 
-def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
-    partial_out, partial_sums = out.workspace
+def _combine_launch(
+    made: Programs, call: Call, out: Outputs, of_splits: Mapping[str, object]
+) -> Launch:
+    """Args:
+    of_splits: values of what it combines.
+    """
+    spec = made.spec
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
-    key = ("combine", scored, tops is not None, facts_of(out.out), facts_of(partial_out))
-    shaped = made.remembered(key, partial(_shaped_combination, made, out, scored))
-    values = {
-        **shaped.values,
-        "partial_out": partial_out, "partial_sums": partial_sums, "out": out.out,
-        "rest": or_else(rest, out.out), "tops": or_else(tops, partial_sums),
-        "lse": or_else(out.lse, partial_sums),
-        "max_scores": or_else(out.max_scores, partial_sums), "scale": call.scale,
-    }  # fmt: skip
-    return Launch(shaped.program, shaped.grid, values, (), made.bare(call.query.device))
-
-
-def _shaped_combination(made: Programs, out: Outputs, scored: bool) -> _Shaped:
-    spec = made.spec
-    batch, heads, length, splits = out.workspace[0].shape[:4]
     o_layout = layout_of(out.out)
-    rest, tops = kept_of(out.saved)
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
@@ -263,10 +267,11 @@ def _shaped_combination(made: Programs, out: Outputs, scored: bool) -> _Shaped:
             key,
             decode.combine_kernel,
             {
-                **float_pointers("partial_out", "partial_sums", "tops", "lse", "max_scores"),
+                **float_pointers("partial_out", "tops", "lse", "max_scores"),
                 **made.pointers("out", "rest"),
                 **strides("o_strides"),
                 "scale": "fp32",
+                "sums_at": "i64",
                 **int32s("heads", "q_length", "splits"),
             },
             {
@@ -283,10 +288,12 @@ def _shaped_combination(made: Programs, out: Outputs, scored: bool) -> _Shaped:
             (),
             Options(4, 1),
         )
-    return _Shaped(
-        program,
-        batch * heads * length,
-        {
-            "o_strides": o_layout.strides, "heads": heads, "q_length": length, "splits": splits,
-        },
-    )  # fmt: skip
+    (partial_out,) = out.workspace
+    values = {
+        **of_splits,
+        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, partial_out),
+        "lse": or_else(out.lse, partial_out), "max_scores": or_else(out.max_scores, partial_out),
+        "o_strides": o_layout.strides,
+    }  # fmt: skip
+    batch, heads, length = call.query.shape[:3]
+    return Launch(program, batch * heads * length, values, (), made.bare(call.query.device))

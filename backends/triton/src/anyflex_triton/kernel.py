@@ -56,6 +56,7 @@ class TritonKernel(Kernel):
         self.spec = spec
         self._made = Programs(spec, source, target, overrides, tuner)
         self._saved = lru_cache(_SHAPES)(self._saved_outputs)
+        self._split_specs = lru_cache(_SHAPES)(self._split_specs_of)
 
     def describe(self, call: Call) -> str:
         """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
@@ -66,7 +67,10 @@ class TritonKernel(Kernel):
         tuned = made.tuned(name, call)
         state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
         if decodes:
-            return f"decode splits={split_count(made, call)}{state}"
+            splits = split_count(
+                self.spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
+            )
+            return f"decode splits={splits}{state}"
         config = tuned or made.config("forward")
         return f"prefill {config.block_m}x{config.block_n}{state}"
 
@@ -100,8 +104,8 @@ class TritonKernel(Kernel):
     ) -> tuple[TensorSpec, ...]:
         """Splits' sums for decoding, finer runs of the mask for each other kernel that takes them;
         for backward rows' values, and integers that captured tensors' gradients add up in."""
-        batch, heads, length = call.query.shape[:3]
         if direction == "backward":
+            batch, heads, length = call.query.shape[:3]
             # Each head's begin at a multiple of 16 bytes. For value's gradient alone no delta.
             planes = 4 if self._made.wants_delta else 3
             rows = TensorSpec((planes, batch, heads, -(-length // 4) * 4), torch.float32)
@@ -111,13 +115,26 @@ class TritonKernel(Kernel):
                 *self._finer_specs(call, "queries"),
                 *integer_specs(self._made, call),
             )
-        if not self._decodes(call):
-            return finer_specs(self._made, call, "forward")
-        splits = split_count(self._made, call)
-        return (
-            TensorSpec((batch, heads, length, splits, self.spec.value_head_dim), torch.float32),
-            TensorSpec((batch, heads, length, splits, 3), torch.float32),
+        split_specs = self._split_specs(
+            call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
         )
+        return finer_specs(self._made, call, "forward") if split_specs is None else split_specs
+
+    def _split_specs_of(
+        self,
+        device: torch.device,
+        query: tuple[int, ...],
+        keys: int,
+        mask: tuple[int, ...] | None,
+    ) -> tuple[TensorSpec, ...] | None:
+        """Splits' weighted values and their sums, or None where calls of that query shape, so many
+        keys and such a `mask_shape` aren't decoded."""
+        if not self._decodes_rows(query[2], mask):
+            return None
+        splits = split_count(self.spec, device, query, keys, mask)
+        count = query[0] * query[1] * query[2] * splits
+        # One tensor: to allocate takes an accelerator's host some microseconds.
+        return (TensorSpec((count * (self.spec.value_head_dim + 3),), torch.float32),)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """`finer_specs` of a kernel that the spec's gradients need."""
