@@ -38,7 +38,7 @@ from triton.errors import TritonError
 
 from anyflex_triton import backend, configs, launch, tuning
 from anyflex_triton.backend import TritonBackend
-from anyflex_triton.configs import Config, KernelName, Target, around, config_for
+from anyflex_triton.configs import Config, KernelName, Target, Traits, around, config_for
 from anyflex_triton.options import STAGES, TILES, WARPS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -149,7 +149,7 @@ def variant(length: int = 200) -> str:
 
 def tried(kernel: KernelName = "forward") -> int:
     """How many configs there are for float32 of head dim 16."""
-    return 1 + len(around(kernel, config_for("ampere", kernel, 16, 4)))
+    return 1 + len(around(kernel, config_for("ampere", kernel, Traits(16, 4))))
 
 
 def test_the_fastest_is_found_at_the_first_call_and_used_from_then_on(machine: Machine) -> None:
@@ -436,7 +436,7 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     )
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     device = torch.device("cuda", 1)
-    configs = [config_for("ampere", "forward", 16, 4)]
+    configs = [config_for("ampere", "forward", Traits(16, 4))]
     configs += around("forward", configs[0])[:3]
     together = threading.Barrier(len(configs))
     programs = {c: Pretended(together, error if c is configs[1] else None) for c in configs}
@@ -497,7 +497,7 @@ def test_a_device_is_timed_by_tritons_own_benchmark(monkeypatch: pytest.MonkeyPa
 def test_what_is_tried_is_near_and_allowed(
     kernel: KernelName, target: Target, itemsize: int, width: int
 ) -> None:
-    first = config_for(target, kernel, width, itemsize)
+    first = config_for(target, kernel, Traits(width, itemsize))
     found = around(kernel, first)
     assert 3 <= len(found) == len(set(map(str, found))) and first not in found
     for config in found:

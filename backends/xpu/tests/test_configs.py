@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="there is no Triton on this machine")
 import torch
 
 from anyflex.plugin import Spec
-from anyflex_triton.configs import KernelName, config_for
+from anyflex_triton.configs import KernelName, Traits, config_for
 from anyflex_triton.mods import write_source
 from anyflex_triton.programs import Programs
 from anyflex_xpu.backend import XpuBackend
@@ -23,7 +23,7 @@ GRF_MODES = ("default", "128", "256", "512", "auto")
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
 def test_a_configuration_fits_dpas(kernel: KernelName, itemsize: int, width: int) -> None:
-    config = config_for("xpu", kernel, width, itemsize)
+    config = config_for("xpu", kernel, Traits(width, itemsize))
     # DPAS multiplies up to 8 rows by 16 columns at a time.
     assert config.block_m % 8 == 0 and config.block_n % 16 == 0
     keywords = config.options.keywords()

@@ -18,7 +18,15 @@ from anyflex_triton.arguments import (
     is_described,
     layout_of,
 )
-from anyflex_triton.configs import Config, KernelName, Target, around, config_for, fitted
+from anyflex_triton.configs import (
+    Config,
+    KernelName,
+    Target,
+    Traits,
+    around,
+    config_for,
+    fitted,
+)
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
@@ -183,7 +191,15 @@ class Programs:
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
         self.mask_reads_pairs = graph is not None and reads_pairs(graph)
-        self._score_reads_pairs = spec.score_graph is not None and reads_pairs(spec.score_graph)
+        self._traits = Traits(
+            max(spec.head_dim, spec.value_head_dim),
+            spec.dtype.itemsize,
+            is_plain=spec.mask_kind == "none" and spec.score_graph is None,
+            shares_keys=spec.gqa_ratio > 1 or spec.kv_broadcast,
+            score_reads_pairs=spec.score_graph is not None and reads_pairs(spec.score_graph),
+            mask_reads=self.mask_reads,
+            reads_keys=any(read.argument == _KEYS for read in self._direct),
+        )
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
             bool(self.overrides.get("finer_mask", self.mask_reads))
@@ -203,7 +219,7 @@ class Programs:
         beside it."""
         found = self._configs.get(name)
         if found is None:
-            first = self._allowed(name, self._from_table(name))
+            first = self._allowed(name, config_for(self.target, name, self._traits))
             tried = around(name, first) if self.tuner is not None else []
             if self.is_finer and name != "decode":
                 # The finer blocks are the first config's tiles.
@@ -244,52 +260,6 @@ class Programs:
             found = self.tuner.known(name, call, configs)
             config = found or self.tuner.find(name, call, configs, launch_with, before)
         return launch_with(config)
-
-    def _from_table(self, name: KernelName) -> Config:
-        spec = self.spec
-        config = config_for(
-            self.target,
-            name,
-            max(spec.head_dim, spec.value_head_dim),
-            spec.dtype.itemsize,
-            self._score_reads_pairs,
-        )
-        if name == "forward" and any(read.argument == _KEYS for read in self._direct):
-            # What mods read lies beside the tiles: with a third of each, one program would fill a
-            # core's shared memory where else two fit.
-            stages = min(2, config.options.num_stages)
-            config = replace(config, options=replace(config.options, num_stages=stages))
-        if self.target == "hopper":
-            config = self._for_hopper(name, config)
-        return config
-
-    def _for_hopper(self, name: KernelName, config: Config) -> Config:
-        """The table's, but where something else was measured or compiled to be better."""
-        spec = self.spec
-        dims = max(spec.head_dim, spec.value_head_dim)
-        is_half = spec.dtype.itemsize == 2
-        wide = 64 < dims <= 128 and is_half
-        is_plain = spec.mask_kind == "none" and spec.score_graph is None
-        if name == "forward" and dims <= 64 and is_half and is_plain:
-            # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
-            return Config(64, 128, Options(4, 2))
-        if name == "keys" and (spec.gqa_ratio > 1 or spec.kv_broadcast):
-            # The loop over query heads takes the registers that the larger tile needs: products
-            # would wait for each other (ptxas: C7512). The smaller leaves room for a third stage,
-            # 11 % faster on an H200. Narrow heads spill a few bytes, no product waits, and the
-            # larger is 21 % faster.
-            if wide:
-                return Config(32, 64, Options(4, 3))
-            if dims > 64 or not is_half:
-                return replace(config, block_m=min(32, config.block_m))
-        if wide and self.mask_reads:
-            # Documents: short rows, for which less to begin with counts. Measured on an H200:
-            # forward 3 % faster, dQ 10 %.
-            if name == "forward":
-                return replace(config, overlap=False, options=Options(4, 2))
-            if name == "queries":
-                return Config(64, 64, Options(4, 2))
-        return config
 
     def _allowed(self, name: KernelName, config: Config) -> Config:
         """The nearest config with the user's options, and tiles within the mask's blocks."""
