@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -98,11 +99,19 @@ def _require_scratch_unread(session: Session, case: AttentionCase) -> None:
     quick=True,
 )
 def _scratch(session: Session) -> str | None:
+    can = session.backend.capabilities
+    gradients = differentiable(session, captured=True)
     # Rows that fill tiles, that fill 16 bytes, and that fill neither; then few of them.
-    few = (1, 5) if session.backend.capabilities.decode else ()
-    for length in (80, 84, 85, *few):
-        changes = {"q_length": length, "kv_length": 159, "batch": 2}
-        forward = plain(session, "forward", gradients=frozenset(), **changes)
+    few = (1, 5) if can.decode else ()
+    cases: list[dict[str, Any]] = [{"q_length": length} for length in (80, 84, 85, *few)]
+    if {"mask_graph", "mask_kind", "captured"} <= can.known_fields:
+        cases.append({"q_length": 85, "mask_mod": "doc_sorted"})
+    if {"score_graph", "captured"} <= can.known_fields and "captured" in gradients:
+        learned = {"score_mod": "scatter_collide", "gradients": gradients}
+        cases.append({"q_length": 85, **learned})
+    for changes in cases:
+        changes |= {"kv_length": 159, "batch": 2}
+        forward = plain(session, "forward", **{**changes, "gradients": frozenset()})
         _require_scratch_unread(session, forward)
         with _deterministic():
             _require_scratch_unread(session, plain(session, "backward", **changes))
