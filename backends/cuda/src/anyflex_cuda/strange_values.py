@@ -13,7 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.tiles import bounded_run, mask_row, masked_scores, strange
+from anyflex_triton.tiles import (
+    bounded_run,
+    mask_row,
+    masked_scores,
+    strange,
+    strange_counts,
+    sum_of_counts,
+)
 
 __all__ = ["KEYS", "PART", "load_part", "place_of", "seen_strange", "write_strange_rows"]
 
@@ -58,18 +65,11 @@ def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
     Args:
         seen: [ROWS, KEYS], in LAYOUT; v: [KEYS, columns], its right operand.
     """
-    # Infinities count 1 / 256, negative ones 1, NaNs 256: one product of halves counts all three.
-    counted = gl.where(v == float("inf"), 0.00390625, 0.0)
-    counted = gl.where(v == float("-inf"), 1.0, counted)
-    counted = gl.where(v != v, 256.0, counted).to(gl.float16)
     count = mma_v2(
-        gl.convert_layout(seen.to(gl.float16), gl.DotOperandLayout(0, LAYOUT, 2)), counted,
-        gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
+        gl.convert_layout(seen.to(gl.float16), gl.DotOperandLayout(0, LAYOUT, 2)),
+        strange_counts(v), gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
     )
-    mixed = (count >= 256.0) | ((count >= 1.0) & (count != gl.floor(count)))
-    found = gl.where(count > 0.0, float("inf"), 0.0)
-    found = gl.where(count >= 1.0, float("-inf"), found)
-    return gl.where(mixed, float("nan"), found)
+    return sum_of_counts(count)
 
 
 @gluon.jit

@@ -28,7 +28,9 @@ __all__ = [
     "row_offsets",
     "store_rows",
     "strange",
+    "strange_counts",
     "strange_sum",
+    "sum_of_counts",
     "tensor_at",
     "without_strange",
 ]
@@ -254,19 +256,28 @@ def without_strange(x):
 
 
 @triton.jit
+def strange_counts(v):
+    """What to sum over the rows of v, as halves, to know all three kinds of what isn't finite in
+    one product: infinities count 1 / 256, negative ones 1, NaNs as one of each."""
+    tl.static_assert(v.shape[0] < 256)
+    counted = tl.where(v == float("inf"), 0.00390625, 0.0)
+    counted = tl.where(v == float("-inf"), 1.0, counted)
+    return tl.where(v != v, 1.00390625, counted).to(tl.float16)
+
+
+@triton.jit
+def sum_of_counts(count):
+    """The sum of what isn't finite: 0, an infinity, or NaN, from sums of `strange_counts`."""
+    negative = tl.floor(count)
+    infinite = tl.where(count > negative, float("inf"), 0.0)
+    return infinite + tl.where(negative > 0.0, float("-inf"), 0.0)
+
+
+@triton.jit
 def strange_sum(seen, v):
     """Sums [M, D] over seen keys of what isn't finite in v [N, D]: 0, an infinity, or NaN.
 
     Args:
         seen: [M, N], whether a row sees a key.
     """
-    tl.static_assert(v.shape[0] < 256)
-    # Infinities count 1 / 256, negative ones 1, NaNs as one of each: one product of halves counts
-    # all three.
-    counted = tl.where(v == float("inf"), 0.00390625, 0.0)
-    counted = tl.where(v == float("-inf"), 1.0, counted)
-    counted = tl.where(v != v, 1.00390625, counted)
-    count = tl.dot(seen.to(tl.float16), counted.to(tl.float16), input_precision="ieee")
-    negative = tl.floor(count)
-    infinite = tl.where(count > negative, float("inf"), 0.0)
-    return infinite + tl.where(negative > 0.0, float("-inf"), 0.0)
+    return sum_of_counts(tl.dot(seen.to(tl.float16), strange_counts(v), input_precision="ieee"))
