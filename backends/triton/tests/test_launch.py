@@ -86,6 +86,26 @@ def test_a_compilers_error_comes_before_any_launch() -> None:
     assert not notes
 
 
+def test_without_a_thread_one_is_compiled_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, current_devices: list[torch.device]
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    launches, notes = pretended("a", "b")
+    for given in launches:
+        cast(Pretended, given.program).together = threading.Barrier(1)
+    launch.launch_all(launches, GPU)
+    assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}"]
+    assert current_devices == [GPU] * 2
+    (broken,), _ = pretended("broken")
+    again, notes = pretended("c")
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        launch.launch_all([*again, broken], GPU)
+    assert not notes
+
+
 def test_nothing_is_compiled_for_the_interpreter() -> None:
     launches, notes = pretended("a", "b")
     launch.launch_all(launches, torch.device("cpu"))

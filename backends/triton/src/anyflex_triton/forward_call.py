@@ -29,7 +29,14 @@ from anyflex_triton.programs import (
     tile_count,
 )
 
-__all__ = ["launch_decode", "launch_prefill", "mask_shape", "packed_heads", "split_count"]
+__all__ = [
+    "launch_decode",
+    "launch_prefill",
+    "mask_shape",
+    "packed_heads",
+    "split_count",
+    "split_memory",
+]
 
 _PROGRAMS_A_CORE = 2
 """That decode. With more an H200 took 5 to 15 % longer, for some run when the others are done."""
@@ -70,6 +77,25 @@ def split_count(
     # Rounded down: what runs last, alone, costs more than a core with one program.
     wanted = _PROGRAMS_A_CORE * _cores(device) // max(units, 1)
     return max(1, min(wanted, keys // _LEAST_SPLIT))
+
+
+class SplitMemory(NamedTuple):
+    """What splits leave for their combination, in elements of float32.
+
+    Args:
+        sums_at: where sums begin, after the weighted values.
+        size: of both.
+    """
+
+    sums_at: int
+    size: int
+
+
+def split_memory(spec: Spec, query: tuple[int, ...], splits: int) -> SplitMemory:
+    """As `decode.decode_kernel` writes it, for a query of that shape."""
+    parts = query[0] * query[1] * query[2] * splits
+    values = parts * spec.value_head_dim
+    return SplitMemory(values, values + parts * 3)
 
 
 @lru_cache
@@ -192,7 +218,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     tensors = (call.query, call.key, call.value)
     # Such calls come token by token and layer by layer: what they have in common is kept.
     key = ("decode", config, mods.key, device.index, mask_shape(call), *map(facts_of, tensors))
-    split = made.remembered(key, partial(_split, made, call, mods, config))
+    split = made.remembered(key, partial(_split_of, made, call, mods, config))
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values.update(split.values)
     values["query"], values["key"], values["value"] = tensors
@@ -200,7 +226,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     return Launch(split.program, split.grid, values, (), made.bare(device))
 
 
-def _split(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
+def _split_of(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
     spec = made.spec
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
@@ -243,7 +269,7 @@ def _split(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
         {
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides,
-            "sums_at": batch * heads * length * splits * spec.value_head_dim,
+            "sums_at": split_memory(spec, call.query.shape, splits).sums_at,
             "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
             "split_length": -(-pieces // splits) * config.block_n,
         },
@@ -253,8 +279,10 @@ def _split(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
 def _combine_launch(
     made: Programs, call: Call, out: Outputs, of_splits: Mapping[str, object]
 ) -> Launch:
-    """Args:
-    of_splits: values of what it combines.
+    """Return the launch that adds up what splits have left.
+
+    Args:
+        of_splits: their values.
     """
     spec = made.spec
     rest, tops = kept_of(out.saved)

@@ -20,6 +20,7 @@ from anyflex_triton.forward_call import (
     mask_shape,
     packed_heads,
     split_count,
+    split_memory,
 )
 from anyflex_triton.launch import Launch, launch_all
 from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
@@ -31,7 +32,7 @@ __all__ = ["TritonKernel", "cut"]
 _SHORT_ROWS = 64
 """Up to so many query rows of a key head are decoded."""
 _SHAPES = 1024
-"""Of queries, for which it is kept what backward wants saved."""
+"""Of calls, for which it is kept what memory they take beside their results."""
 
 
 class TritonKernel(Kernel):
@@ -132,9 +133,8 @@ class TritonKernel(Kernel):
         if not self._decodes_rows(query[2], mask):
             return None
         splits = split_count(self.spec, device, query, keys, mask)
-        count = query[0] * query[1] * query[2] * splits
         # One tensor: to allocate takes an accelerator's host some microseconds.
-        return (TensorSpec((count * (self.spec.value_head_dim + 3),), torch.float32),)
+        return (TensorSpec((split_memory(self.spec, query, splits).size,), torch.float32),)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """`finer_specs` of a kernel that the spec's gradients need."""

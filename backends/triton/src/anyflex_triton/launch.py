@@ -382,18 +382,32 @@ class Launch(NamedTuple):
 def compile_all(
     programs: Sequence[Program], device: torch.device
 ) -> Iterator[tuple[Program, BaseException | None]]:
-    """Compile side by side, for compilers hold no lock of Python's. Yield each as soon as it is
-    done, with what its compiler raised."""
+    """Compile side by side, for compilers hold no lock of Python's; where no thread is to be had,
+    in this one. Yield each as soon as it is done, with what its compiler raised."""
 
     def compile_there(program: Program) -> None:
         # Which device is the current one is a thread's own.
         with torch.get_device_module(device).device(device):
             program.compile(device.index)
 
+    futures = {}
+    remaining = []
     with ThreadPoolExecutor(len(programs)) as pool:
-        futures = {pool.submit(compile_there, program): program for program in programs}
+        for program in programs:
+            try:
+                futures[pool.submit(compile_there, program)] = program
+            except RuntimeError:
+                # Its thread couldn't be started.
+                remaining.append(program)
         for future in as_completed(futures):
             yield futures[future], future.exception()
+    for program in remaining:
+        try:
+            compile_there(program)
+        except Exception as error:  # noqa: BLE001  as a thread's, it is handed on
+            yield program, error
+        else:
+            yield program, None
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
