@@ -7,23 +7,36 @@ once without the tool, which leaves their kernels in Triton's cache, and then un
 memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits with 1 if a
 tool reports an error, a result is wrong, or the tool doesn't end in its time.
 
-What racecheck says of words under mbarriers it says of `racecheck_control.cu` too.
+racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
+errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
+is built by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads, or
+of what Triton hands to the warps of `gl.warp_specialize`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["CALLS", "TOOLS", "faults", "main"]
+__all__ = ["CALLS", "TOOLS", "control_fault", "faults", "hazard_faults", "main"]
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+REPORTED = 9
+"""Exit status of a tool that has found something."""
+CONTROL = Path(__file__).with_name("racecheck_control.cu")
+_HAZARD = re.compile(r"Race reported between(.*)\n=+ +and (.*)")
+_PLACE = re.compile(r"([\w.-]+\.(?:py|cu|h)):(\d+)")
 CALLS = (7, 8, 48, 54, 56, 64, 83, 92, 142)
 """Numbers of `gpu_random.drawn_case`: forward, backward, deterministic backward, decoding, with
 and without masks, in head dims of 64 and 128."""
@@ -48,9 +61,74 @@ def faults(tool: str, code: int, output: str, wanted: Sequence[int]) -> list[str
     refused = [row["number"] for row in rows if row["variant"].startswith("refused")]
     if refused:
         lines.append(f"{tool}: refused {refused}")
-    if code:
+    hazards = hazard_faults(output) if tool == "racecheck" and code == REPORTED else None
+    if hazards is not None:
+        lines += hazards
+    elif code:
         lines.append(f"{tool}: it reports errors (exit status {code})")
     return lines
+
+
+def hazard_faults(output: str) -> list[str] | None:
+    """A line for each pair of places between which racecheck reports a race that isn't one of the
+    two kinds; None where it reports no race, or one without its places."""
+    pairs = set()
+    for accesses in _HAZARD.findall(output):
+        places = [_PLACE.search(access) for access in accesses]
+        if None in places:
+            return None
+        pairs.add(tuple(sorted((place[1], int(place[2])) for place in places if place)))
+    if not pairs or output.count("Race reported between") != len(_HAZARD.findall(output)):
+        return None
+    return [
+        "racecheck: a race between " + " and ".join(f"{name}:{line}" for name, line in pair)
+        for pair in sorted(pairs)
+        if not (all(map(_is_word, pair)) or all(map(_is_handed_over, pair)))
+    ]
+
+
+def _is_word(place: tuple[str, int]) -> bool:
+    return place[0] == "spoken_words.py"
+
+
+def _is_handed_over(place: tuple[str, int]) -> bool:
+    return any(place[1] in lines for lines in _specialising(place[0]))
+
+
+@lru_cache
+def _specialising(name: str) -> list[range]:
+    """Lines of each call of `gl.warp_specialize` in a file of anyflex_cuda."""
+    found = importlib.util.find_spec("anyflex_cuda")
+    folders = [] if found is None else found.submodule_search_locations or []
+    paths = [path for folder in folders if (path := Path(folder, name)).is_file()]
+    return [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "warp_specialize"
+    ]
+
+
+def control_fault(sanitizer: str, nvcc: str, timeout: float) -> str | None:
+    """Why the control doesn't excuse what racecheck says of words, or None where it does."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "control")
+        try:
+            subprocess.run(
+                [nvcc, "-arch=sm_90a", "-lineinfo", "-o", program, CONTROL],
+                capture_output=True, text=True, timeout=timeout, check=True,
+            )  # fmt: skip
+            done = subprocess.run(
+                [sanitizer, "--tool", "racecheck", "--error-exitcode", str(REPORTED), program],
+                capture_output=True, text=True, timeout=timeout, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"racecheck: its control can't be built or run: {error}"
+    if done.returncode != REPORTED or not _HAZARD.search(done.stdout + done.stderr):
+        return "racecheck: it reports nothing of its control, so what it reports of words counts"
+    return None
 
 
 def main() -> int:
@@ -61,6 +139,7 @@ def main() -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: all three")
     parser.add_argument("--number", type=int, action="append", help="only these calls")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="where it is")
+    parser.add_argument("--nvcc", default="nvcc", help="what builds racecheck's control")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of each tool")
     parser.add_argument("--log", type=Path, help="a folder for what the tools print")
     args = parser.parse_args()
@@ -68,7 +147,8 @@ def main() -> int:
     lines: list[str] = []
     for tool in (None, *(args.tool or TOOLS)):
         name = tool or "without a tool"
-        before = [] if tool is None else [args.sanitizer, "--tool", tool, "--error-exitcode", "9"]
+        exits = ["--error-exitcode", str(REPORTED)]
+        before = [] if tool is None else [args.sanitizer, "--tool", tool, *exits]
         environment = dict(os.environ)
         if tool is not None:
             # Else an access beyond a tensor is one of its neighbour in torch's own cache.
@@ -85,8 +165,11 @@ def main() -> int:
             found = [f"{name}: didn't end in {args.timeout:g} s"]
             written = "".join(_text(each) for each in (late.stdout, late.stderr))
         else:
-            found = faults(name, done.returncode, done.stdout, numbers)
             written = done.stdout + done.stderr
+            found = faults(name, done.returncode, written, numbers)
+            if tool == "racecheck" and done.returncode == REPORTED:
+                fault = control_fault(args.sanitizer, args.nvcc, args.timeout)
+                found += [] if fault is None else [fault]
         if args.log is not None:
             (args.log / f"{tool or 'plain'}.txt").write_text(written)
         seconds = time.perf_counter() - began

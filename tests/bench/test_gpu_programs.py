@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,6 +171,58 @@ def test_what_a_sanitizer_finds_and_what_it_leaves_out_fails() -> None:
         "racecheck: call 8: ['out is off']",
         "racecheck: no outcome of [9]",
     ]
+
+
+def race(first: str, second: str) -> str:
+    """As racecheck reports it."""
+    return (
+        f"========= Error: Race reported between Write access at forward_kernel+0xb10 in {first}\n"
+        f"=========     and Read access at forward_kernel+0xe10 in {second} [64 hazards]\n"
+    )
+
+
+def test_races_of_words_and_of_what_warps_are_handed_are_no_faults() -> None:
+    sanitizer = program("gpu_sanitizer")
+    words = race("/x/anyflex_cuda/spoken_words.py:24", "/x/anyflex_cuda/spoken_words.py:31")
+    assert sanitizer.hazard_faults(words) == []
+    assert sanitizer.hazard_faults(words + race("/x/spoken_words.py:24", "/x/row_sums.py:3")) == [
+        "racecheck: a race between row_sums.py:3 and spoken_words.py:24"
+    ]
+    assert sanitizer.hazard_faults("========= RACECHECK SUMMARY: 0 hazards") is None
+    assert sanitizer.hazard_faults(words + race("forward_kernel", "forward_kernel")) is None
+    assert sanitizer.faults("racecheck", 9, words, []) == []
+    assert sanitizer.faults("racecheck", 1, words, []) == [
+        "racecheck: it reports errors (exit status 1)"
+    ]
+
+
+@pytest.mark.skipif(find_spec("anyflex_cuda") is None, reason="anyflex-cuda is not installed")
+def test_what_warps_are_handed_is_known_by_its_lines() -> None:
+    sanitizer = program("gpu_sanitizer")
+    source = BENCH.parent / "backends/cuda/src/anyflex_cuda/hopper_forward.py"
+    lines = source.read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "gl.warp_specialize(" in text)
+    handed, other = f"{source}:{line + 3}", f"{source}:{line - 20}"
+    assert sanitizer.hazard_faults(race(handed, handed)) == []
+    assert sanitizer.hazard_faults(race(handed, other)) == [
+        f"racecheck: a race between {source.name}:{line - 20} and {source.name}:{line + 3}"
+    ]
+
+
+def test_a_control_of_which_a_sanitizer_says_nothing_excuses_nothing(tmp_path: Path) -> None:
+    sanitizer = program("gpu_sanitizer")
+    nvcc, tool = tmp_path / "nvcc", tmp_path / "tool"
+    nvcc.write_text("#!/bin/sh\nexit 0\n")
+    for status, said, excused in (
+        (9, race("control.cu:48", "control.cu:40"), True),
+        (0, "", False),
+    ):
+        tool.write_text(f"#!/bin/sh\ncat <<'end'\n{said}end\nexit {status}\n")
+        for each in (nvcc, tool):
+            each.chmod(0o755)
+        assert (sanitizer.control_fault(str(tool), str(nvcc), 60.0) is None) == excused
+    missing = sanitizer.control_fault(str(tool), str(tmp_path / "no compiler"), 60.0)
+    assert missing is not None and "can't be built" in missing
 
 
 def test_a_sanitizer_runs_over_calls_that_were_right_without_it(tmp_path: Path) -> None:
