@@ -1,7 +1,8 @@
 """Compiles forward for a Blackwell GPU that needn't be there; `test_compiled_blackwell` runs this.
 
-Prints a line of JSON a kernel: registers, bytes of spills, accesses to local memory within the
-groups' loops over keys, shared and tensor memory, and how many instructions there are by kind.
+Prints a line of JSON a kernel: registers of a thread, warps, bytes of spills, accesses to local
+memory within the groups' loops over keys, shared and tensor memory, and how many instructions
+there are by kind.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
     loops = loops_of(sass)
     return {
         "registers": int(registers[1]) if registers else None,
+        "warps": compiled.metadata.num_warps,
         "spills": int(spills[1]) if spills else 0,
         "loops": len(loops),
         "local": max(loop.count("LDL") + loop.count("STL") for loop in loops),

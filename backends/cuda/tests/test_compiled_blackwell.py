@@ -13,6 +13,8 @@ SHARED = 232_448
 """Bytes that a program can have on Blackwell."""
 TENSOR = 512
 """Columns of tensor memory."""
+REGISTERS = 65_536
+"""Of a multiprocessor."""
 
 
 def test_forward_compiles_for_sm_100_within_its_memories_with_products_of_tcgen05() -> None:
@@ -21,6 +23,7 @@ def test_forward_compiles_for_sm_100_within_its_memories_with_products_of_tcgen0
     assert len(found) == 4
     for facts in found:
         assert facts["shared"] <= SHARED and facts["tensor"] <= TENSOR, facts
+        assert 0 < facts["registers"] * facts["warps"] * 32 <= REGISTERS, facts
         # Of scores and of values, for two groups, within the loop and behind it.
         assert facts["products"] >= 40 and facts["commits"] >= 8, facts
         assert min(facts["reads"], facts["writes"], facts["loads"], facts["stores"]) > 0, facts
