@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,7 @@ __all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "is_number", "parse_
 Attribute = str | int | float | bool | None
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One scalar value.
 
     Args:
@@ -58,12 +58,18 @@ class ModGraph:
 
     nodes: tuple[Node, ...]
     output: int
-    # Made once, and not looked up by the nodes: 0.0 equals -0.0.
-    text: str = field(init=False, repr=False)
-    """The graph on one line; `parse_graph` reads it back."""
+    _text: str | None = field(init=False, repr=False, default=None)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", ";".join([*map(str, self.nodes), f"={self.output}"]))
+    @property
+    def text(self) -> str:
+        """The graph on one line; `parse_graph` reads it back."""
+        # Made at most once, and not looked up by the nodes: 0.0 equals -0.0. Many graphs are
+        # steps on the way to another one, and are never asked.
+        found = self._text
+        if found is None:
+            found = ";".join([*map(str, self.nodes), f"={self.output}"])
+            object.__setattr__(self, "_text", found)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ModGraph) and self.text == other.text
@@ -174,10 +180,11 @@ class GraphBuilder:
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes: list[Node] = []
-        self._positions: dict[str, int] = {}
+        self._positions: dict[object, int] = {}
         for node in nodes:
             # Positions must stay what they were, so a repeated node is kept here.
-            self._positions.setdefault(str(node), len(self.nodes))
+            key = _told_apart(node.operation, node.dtype, node.arguments, node.attribute)
+            self._positions.setdefault(key, len(self.nodes))
             self.nodes.append(node)
 
     def add(
@@ -188,9 +195,18 @@ class GraphBuilder:
         attribute: Attribute = None,
     ) -> int:
         """Return the position of this node, appending it if it isn't there."""
-        node = Node(operation, dtype, arguments, attribute)
-        # The text, not the node, is the key: 1, 1.0 and True are equal, and NaN isn't.
-        position = self._positions.setdefault(str(node), len(self.nodes))
+        key = _told_apart(operation, dtype, arguments, attribute)
+        position = self._positions.setdefault(key, len(self.nodes))
         if position == len(self.nodes):
-            self.nodes.append(node)
+            self.nodes.append(Node(operation, dtype, arguments, attribute))
         return position
+
+
+def _told_apart(
+    operation: str, dtype: torch.dtype, arguments: tuple[int, ...], attribute: Attribute
+) -> object:
+    """What two nodes have in common that are one value. Of a constant its text: 0.0 equals -0.0,
+    1 equals True, and NaN doesn't equal itself."""
+    if attribute is None:
+        return operation, dtype, arguments
+    return operation, dtype, arguments, str(attribute)

@@ -39,7 +39,7 @@ def numbers(operations: str) -> dict[str, int]:
 
 
 class Value:
-    """What a step gives, in lanes or as the tile's memory.
+    """What a step gives, in lanes or as the tile's memory. Equal to itself alone.
 
     Attributes:
         kind: ``p`` bits, ``i`` int32, ``l`` int64, ``f`` float, ``d`` double.
@@ -56,6 +56,12 @@ class Value:
         self.born: _Step | None = None
         self.last_use: _Step | None = None
         self.lives_on = False
+
+    def used(self, step: _Step) -> None:
+        """Note that a step reads this."""
+        self.last_use = step
+        if self.stage != step.stage:
+            self.lives_on = True
 
     @property
     def is_one(self) -> bool:
@@ -116,7 +122,7 @@ class Steps:
         indices: tuple[Index, ...] = (),
     ) -> Value:
         """Append a step, or find the equal one; return its value."""
-        key = (name, stage, immediate, *map(id, reads), *((id(i.value), i.step) for i in indices))
+        key = (name, stage, immediate, reads, indices)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = Value(kind, stage)
@@ -161,9 +167,10 @@ class Steps:
     ) -> _Step:
         step = _Step(name, result, reads, stage, immediate, indices)
         self._stages[stage].append(step)
-        for value in (*reads, *(index.value for index in indices)):
-            value.last_use = step
-            value.lives_on = value.lives_on or value.stage != stage
+        for value in reads:
+            value.used(step)
+        for index in indices:
+            index.value.used(step)
         return step
 
     def encoded(self, kind: int, operations: dict[str, int]) -> bytes:
@@ -174,7 +181,7 @@ class Steps:
         ends: list[int] = []
         for stage in self._stages:
             for step in stage:
-                a, b, c = ([read.slot for read in step.reads] + [0, 0, 0])[:3]
+                a, b, c = (*[read.slot for read in step.reads], 0, 0, 0)[:3]
                 if step.indices or step.name.startswith(("load", "scatter")):
                     b = len(step.indices)
                 result = 0 if step.result is None else step.result.slot
@@ -202,8 +209,11 @@ class Steps:
         slots = 0
         for stage in self._stages:
             for step in stage:
-                ended = [value for value in _distinct(step) if value.last_use is step]
-                ended = [v for v in ended if not (v.lives_on or v.is_special)]
+                ended = [
+                    value
+                    for value in _distinct(step)
+                    if value.last_use is step and not value.lives_on and value.slot < SCORE_ROW
+                ]
                 result = step.result
                 if result is not None and not result.is_special:
                     width = _width(result)
@@ -225,7 +235,9 @@ class Steps:
 
 
 def _distinct(step: _Step) -> Sequence[Value]:
-    return list(dict.fromkeys((*step.reads, *(index.value for index in step.indices))))
+    if not step.indices and len(step.reads) < 2:
+        return step.reads
+    return list(dict.fromkeys((*step.reads, *[index.value for index in step.indices])))
 
 
 def _width(value: Value) -> int:
