@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.case import Case, behaviour
@@ -22,17 +23,20 @@ CASES: dict[str, Case] = {}
 _RUNS = 20
 
 
+def _require_same(
+    session: Session, found: Mapping[str, Tensor], again: Mapping[str, Tensor], who: str
+) -> None:
+    for name, tensor in found.items():
+        session.require(same_bytes(tensor, again[name]), f"{who} gives another {name}")
+
+
 def _repeat(session: Session, case: AttentionCase, runs: int) -> None:
     """Fail unless so many runs give the same bits."""
     drawn: Drawn = case.draw(session.device)
     first = by_backend(case, drawn, session.name, session.device)
     for run in range(1, runs):
         again = by_backend(case, drawn, session.name, session.device)
-        for name, tensor in first.items():
-            session.require(
-                same_bytes(tensor, again[name]),
-                f"run {run + 1} of equal calls gives another {name}",
-            )
+        _require_same(session, first, again, f"run {run + 1} of equal calls")
 
 
 @behaviour(
@@ -85,11 +89,7 @@ def _require_scratch_unread(session: Session, case: AttentionCase) -> None:
     found = by_backend(case, drawn, session.name, session.device)
     with session.zeroed_scratch():
         again = by_backend(case, drawn, session.name, session.device)
-    for name, tensor in found.items():
-        session.require(
-            same_bytes(tensor, again[name]),
-            f"{name} is other bits where memory that the kernels work in held zeros, not NaN",
-        )
+    _require_same(session, found, again, "a call whose scratch memory held zeros, not NaN,")
 
 
 @behaviour(
