@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -17,7 +16,8 @@ __all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "is_number", "parse_
 Attribute = str | int | float | bool | None
 
 
-class Node(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Node:
     """One scalar value.
 
     Args:
