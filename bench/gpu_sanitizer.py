@@ -10,7 +10,7 @@ tool reports an error, a result is wrong, or the tool doesn't end in its time.
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
 is built by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads, or
-of what Triton hands to the warps of `gl.warp_specialize`.
+of what Triton hands to the warps of `gl.warp_specialize`. They are printed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["CALLS", "TOOLS", "control_fault", "faults", "hazard_faults", "main"]
+__all__ = ["CALLS", "TOOLS", "control_fault", "excused", "faults", "hazard_faults", "main"]
 
+_Place = tuple[str, int]
+"""A file's name and a line."""
+_Pair = tuple[_Place, _Place]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 REPORTED = 9
 """Exit status of a tool that has found something."""
@@ -72,26 +75,44 @@ def faults(tool: str, code: int, output: str, wanted: Sequence[int]) -> list[str
 def hazard_faults(output: str) -> list[str] | None:
     """A line for each pair of places between which racecheck reports a race that isn't one of the
     two kinds; None where it reports no race, or one without its places."""
+    pairs = _races(output)
+    return None if pairs is None else _told(pair for pair in pairs if not _is_excused(pair))
+
+
+def excused(output: str) -> list[str]:
+    """A line for each pair of places of one of the two kinds."""
+    return _told(pair for pair in _races(output) or () if _is_excused(pair))
+
+
+def _races(output: str) -> set[_Pair] | None:
+    """Pairs of places, or None as of `hazard_faults`."""
+    hazards = _HAZARD.findall(output)
     pairs = set()
-    for accesses in _HAZARD.findall(output):
-        places = [_PLACE.search(access) for access in accesses]
-        if None in places:
+    for accesses in hazards:
+        first, second = map(_PLACE.search, accesses)
+        if first is None or second is None:
             return None
-        pairs.add(tuple(sorted((place[1], int(place[2])) for place in places if place)))
-    if not pairs or output.count("Race reported between") != len(_HAZARD.findall(output)):
-        return None
+        pairs.add(((first[1], int(first[2])), (second[1], int(second[2]))))
+    return pairs if hazards and len(hazards) == output.count("Race reported between") else None
+
+
+def _told(pairs: Iterable[_Pair]) -> list[str]:
+    ordered = {tuple(sorted(pair)) for pair in pairs}
     return [
         "racecheck: a race between " + " and ".join(f"{name}:{line}" for name, line in pair)
-        for pair in sorted(pairs)
-        if not (all(map(_is_word, pair)) or all(map(_is_handed_over, pair)))
+        for pair in sorted(ordered)
     ]
 
 
-def _is_word(place: tuple[str, int]) -> bool:
+def _is_excused(pair: _Pair) -> bool:
+    return all(map(_is_word, pair)) or all(map(_is_handed_over, pair))
+
+
+def _is_word(place: _Place) -> bool:
     return place[0] == "spoken_words.py"
 
 
-def _is_handed_over(place: tuple[str, int]) -> bool:
+def _is_handed_over(place: _Place) -> bool:
     return any(place[1] in lines for lines in _specialising(place[0]))
 
 
@@ -170,6 +191,7 @@ def main() -> int:
             if tool == "racecheck" and done.returncode == REPORTED:
                 fault = control_fault(args.sanitizer, args.nvcc, args.timeout)
                 found += [] if fault is None else [fault]
+                print("\n".join(f"no error: {line}" for line in excused(written)), flush=True)
         if args.log is not None:
             (args.log / f"{tool or 'plain'}.txt").write_text(written)
         seconds = time.perf_counter() - began

@@ -185,6 +185,9 @@ def test_races_of_words_and_of_what_warps_are_handed_are_no_faults() -> None:
     sanitizer = program("gpu_sanitizer")
     words = race("/x/anyflex_cuda/spoken_words.py:24", "/x/anyflex_cuda/spoken_words.py:31")
     assert sanitizer.hazard_faults(words) == []
+    assert sanitizer.excused(words) == [
+        "racecheck: a race between spoken_words.py:24 and spoken_words.py:31"
+    ]
     assert sanitizer.hazard_faults(words + race("/x/spoken_words.py:24", "/x/row_sums.py:3")) == [
         "racecheck: a race between row_sums.py:3 and spoken_words.py:24"
     ]
