@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,32 +66,29 @@ class Session:
         if self.journal.violations:
             raise ConformanceFailure("; ".join(self.journal.violations))
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> AbstractContextManager[None]:
         """Let kernels run unchecked in the body: as fast, and as asynchronous, as they are."""
-        self.journal.watching = False
-        try:
-            yield
-        finally:
-            self.journal.watching = True
+        return self._with("watching", False)
 
-    @contextmanager
-    def zeroed_scratch(self) -> Iterator[None]:
+    def zeroed_scratch(self) -> AbstractContextManager[None]:
         """Let saved outputs and workspaces hold zeros before launches in the body, not NaN."""
-        self.journal.poisons = False
-        try:
-            yield
-        finally:
-            self.journal.poisons = True
+        return self._with("poisons", False)
+
+    def index_offsets(
+        self, b: int, h: int, q_idx: int, kv_idx: int
+    ) -> AbstractContextManager[None]:
+        """Let calls in the body have these offsets, which no argument of a user's sets yet."""
+        return self._with("index_offsets", (b, h, q_idx, kv_idx))
 
     @contextmanager
-    def index_offsets(self, b: int, h: int, q_idx: int, kv_idx: int) -> Iterator[None]:
-        """Let calls in the body have these offsets, which no argument of a user's sets yet."""
-        self.journal.index_offsets = (b, h, q_idx, kv_idx)
+    def _with(self, name: str, value: object) -> Iterator[None]:
+        """Let an attribute of the journal have another value in the body."""
+        before = getattr(self.journal, name)
+        setattr(self.journal, name, value)
         try:
             yield
         finally:
-            self.journal.index_offsets = None
+            setattr(self.journal, name, before)
 
     def ask(self, spec: Spec) -> Decision:
         """Ask the backend whether it takes a spec, under inspection."""

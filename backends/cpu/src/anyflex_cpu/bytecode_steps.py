@@ -212,7 +212,7 @@ class Steps:
                 ended = [
                     value
                     for value in _distinct(step)
-                    if value.last_use is step and not value.lives_on and value.slot < SCORE_ROW
+                    if value.last_use is step and not (value.lives_on or value.is_special)
                 ]
                 result = step.result
                 if result is not None and not result.is_special:

@@ -187,16 +187,12 @@ class Traits(NamedTuple):
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     """Return the heuristic first choice: the table's entry, or what was found to be better for
     kernels with such traits."""
-    by_width = _TABLE[target][kernel][0 if traits.itemsize == 2 else 1]
-    config = by_width[0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2]
-    if (
-        kernel == "forward"
-        and target in _READING_PAIRS
-        and traits.score_reads_pairs
-        and traits.itemsize == 2
-        and traits.head_dim <= 128
-    ):
-        config = _READING_PAIRS[target][0 if traits.head_dim <= 64 else 1]
+    is_half = traits.itemsize == 2
+    width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
+    config = _TABLE[target][kernel][0 if is_half else 1][width]
+    reads_pairs = traits.score_reads_pairs and is_half and width < 2
+    if kernel == "forward" and reads_pairs and target in _READING_PAIRS:
+        config = _READING_PAIRS[target][width]
     if kernel == "forward" and traits.reads_keys:
         # With a third of what mods read, one program would fill a core's shared memory where else
         # two fit.

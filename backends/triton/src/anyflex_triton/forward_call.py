@@ -34,8 +34,7 @@ __all__ = [
     "launch_prefill",
     "mask_shape",
     "packed_heads",
-    "split_count",
-    "split_memory",
+    "splits_of",
 ]
 
 _PROGRAMS_A_CORE = 2
@@ -59,43 +58,43 @@ def mask_shape(call: Call) -> tuple[int, ...] | None:
     return None if call.mask is None else call.mask.offsets.shape
 
 
-def split_count(
+class Splits(NamedTuple):
+    """How the keys of a decoding call are cut, and what the splits leave for their combination,
+    in elements of float32, as `decode.decode_kernel` writes it.
+
+    Args:
+        number: of splits.
+        sums_at: where sums begin, after the weighted values.
+        size: of both.
+    """
+
+    number: int
+    sums_at: int
+    size: int
+
+
+def splits_of(
     spec: Spec,
     device: torch.device,
     query: tuple[int, ...],
     keys: int,
     mask: tuple[int, ...] | None,
-) -> int:
-    """How many splits the keys of a decoding call are cut into.
+) -> Splits:
+    """Return the splits of decoding calls.
 
     Args:
         query: its shape.
         keys: S.
         mask: of `mask_shape`.
     """
-    units = query[0] * (query[1] // packed_heads(spec, mask))
+    batch, heads, length, _ = query
+    units = batch * (heads // packed_heads(spec, mask))
     # Rounded down: what runs last, alone, costs more than a core with one program.
     wanted = _PROGRAMS_A_CORE * _cores(device) // max(units, 1)
-    return max(1, min(wanted, keys // _LEAST_SPLIT))
-
-
-class SplitMemory(NamedTuple):
-    """What splits leave for their combination, in elements of float32.
-
-    Args:
-        sums_at: where sums begin, after the weighted values.
-        size: of both.
-    """
-
-    sums_at: int
-    size: int
-
-
-def split_memory(spec: Spec, query: tuple[int, ...], splits: int) -> SplitMemory:
-    """As `decode.decode_kernel` writes it, for a query of that shape."""
-    parts = query[0] * query[1] * query[2] * splits
+    number = max(1, min(wanted, keys // _LEAST_SPLIT))
+    parts = batch * heads * length * number
     values = parts * spec.value_head_dim
-    return SplitMemory(values, values + parts * 3)
+    return Splits(number, values, values + parts * 3)
 
 
 @lru_cache
@@ -261,17 +260,17 @@ def _split_of(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
             aligned(("query", "key", "value"), layouts),
             config.options,
         )
-    splits = split_count(spec, call.query.device, call.query.shape, keys, mask_shape(call))
+    splits = splits_of(spec, call.query.device, call.query.shape, keys, mask_shape(call))
     pieces = -(-max(keys, 1) // config.block_n)
     return _Split(
         program,
-        batch * (heads // packed) * splits,
+        batch * (heads // packed) * splits.number,
         {
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides,
-            "sums_at": split_memory(spec, call.query.shape, splits).sums_at,
-            "heads": heads, "q_length": length, "kv_length": keys, "splits": splits,
-            "split_length": -(-pieces // splits) * config.block_n,
+            "sums_at": splits.sums_at,
+            "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
+            "split_length": -(-pieces // splits.number) * config.block_n,
         },
     )  # fmt: skip
 

@@ -19,8 +19,7 @@ from anyflex_triton.forward_call import (
     launch_prefill,
     mask_shape,
     packed_heads,
-    split_count,
-    split_memory,
+    splits_of,
 )
 from anyflex_triton.launch import Launch, launch_all
 from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
@@ -68,10 +67,10 @@ class TritonKernel(Kernel):
         tuned = made.tuned(name, call)
         state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
         if decodes:
-            splits = split_count(
+            splits = splits_of(
                 self.spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
             )
-            return f"decode splits={splits}{state}"
+            return f"decode splits={splits.number}{state}"
         config = tuned or made.config("forward")
         return f"prefill {config.block_m}x{config.block_n}{state}"
 
@@ -132,9 +131,9 @@ class TritonKernel(Kernel):
         keys and such a `mask_shape` aren't decoded."""
         if not self._decodes_rows(query[2], mask):
             return None
-        splits = split_count(self.spec, device, query, keys, mask)
+        splits = splits_of(self.spec, device, query, keys, mask)
         # One tensor: to allocate takes an accelerator's host some microseconds.
-        return (TensorSpec((split_memory(self.spec, query, splits).size,), torch.float32),)
+        return (TensorSpec((splits.size,), torch.float32),)
 
     def _finer_specs(self, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
         """`finer_specs` of a kernel that the spec's gradients need."""
