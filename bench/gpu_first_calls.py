@@ -38,8 +38,13 @@ LIMITS = {"fresh, cold": 2.0, "running, cold": 2.0, "fresh, warm": 1.2, "running
 """Seconds of a first call, forward or backward."""
 CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
     "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
-    "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (128, 2048, 4096)),
-    "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (65, 1000)),
+    "training": tuple((b, s, s) for b in (1, 2, 3) for s in (2048, 4096)),
+    "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (1700, 3000)),
+    # Hopper's tiles of forward are smaller where all of them run at once.
+    "training, few tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (128, 256)),
+    "training, few tiles, lengths within them": tuple(
+        (b, s, s) for b in (1, 2, 3) for s in (65, 300)
+    ),
 }
 """(batch, queries, keys) of calls for which each kernel is compiled once."""
 

@@ -21,7 +21,7 @@ import triton
 from compiling import HOPPER, NAMED
 
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
-from anyflex_cuda.forward_call import program_for, tiles_for
+from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.mods import source_for, write_source
@@ -76,7 +76,7 @@ def spills_of(told: str) -> int:
     return int(stores[1]) if stores else 0
 
 
-def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
+def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
@@ -85,7 +85,7 @@ def facts_of(spec: Spec, even: bool, rest: bool) -> dict[str, Any]:
             source_for(gluon_source(source), within=even, coarse=True, short=even, sums="floats")
         )
     )
-    program = program_for(made, tiles_for(spec), Mods.of(None, functions), even, True, False, rest)
+    program = program_for(made, tiles, Mods.of(None, functions), even, True, False, rest)
     compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
     told, sass = told_of(compiled)
     loops = loops_of(sass)
@@ -122,11 +122,17 @@ def main() -> int:
         ("alibi", 128, True, False), ("softcap", 128, True, False), ("full", 64, True, False),
         ("causal", 64, True, False), ("window", 64, False, True), ("causal", 256, True, False),
     ]  # fmt: skip
+    small = [("causal", 128, True, True), ("causal", 64, False, False), ("full", 256, True, True)]
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
         for name, dim, even, rest in cases:
-            found = facts_of(spec_of(name, dim), even, rest)
+            spec = spec_of(name, dim)
+            found = facts_of(spec, even, rest, tiles_for(spec))
             print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
+        for name, dim, even, rest in small:
+            spec = spec_of(name, dim)
+            found = facts_of(spec, even, rest, small_tiles_for(spec))
+            print(json.dumps({"name": f"small {name} {dim}", **found}), flush=True)
     return 0
 
 

@@ -16,7 +16,7 @@ SHARED = 232_448
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
     lines = printed_by("compiling_forward.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == 9
+    assert len(found) == 12
     for facts in found:
         # Of about 600 instructions a loop three with Triton 3.9.
         most = 0 if TRITON.startswith("3.6.") else 8
@@ -24,7 +24,7 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
             # Which keys a thread has, read where a mask is evaluated: not in the other steps.
             most = 80
         assert facts["serialized"] == [] and facts["local"] <= most, facts
-        # Of two or three consumers.
-        assert facts["loops"] in (2, 3), facts
+        # Of one, two or three consumers.
+        assert facts["loops"] in ((1,) if "small" in facts["name"] else (2, 3)), facts
         # Of a tile's begin and end.
         assert facts["spills"] <= (400 if most else 160) and facts["shared"] <= SHARED, facts

@@ -142,6 +142,16 @@ CASES = {
     "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
     "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
     "where the queries were": Case(130, 140, (256, 256)),
+    # As many programs as tiles of 64 rows.
+    "one consumer": Case(300, 200, batch=2, cores=40),
+    "one consumer, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=40),
+    "one consumer, blocks of 192": Case(300, 300, mask=packed, block=192, cores=20),
+    "one consumer, not finite": Case(300, 300, (128, 128), bent, packed, cores=20, odd=True),
+    "one consumer, far": Case(300, 300, (72, 40), lowest, packed, cores=20),
+    "one consumer, where the queries were": Case(130, 140, (256, 256), cores=12),
+    "one consumer, documents, away": Case(
+        200, 300, (128, 128), mask=documents(), offsets=AWAY, cores=16
+    ),
     "documents": Case(300, 300, (128, 128), mask=documents(count=300)),
     "documents of int64": Case(130, 300, mask=documents(torch.int64)),
     "documents, whole steps": Case(256, 256, (128, 128), mask=documents(count=256)),
@@ -182,8 +192,8 @@ def watched(function: Callable[..., Any], case: Case) -> Callable[..., Any]:
     return called
 
 
-def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> None:
-    """Compare a call's outputs with the reference's.
+def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int:
+    """Compare a call's outputs with the reference's, and return the kernel's consumers.
 
     Args:
         changed, seed: as `run_kernel` takes them.
@@ -199,7 +209,8 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
                 given[name] = watched(mod_in_python(given[name]), case)
         given |= in_numpy({each: values[each] for each in program.types})
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, CALLED)
-        ran.append(program.function.__name__)
+        assert program.function.__name__ == "forward_kernel"
+        ran.append(program.constants["CONSUMERS"])
 
     def launch_away(made: Any, sizes: Any, fit: Any, call: Any, *more: Any) -> None:
         """No argument of a user's sets offsets."""
@@ -232,13 +243,16 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> Non
             out, lse = anyflex.flex_attention(
                 q, k, v, case.score, given, enable_gqa=True, return_lse=True, backend="cuda"
             )
-    assert ran == ["forward_kernel"]
+    (consumers,) = ran
     check_half_outputs(out, lse, q, k, v, score, mask)
+    return int(consumers)  # type: ignore[call-overload, no-any-return]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_gives_what_the_reference_gives(name: str) -> None:
-    check(CASES[name])
+    consumers = check(CASES[name])
+    for number, word in enumerate(("one", "two", "three"), 1):
+        assert consumers == number or not name.startswith(f"{word} consumer")
 
 
 def test_tiles_are_those_that_the_order_names() -> None:

@@ -37,9 +37,9 @@ def of(launch: Any) -> str:
 
 
 def test_a_long_call_is_hoppers() -> None:
-    ((program, grid, values),), said = launches(*drawn(*[(2, 4, 1000, 128)] * 3))
+    ((program, grid, values),), said = launches(*drawn(*[(2, 8, 1000, 128)] * 3))
     assert of((program,)) == HOPPERS and "hopper 128x128" in said
-    assert grid == 2 * 4 * 8 and (values["tiles"], values["batch_heads"]) == (8, 8)
+    assert grid == 2 * 8 * 8 and (values["tiles"], values["batch_heads"]) == (8, 16)
     assert program.constants["EVEN"] is False and program.constants["HAS_MASK"] is False
 
 
@@ -210,16 +210,30 @@ def test_what_is_not_wanted_has_no_descriptor() -> None:
 
 
 def test_tiles_follow_head_dims_and_blocks_of_the_mask() -> None:
-    launched, said = launches(*drawn(*[(1, 2, 256, 192)] * 3))
+    launched, said = launches(*drawn(*[(1, 40, 256, 192)] * 3))
     assert [of(launch) for launch in launched] == [HOPPERS] and "hopper 128x64" in said
-    _, said = launches(*drawn(*[(1, 2, 256, 128)] * 3))
+    _, said = launches(*drawn(*[(1, 40, 256, 128)] * 3))
     assert "hopper 128x128" in said
-    _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3))
+    _, said = launches(*drawn(*[(1, 40, 384, 64)] * 3))
     assert "hopper 192x128" in said
     for block, rows in ((384, 192), (128, 128)):
         mask = anyflex.create_block_mask(causal, 1, 1, 384, 384, BLOCK_SIZE=(block, 128))
-        _, said = launches(*drawn(*[(1, 2, 384, 64)] * 3), block_mask=mask)
+        _, said = launches(*drawn(*[(1, 40, 384, 64)] * 3), block_mask=mask)
         assert f"hopper {rows}x128" in said
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 128), (128, 128), (256, 64)])
+def test_a_tile_has_one_consumer_where_all_run_at_once(dim: int, keys: int) -> None:
+    mask = anyflex.create_block_mask(causal, 1, 1, 256, 256)
+    ((program, grid, values),), said = launches(
+        *drawn(*[(1, CORES // 4, 256, dim)] * 3), block_mask=mask
+    )
+    assert f"hopper 64x{keys}" in said and program.constants["CONSUMERS"] == 1
+    assert grid == values["tiles"] * values["batch_heads"] == CORES
+    ((program, grid, _),), said = launches(
+        *drawn(*[(1, CORES // 4 + 1, 256, dim)] * 3), block_mask=mask
+    )
+    assert f"hopper 128x{keys}" in said and program.constants["CONSUMERS"] == 2
 
 
 @pytest.mark.parametrize(
@@ -234,7 +248,7 @@ def test_an_option_of_the_portable_kernels_is_not_ignored(options: dict[str, Any
     assert [of(launch) for launch in launched] == [PORTABLE]
     assert "not Hopper's kernel: the portable kernels have " in said
     _, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"dq_block_m": 64}})
-    assert "hopper 192x128" in said
+    assert "hopper 64x128" in said
 
 
 def test_autotuning_is_the_portable_kernels() -> None:
@@ -282,7 +296,7 @@ def small_blocks() -> anyflex.BlockMask:
 def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
     fast: dict[str, Any] = {"score_mod": softcap, "kernel_options": {"cuda": {"fast_tanh": True}}}
     launched, said = launches(*drawn(*[SHAPE] * 3), **fast)
-    assert "hopper 192x128 fast tanh" in said
+    assert "hopper 64x128 fast tanh" in said
     assert "fast_tanh_capped" in inspect.getsource(launched[0][0].constants["SCORE_MOD"].fn)
     launched, said = launches(*drawn(*[SHAPE] * 3), score_mod=softcap)
     assert "fast tanh" not in said

@@ -36,6 +36,8 @@ __all__ = [
     "program_for",
     "refusal",
     "refused_spec",
+    "small_tiles_for",
+    "tiles_at_once",
     "tiles_for",
     "width",
 ]
@@ -97,6 +99,24 @@ def tiles_for(spec: Spec) -> Tiles:
     return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
 
 
+def small_tiles_for(spec: Spec) -> Tiles:
+    """Return the tiles of calls of which all `tiles_at_once`: one consumer each, so that more
+    multiprocessors work, and none waits for another's turn."""
+    dims = max(spec.head_dim, spec.value_head_dim)
+    stages = 3 if dims <= 64 else 2
+    return Tiles(1, 128 if dims <= 128 else 64, stages, False, True, True, (240, 24))
+
+
+def tiles_at_once(query: Lengths, device: torch.device) -> bool:
+    """Whether there is a multiprocessor for each tile of one consumer.
+
+    Args:
+        query: its shape.
+    """
+    batch, heads, length, _ = query
+    return -(-length // _ROWS) * batch * heads <= cores(device)
+
+
 def refusal(call: Call) -> str | None:
     """Return why a call takes the portable kernel although its spec doesn't have to, or None.
 
@@ -117,7 +137,7 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """Return why no call of a spec takes Hopper's kernel, or None.
 
     Args:
-        tiles: of `tiles_for`.
+        tiles: of `tiles_for`, of which those of `small_tiles_for` are parts.
     """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
@@ -243,12 +263,14 @@ class Fit(NamedTuple):
 
     Args:
         programs: take the tiles of all heads.
+        block_m: query rows of a tile.
         workspace: the counter of tiles, or nothing.
         even: as `program_for`'s.
         fixed: arguments of the kernel, given the strides of out and, if it is there, of rest.
     """
 
     programs: int
+    block_m: int
     workspace: tuple[TensorSpec, ...]
     even: bool
     fixed: Callable[[Lengths, Lengths | None], FixedArguments]
@@ -292,6 +314,7 @@ def fit_of(
     out = (batch, heads, length, value[3])
     return Fit(
         programs,
+        block_m,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
         lru_cache(OUTS)(partial(_with_out, values, out, size, boxes["o_desc"])),
@@ -337,7 +360,7 @@ def launch_forward(
         program.meanwhile = lambda target: begin_compiling(needed_next(call, out), target)
     order = NO_ORDER
     if fit.workspace:
-        order = tile_order(call, tiles.block_m, -(-call.query.shape[2] // tiles.block_m))
+        order = tile_order(call, fit.block_m, -(-call.query.shape[2] // fit.block_m))
     ordering = {
         "order": or_else(order.tiles, call.query),
         "order_strides": order.strides,

@@ -596,7 +596,27 @@ def forward_kernel(
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
     # Tuples with a name would lose their constants.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (consume, (
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
+                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
+                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                PINNED, STAGES, BLOCK_N,
+            )),
+            (produce, (
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                mask_strides, order, order_strides, ordered, batch_heads, heads, kv_length, tiles,
+                head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC,
+                SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
+            )),
+        ], [1], [PRODUCER_REGISTERS])
+    elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,

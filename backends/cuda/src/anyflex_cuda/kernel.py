@@ -30,11 +30,14 @@ from anyflex_cuda.decode_call import (
 from anyflex_cuda.forward_call import (
     Fit,
     Lengths,
+    Tiles,
     boxes_for,
     fit_of,
     launch_forward,
     refusal,
     refused_spec,
+    small_tiles_for,
+    tiles_at_once,
     tiles_for,
 )
 from anyflex_cuda.gluon_program import is_aligned, is_boxed
@@ -74,6 +77,7 @@ class CudaKernel(TritonKernel):
     ) -> None:
         super().__init__(spec, source, target, overrides, tuner)
         self._tiles = tiles_for(spec)
+        self._small_tiles = small_tiles_for(spec)
         self._decode_tiles = decode_tiles(spec)
         of_portable = refused_options(overrides, FORWARD_OPTIONS)
         self._refused = of_portable or refused_spec(spec, self._tiles)
@@ -89,7 +93,6 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
-        self._boxes = boxes_for(self._tiles, spec)
         self._fits = lru_cache(_FITS)(self._fit_of)
         self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
@@ -117,7 +120,7 @@ class CudaKernel(TritonKernel):
         fast = " fast tanh" if self._fast_tanh else ""
         if isinstance(fit, DecodeFit):
             return f"hopper decode programs={fit.programs}{fast}"
-        return f"hopper {self._tiles.block_m}x{self._tiles.block_n}{fast}"
+        return f"hopper {fit.block_m}x{self._tiles_of(fit).block_n}{fast}"
 
     def _refused_forward(self, call: Call) -> str | None:
         """Why forward takes the portable kernels, or None."""
@@ -165,8 +168,13 @@ class CudaKernel(TritonKernel):
             return decode_fit_of(self._hopper, self._decode_tiles, device, *layouts, mask)
         if self._refused is not None:
             return None
-        tiles = self._tiles
-        return fit_of(self._hopper, tiles.block_m, tiles.block_n, self._boxes, device, *layouts)
+        tiles = self._small_tiles if tiles_at_once(query, device) else self._tiles
+        boxes = boxes_for(tiles, self.spec)
+        return fit_of(self._hopper, tiles.block_m, tiles.block_n, boxes, device, *layouts)
+
+    def _tiles_of(self, fit: Fit) -> Tiles:
+        small = self._small_tiles
+        return small if fit.block_m == small.block_m else self._tiles
 
     def _refused_backward_of(self, call: Call) -> str | None:
         """Why backward takes the portable kernels, or None."""
@@ -205,7 +213,9 @@ class CudaKernel(TritonKernel):
         elif isinstance(fit, DecodeFit):
             launch_decode(self._made, self._hopper, self._decode_tiles, fit, call, out)
         else:
-            launch_forward(self._hopper, self._tiles, fit, call, out, self._of_backward)
+            launch_forward(
+                self._hopper, self._tiles_of(fit), fit, call, out, self._of_backward
+            )
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
         """Programs that the backward of a call will need."""
