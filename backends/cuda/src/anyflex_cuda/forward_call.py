@@ -216,7 +216,9 @@ def program_for(
     types, constants = boxed_arguments(
         made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
     )
-    order = {"order": "*i32", "order_strides": ("i32", "i32"), "ordered": "i32"}
+    order: dict[str, Types] = {
+        "order": "*i32", "order_strides": ("i32", "i32"), "ordered": "i32",
+    }  # fmt: skip
     if spec.mask_kind == "none":
         constants |= dict.fromkeys(order)
     else:

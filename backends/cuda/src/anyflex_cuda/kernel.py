@@ -213,9 +213,7 @@ class CudaKernel(TritonKernel):
         elif isinstance(fit, DecodeFit):
             launch_decode(self._made, self._hopper, self._decode_tiles, fit, call, out)
         else:
-            launch_forward(
-                self._hopper, self._tiles_of(fit), fit, call, out, self._of_backward
-            )
+            launch_forward(self._hopper, self._tiles_of(fit), fit, call, out, self._of_backward)
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
         """Programs that the backward of a call will need."""
