@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from recording import CORES, OnHopper, drawn, launches_on, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
+from anyflex_cuda import tile_order
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -79,23 +81,96 @@ def test_without_a_mask_nothing_is_ordered() -> None:
     assert program.constants["order"] is None
 
 
-def test_a_graph_that_captures_the_first_call_of_a_mask_has_none_and_keeps_none() -> None:
+class Streams:
+    """A GPU's streams, of which one is current, and its events."""
+
+    def __init__(self) -> None:
+        self.current, self.capturing, self.done = 7, False, False
+        self.waited: list[int] = []
+        self.recorded: list[int] = []
+
+    def query(self) -> bool:
+        assert not self.capturing, "an event is asked for within a capture"
+        return self.done
+
+    def wait(self, stream: int) -> None:
+        assert not self.capturing
+        self.waited.append(stream)
+
+    def handle(self) -> Any:
+        current = self.current
+        return mock.Mock(number=current, wait_event=lambda event: self.wait(current))
+
+
+@pytest.fixture
+def streams() -> Iterator[Streams]:
+    made = Streams()
+    event = mock.Mock(query=made.query)
+    driver = mock.Mock()
+    driver.active.get_current_stream = lambda device: made.current
+    with (
+        mock.patch.object(tile_order, "driver", driver),
+        mock.patch.object(torch.cuda, "Event", lambda: event),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: made.handle()),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: made.capturing),
+    ):
+        yield made
+
+
+def of_gpu(streams: Streams) -> Any:
+    """A call whose mask is said to be on a GPU."""
     mask = anyflex.create_block_mask(causal, None, None, 512, 512)
 
-    class OfGPU(torch.Tensor):
+    class OnGPU(torch.Tensor):
         is_cuda = True
 
-    from anyflex_cuda.tile_order import NO_ORDER, tile_order
+        def record_stream(self, stream: Any) -> None:
+            streams.recorded.append(stream.number)
 
     views = mask.views()
-    on_gpu = mock.Mock(offsets=views.offsets.as_subclass(OfGPU), runs=views.runs)
-    on_gpu.once, on_gpu.block_size = views.once, views.block_size
-    call: Any = mock.Mock(mask=on_gpu)
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        assert tile_order(call, 128, 4) is NO_ORDER
-    assert launched(mask, 1, CORES, 512)["ordered"] == 1
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-        assert tile_order(call, 128, 4).tiles is not None  # made before, so that it stays
+    offsets, runs = (tensor.as_subclass(OnGPU) for tensor in (views.offsets, views.runs))
+    moved = mock.Mock(
+        offsets=offsets, runs=runs, once=views.once, block_size=views.block_size, mask=mask
+    )
+    return mock.Mock(mask=moved)
+
+
+def test_another_stream_waits_until_the_order_is_there(streams: Streams) -> None:
+    call = of_gpu(streams)
+    order = tile_order.tile_order(call, 128, 4)
+    assert order.tiles is not None
+    # Behind what made it nobody waits.
+    assert tile_order.tile_order(call, 128, 4) is order
+    assert (streams.waited, streams.recorded) == ([], [])
+    streams.current = 8
+    assert tile_order.tile_order(call, 128, 4) is order
+    assert (streams.waited, streams.recorded) == ([8], [8])
+    streams.done = True
+    assert tile_order.tile_order(call, 128, 4) is order
+    assert (streams.waited, streams.recorded) == ([8], [8, 8])
+    streams.current = 7
+    assert tile_order.tile_order(call, 128, 4) is order
+    assert (streams.waited, streams.recorded) == ([8], [8, 8])
+
+
+def test_a_captured_call_has_an_order_that_was_there_before_and_makes_none(
+    streams: Streams,
+) -> None:
+    call = of_gpu(streams)
+    streams.capturing = True
+    assert tile_order.tile_order(call, 128, 4) is tile_order.NO_ORDER
+    streams.capturing = False
+    order = tile_order.tile_order(call, 128, 4)
+    for streams.current in (7, 8):
+        streams.capturing = True
+        assert tile_order.tile_order(call, 128, 4) is tile_order.NO_ORDER
+        streams.capturing = False
+    streams.done, streams.current = True, 7
+    assert tile_order.tile_order(call, 128, 4) is order
+    streams.capturing = True
+    for streams.current in (7, 8):
+        assert tile_order.tile_order(call, 128, 4) is order
+    assert streams.waited == []
 
 
 def test_threads_that_meet_a_mask_at_once_get_one_order_each() -> None:

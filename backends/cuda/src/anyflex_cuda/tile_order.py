@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from triton.runtime import driver
 
 from anyflex.plugin import Call, MaskViews
 
@@ -34,6 +35,49 @@ class TileOrder(NamedTuple):
 NO_ORDER = TileOrder(None, (0, 0))
 
 
+class _Kept:
+    """An order, and which calls may read it: those on the stream that it was made on, and others
+    behind its event.
+
+    Args:
+        order: made just now, on the current stream of its device.
+    """
+
+    __slots__ = ("order", "pending", "stream")
+
+    def __init__(self, order: TileOrder) -> None:
+        self.order = order
+        self.stream = self.pending = None
+        tiles = order.tiles
+        if tiles is not None and tiles.is_cuda:
+            self.stream = driver.active.get_current_stream(tiles.device.index)
+            self.pending = torch.cuda.Event()
+            self.pending.record(torch.cuda.current_stream(tiles.device))
+
+    def here(self) -> TileOrder:
+        """The order for a call on the current stream, or none where a graph that is captured
+        would have to wait for it."""
+        tiles = self.order.tiles
+        if self.stream is None or tiles is None:
+            return self.order
+        alone = driver.active.get_current_stream(tiles.device.index) == self.stream
+        if alone and self.pending is None:
+            return self.order
+        if torch.cuda.is_current_stream_capturing():
+            # To ask for an event, or wait for one of before, would end the capture.
+            return NO_ORDER if self.pending is not None else self.order
+        pending = self.pending
+        if pending is not None and pending.query():
+            self.pending = pending = None
+        if not alone:
+            stream = torch.cuda.current_stream(tiles.device)
+            if pending is not None:
+                stream.wait_event(pending)
+            # Its memory may go with the mask, and be another tensor's on the stream of before.
+            tiles.record_stream(stream)
+        return self.order
+
+
 def tile_order(call: Call, block_m: int, tiles: int) -> TileOrder:
     """Return the order for a call with a mask, made once a mask, on the device alone.
 
@@ -48,12 +92,13 @@ def tile_order(call: Call, block_m: int, tiles: int) -> TileOrder:
     if views is None or not views.offsets.is_contiguous():  # may be written again in place
         return NO_ORDER
     kept = views.once("anyflex_cuda.tile_order", dict, dict)
-    found: TileOrder | None = kept.get((block_m, tiles))
-    if found is None:
-        if views.offsets.is_cuda and torch.cuda.is_current_stream_capturing():
-            return NO_ORDER
-        found = kept[block_m, tiles] = _made(views, block_m, tiles)
-    return found
+    found: _Kept | None = kept.get((block_m, tiles))
+    if found is not None:
+        return found.here()
+    if views.offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return NO_ORDER
+    found = kept[block_m, tiles] = _Kept(_made(views, block_m, tiles))
+    return found.order
 
 
 def _made(views: MaskViews, block_m: int, tiles: int) -> TileOrder:
