@@ -53,6 +53,8 @@ BLOCKS = (
 )  # fmt: skip
 HEADS = ((1, 2), (2, 2), (4, 1), (8, 1), (3, 1), (1, 1), (2, 1))
 """(query heads of a key head, key heads)."""
+MANY_HEADS = ((1, 32), (4, 8), (2, 16), (8, 4))
+"""Of every third call: more tiles than a GPU has multiprocessors, for which it may have others."""
 LEARNING: tuple[set[str], ...] = ({"q", "k", "v"},) * 6 + ({"k", "v"}, {"q"}, set(), set())
 
 
@@ -64,6 +66,9 @@ def drawn_case(number: int) -> AttentionCase:
     q_length, kv_length = (_length(draw) for _ in range(2))
     if draw.random() < 0.1:
         q_length = draw.choice((1, 2, 5, 16))
+    if number % 3 == 0:
+        group, kv_heads = MANY_HEADS[number // 3 % len(MANY_HEADS)]
+        kv_length = max(65, min(kv_length, PAIRS // (batch * group * kv_heads * q_length)))
     while batch * group * kv_heads * q_length * kv_length > PAIRS:
         q_length, kv_length = max(q_length // 2, 1), max(kv_length * 3 // 4, 1)
     score = draw.choice(sorted(SCORE_MODS)) if draw.random() < 0.6 else None

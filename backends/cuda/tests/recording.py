@@ -19,7 +19,7 @@ from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
 UNREAD = (
-    "offsets", "ends", "runs", "order", "tops", "lse", "max_scores", "counter", "counts", "edges",
+    "offsets", "ends", "runs", "tops", "lse", "max_scores", "counter", "counts", "edges",
 )  # fmt: skip
 """Others stand in for them where there are none; decoding's counts are in memory of floats."""
 

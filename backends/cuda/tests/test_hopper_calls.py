@@ -30,7 +30,6 @@ from anyflex_cuda import (
     step_scores,
     strange_values,
 )
-from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
@@ -253,27 +252,6 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
     consumers = check(CASES[name])
     for number, word in enumerate(("one", "two", "three"), 1):
         assert consumers == number or not name.startswith(f"{word} consumer")
-
-
-def test_tiles_are_those_that_the_order_names() -> None:
-    """Of a batch entry each: one that is named twice is computed for another that isn't."""
-    case = Case(300, 300, (128, 128), mask=documents_of_batch(), batch=2, cores=5)
-    named = torch.tensor([[[0, 1, 1]], [[2, 2, 0]]], dtype=torch.int32)
-    seen = []
-
-    def outputs(out: torch.Tensor, *_: Any) -> None:
-        seen.append(out)
-
-    with (
-        mock.patch.object(forward_call, "tile_order", lambda *_: TileOrder(named, (3, 0))),
-        mock.patch.dict(globals(), check_half_outputs=outputs),
-    ):
-        check(case)
-    (out,) = seen
-    written = out.isfinite().all(-1).all(1)
-    for entry, absent in enumerate((2, 1)):
-        tiles = [bool(written[entry, 128 * i : 128 * i + 128].all()) for i in range(3)]
-        assert tiles == [i != absent for i in range(3)]
 
 
 READ_EARLY = [

@@ -15,7 +15,6 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_cuda.tile_order import NO_ORDER, tile_order
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Options, Program, Types, begin_compiling
 from anyflex_triton.mask_rows import mask_rows
@@ -216,13 +215,6 @@ def program_for(
     types, constants = boxed_arguments(
         made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
     )
-    order: dict[str, Types] = {
-        "order": "*i32", "order_strides": ("i32", "i32"), "ordered": "i32",
-    }  # fmt: skip
-    if spec.mask_kind == "none":
-        constants |= dict.fromkeys(order)
-    else:
-        types |= order
     return made.program(
         key,
         hopper_forward.forward_kernel,
@@ -360,15 +352,7 @@ def launch_forward(
     )  # fmt: skip
     if not program.is_compiled(call.query.device.index) and not _is_captured(call):
         program.meanwhile = lambda target: begin_compiling(needed_next(call, out), target)
-    order = NO_ORDER
-    if fit.workspace:
-        order = tile_order(call, fit.block_m, -(-call.query.shape[2] // fit.block_m))
-    ordering = {
-        "order": or_else(order.tiles, call.query),
-        "order_strides": order.strides,
-        "ordered": int(order.tiles is not None),
-    }
-    launch_boxed(made, program, fit, call, out, ordering)
+    launch_boxed(made, program, fit, call, out)
 
 
 def _is_captured(call: Call) -> bool:
@@ -378,15 +362,12 @@ def _is_captured(call: Call) -> bool:
 
 
 def launch_boxed(
-    made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs,
-    more: Mapping[str, object] | None = None,
-) -> None:  # fmt: skip
-    """Launch a kernel with `boxed_arguments`, and `more`, on the current stream."""
+    made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
+) -> None:
+    """Launch a kernel with `boxed_arguments` on the current stream."""
     query, key, value = call.query, call.key, call.value
     result = out.out
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    if more is not None:
-        values.update(more)
     values["query"] = query
     values["key"] = key
     values["value"] = value
