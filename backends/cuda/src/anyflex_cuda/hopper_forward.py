@@ -587,7 +587,7 @@ def forward_kernel(
         mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
-    # Tuples with a name would lose their constants.
+    # Written out: in a tuple that has a name, or is joined from others, constants are none.
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (
