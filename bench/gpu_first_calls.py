@@ -32,21 +32,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CLASSES", "LIMITS", "faults", "main"]
+__all__ = ["CLASSES", "LIMITS", "classes_of", "faults", "main"]
 
 LIMITS = {"fresh, cold": 2.0, "running, cold": 2.0, "fresh, warm": 1.2, "running, warm": 0.06}
 """Seconds of a first call, forward or backward."""
 CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
     "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
-    "training": tuple((b, s, s) for b in (1, 2, 3) for s in (2048, 4096)),
-    "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (1700, 3000)),
-    # Hopper's tiles of forward are smaller where all of them run at once.
-    "training, few tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (128, 256)),
-    "training, few tiles, lengths within them": tuple(
-        (b, s, s) for b in (1, 2, 3) for s in (65, 300)
-    ),
+    "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (128, 2048, 4096)),
+    "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (65, 1000)),
 }
 """(batch, queries, keys) of calls for which each kernel is compiled once."""
+HEADS, MULTIPROCESSORS = 8, 132
+"""Of the calls; of an H100 or an H200."""
+
+
+def classes_of(backend: str) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Return CLASSES, each in two for the kernels for Hopper: where all tiles of 64 rows run at
+    once, forward has another."""
+    if backend != "cuda":
+        return CLASSES
+    found: dict[str, list[tuple[int, int, int]]] = {}
+    for name, sizes in CLASSES.items():
+        for batch, queries, keys in sizes:
+            few = queries > 1 and batch * HEADS * -(-queries // 64) <= MULTIPROCESSORS
+            found.setdefault(name + ", few tiles" * few, []).append((batch, queries, keys))
+    return found
 
 
 def softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -61,7 +71,7 @@ def drawn(batch: int, queries: int, keys: int, device: str, *, learns: bool) -> 
     """Query, key and value."""
     return [
         torch.randn(
-            batch, 8, length, 128, dtype=torch.bfloat16, device=device, requires_grad=learns
+            batch, HEADS, length, 128, dtype=torch.bfloat16, device=device, requires_grad=learns
         )
         for length in (queries, keys, keys)
     ]
@@ -103,7 +113,7 @@ def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int
     import anyflex
 
     found: dict[str, dict[str, int]] = {}
-    for name, sizes in CLASSES.items():
+    for name, sizes in classes_of(backend).items():
         counted: Counter[str] = Counter()
 
         def note(
@@ -203,7 +213,7 @@ def main() -> int:
     print(f"torch's own first backward, in no figure above: {statistics.median(of_torch):.3f} s")
     for name, counted in compiled.items():
         each = ", ".join(f"{kernel} {count}" for kernel, count in counted.items())
-        print(f"compiled for {len(CLASSES[name])} calls, {name}: {each}")
+        print(f"compiled for {len(classes_of(args.backend)[name])} calls, {name}: {each}")
     if args.json is not None:
         text = json.dumps({"seconds": seconds, "compiled": compiled}, indent=1)
         args.json.write_text(text + "\n")

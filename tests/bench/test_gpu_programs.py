@@ -161,6 +161,17 @@ def test_a_first_call_above_its_limit_and_a_second_compile_fail() -> None:
     assert calls.faults(fast, {**once, "training": {}}) == ["training: nothing was compiled"]
 
 
+def test_hoppers_classes_are_those_of_all_in_two() -> None:
+    calls = program("gpu_first_calls")
+    assert calls.classes_of("cuda.triton") is calls.CLASSES
+    hoppers = calls.classes_of("cuda")
+    for name, sizes in calls.CLASSES.items():
+        assert sorted(sizes) == sorted([*hoppers[name], *hoppers.get(f"{name}, few tiles", ())])
+    assert (1, 1000, 1000) in hoppers["training, lengths within tiles, few tiles"]
+    assert (2, 1000, 1000) in hoppers["training, lengths within tiles"]
+    assert "decoding, few tiles" not in hoppers
+
+
 def test_what_a_sanitizer_finds_and_what_it_leaves_out_fails() -> None:
     sanitizer = program("gpu_sanitizer")
     clean = json.dumps({"number": 7, "problems": [], "variant": "hopper 128x128"})
