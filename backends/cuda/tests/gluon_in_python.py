@@ -79,6 +79,7 @@ class Box:
         self.array[there] = memory[here]
 
     def add(self, at: Sequence[int], memory: np.ndarray) -> None:
+        assert min(at) >= 0, "an illegal instruction"
         there, here = self._places(at)
         self.array[there] += memory[here]
 

@@ -208,7 +208,12 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
     ("piece", "instead"),
     [
         ("meet(ME, 8)", "pass"),
-        ("meet(ME, 10)", "pass"),
+        ("wait_for_ds(it - 1, last_rows >= 0, ds_full)\n            place", "place"),
+        ("wait_for_ds(it - 1, last_rows >= 0, ds_full)\n            dq", "dq"),
+        ("mbarrier.arrive(ds_full.index(place), count=1)", "pass"),
+        ("DS_STAGES = gl.constexpr(3)", "DS_STAGES = gl.constexpr(2)"),
+        ("if last_rows >= 0:", "if True:"),
+        ("last_rows = (m0", "last_rows = (128 + m0"),
         ("mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)", "pass"),
         ("pred=there", "pred=True"),
         ("if start < stop:", "if True:"),
@@ -220,10 +225,12 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
         ("mbarrier.arrive(q_empty.index(slot), count=1)", "pass"),
         ("mbarrier.arrive(kv_full, count=1)", "pass"),
         ("tma.store_wait(0)", "pass"),
-        ("pair = (it & 1) * 2", "pair = 0"),
+        ("place = it % DS_STAGES", "place = 0"),
         ("=0, deps=(raw,))\n    mbarrier", "=1, deps=(raw,))\n    mbarrier"),
         ("    warpgroup_mma_wait(num_outstanding=0, deps=(raw,))\n    return", "    return"),
         ("num_outstanding=0, deps=(dq, dv)", "num_outstanding=1, deps=(dq, dv)"),
+        ("num_outstanding=1, deps=(dq, dv)", "num_outstanding=2, deps=(dq, dv)"),
+        ("num_outstanding=0, deps=(dq,)", "num_outstanding=1, deps=(dq,)"),
         ("num_outstanding=1, deps=(dk, dv)", "num_outstanding=2, deps=(dk, dv)"),
         ("live = live | full", "pass"),
         ("gl.minimum(end, whole), begin)", "end, begin)"),
@@ -231,8 +238,10 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 )
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(12):
-        fixed = {"rows": 300, "keys": 300, "want_dq": seed % 3 < 2, "programs": 2, "q_block": 128}
-        fixed |= {"block_m": (64, 128)[seed % 2], "width": (128, 64)[seed % 2]}
+        fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "programs": 2, "q_block": 128}
+        # Of a step's dQ consumers make columns, rows, or what their own keys give.
+        block_m, width = ((64, 128), (128, 64), (64, 64))[seed % 3]
+        fixed |= {"block_m": block_m, "width": width}
         try:
             check(Case(seed, **fixed), (piece, instead))
         except (AssertionError, Stuck):

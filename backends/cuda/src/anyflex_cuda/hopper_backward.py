@@ -3,9 +3,10 @@
 A program has a producer of one warp, which loads by TMA, and two consumers of four warps, which
 own 64 keys each: FlashAttention-3's division (Shah et al., 2024). Scores stand transposed, keys by
 query rows, so that weights and their gradients are register operands of the products that make dV
-and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA.
-A step ends with the scores of the next in flight, and issues dK before it waits for the other
-consumer: tensor cores have work where steps and consumers would wait.
+and dK. A step's dQ is made of both consumers' score gradients and added to float32 sums by TMA,
+in the step after: the other consumer's have long been there then, consumers may be most of a step
+apart, and one's products run while the other makes weights. A step ends with the scores of the
+next in flight.
 
 Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `repair_kernel`.
 """
@@ -33,6 +34,9 @@ __all__ = ["KEYS", "backward_kernel"]
 KEYS = 128
 """Of a tile: 64 for each consumer."""
 HALF = gl.constexpr(64)
+DS_STAGES = gl.constexpr(3)
+"""Steps whose score gradients have a place: while one consumer writes a step's, the other may read
+those of two steps before."""
 LOG2E = gl.constexpr(1.4426950408889634)
 FULL_RUN = gl.constexpr(1)
 
@@ -358,30 +362,66 @@ def begin_scores(
 
 
 @gluon.jit
-def add_step(
-    dk, dv, raw, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
-    scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD:
-    gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
-    S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT:
-    gl.constexpr,
-):
-    """dK and dV with what one step adds, and the raw products of the next, in flight: of anything
-    if there are no `more`. Its dQ goes out.
+def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT: gl.constexpr):
+    """The product that makes this consumer's part of step `it`'s dQ, in flight: 64 of its columns
+    where D is 128, else 64 of its 128 rows."""
+    pair = it % DS_STAGES * 2
+    first = now(gl.to_tensor(0))
+    k0 = k_tiles.index(first).reshape([64, D])
+    k1 = k_tiles.index(first + 1).reshape([64, D])
+    ds0 = ds_tiles.index(pair)
+    ds1 = ds_tiles.index(pair + 1)
+    if D == 128:
+        k0 = k0.slice(ME * 64, 64, dim=1)
+        k1 = k1.slice(ME * 64, 64, dim=1)
+    else:
+        ds0 = ds0.slice(ME * 64, 64, dim=1)
+        ds1 = ds1.slice(ME * 64, 64, dim=1)
+    nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
+    dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
 
-    Of a step's dQ [BLOCK_M, D] a consumer makes 64 columns where D is 128, else 64 rows where
-    BLOCK_M is 128. Where neither is, it adds what its own keys give.
+
+@gluon.jit
+def wait_for_ds(it, there, ds_full):
+    """For both consumers' parts of step `it`'s, if it is `there`."""
+    # Of the step before the first, too, this is a place.
+    place = (it + DS_STAGES) % DS_STAGES
+    mbarrier.wait(ds_full.index(place), (it // DS_STAGES) & 1, pred=there)
+
+
+@gluon.jit
+def place_dq(dq, half, dq_tiles):
+    """Where TMA takes it from."""
+    # The one before has left this buffer.
+    tma.store_wait(0)
+    dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
+
+
+@gluon.jit
+def add_step(
+    dk, dv, raw, last_bh, last_rows, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
+    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc,
+    q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+):
+    """dK and dV with what one step adds; the raw products of the next, in flight, of anything if
+    there are no `more`; and where this step's dQ belongs. The dQ of the step before goes out.
+
+    Where neither D nor BLOCK_M is 128, a consumer adds what its own keys give, at once.
 
     Args:
         raw: this step's products, in flight, and nothing else is.
+        last_bh, last_rows: coordinates of the last step's dQ; below 0 in a tile's first step.
     """
     slot = it % STAGES
     phase = (it // STAGES) & 1
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
     dtype: gl.constexpr = q_tiles.dtype
     half = now(gl.to_tensor(ME))
-    k = k_tiles.index(half).reshape([64, D])
     v = v_tiles.index(half).reshape([64, DV])
     q = q_tiles.index(slot).reshape([BLOCK_M, D])
     do = do_tiles.index(slot).reshape([BLOCK_M, DV])
@@ -401,103 +441,96 @@ def add_step(
     dv = warpgroup_mma(rounded, do, dv, is_async=True)
     dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
     ds = (factor * (dweights - delta_rows.index(slot).load(S_LAYOUT))).to(dtype)
-    if WANT_DQ:
-        pair = (it & 1) * 2
-        ds_tiles.index(pair + half).store(ds)
-        fence_async_shared()
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
-    # Before the consumers meet: it runs while one waits for the other.
-    dk = warpgroup_mma(operand, q, dk, is_async=True)
     if WANT_DQ:
-        nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
         if ALONE:
-            ds0 = ds_tiles.index(pair + half)
-            dq = warpgroup_mma(
-                ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True
-            )
+            ds_tiles.index(half).store(ds)
+            fence_async_shared()
+            dk = warpgroup_mma(operand, q, dk, is_async=True)
+            k = k_tiles.index(half).reshape([64, D])
+            nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
+            ds0 = ds_tiles.index(half)
+            dq = warpgroup_mma(ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
+            dq, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dv))
         else:
-            # Both halves of ds are there, and both consumers have read the pair before.
-            meet(ME, 8)
-            first = now(gl.to_tensor(0))
-            k0 = k_tiles.index(first).reshape([64, D])
-            k1 = k_tiles.index(first + 1).reshape([64, D])
-            ds0 = ds_tiles.index(pair)
-            ds1 = ds_tiles.index(pair + 1)
-            if D == 128:
-                k0 = k0.slice(ME * 64, 64, dim=1)
-                k1 = k1.slice(ME * 64, 64, dim=1)
-            else:
-                ds0 = ds0.slice(ME * 64, 64, dim=1)
-                ds1 = ds1.slice(ME * 64, 64, dim=1)
-            dq = warpgroup_mma(ds0.permute((1, 0)), k0, nothing, use_acc=False, is_async=True)
-            dq = warpgroup_mma(ds1.permute((1, 0)), k1, dq, is_async=True)
-        dq, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dv))
-        # The tile before has left this buffer.
-        tma.store_wait(0)
-        dq_tiles.index(half).reshape([128, 32]).store(in_order_of_threads(dq))
+            # The other consumer is past what it had to read where this step's are written.
+            wait_for_ds(it - 1, last_rows >= 0, ds_full)
+            place = it % DS_STAGES
+            ds_tiles.index(place * 2 + half).store(ds)
+            fence_async_shared()
+            # dQ first: it leaves while dK is made. In a tile's first step it is of anything.
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
+            dk = warpgroup_mma(operand, q, dk, is_async=True)
+            mbarrier.arrive(ds_full.index(place), count=1)
+            dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
+        place_dq(dq, half, dq_tiles)
         # Not while dQ has its registers: there aren't enough for both, and ptxas would make every
         # product wait for the one before (C7512).
         raw = begin_scores(
             it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
         )
         fence_async_shared()
-        if D == 128:
-            place = m0 // 64 * 2 + ME
-        elif ALONE:
-            place = m0 // 64
+        if ALONE:
+            _add(dq_desc, [bh, m0 // 64 * 128, 0], dq_tiles.index(half))
         else:
-            place = m0 // 64 + ME
-        _add(dq_desc, [bh, place * 128, 0], dq_tiles.index(half))
+            # What TMA adds at places below 0 is an illegal instruction (seen on an H200).
+            if last_rows >= 0:
+                _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(half))
+            last_bh = bh
+            last_rows = (m0 // 64 * (D // 64) + ME) * 128
     else:
+        dk = warpgroup_mma(operand, q, dk, is_async=True)
         raw = begin_scores(
             it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
         )
-    # All but the next step's scores: these are dK and dV where no dQ is wanted, else none.
+    # All but the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
     mbarrier.arrive(q_empty.index(slot), count=1)
-    return dk, dv, raw
+    return dk, dv, raw, last_bh, last_rows
 
 
 @gluon.jit
 def consume_steps(
-    dk, dv, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles, k_tiles,
-    lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc, q_length,
-    kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr, MASKED: gl.constexpr,
-    ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
-    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    dk, dv, last_bh, last_rows, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles,
+    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full, q_empty, do_full,
+    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
+    MASKED: gl.constexpr, ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
+    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    DQ_LAYOUT: gl.constexpr,
 ):
-    """dK, dV and the count of steps after those from start to stop, one or more."""
+    """dK, dV, where the last step's dQ belongs, and the count of steps, after those from start to
+    stop, one or more."""
     raw = begin_scores(it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT)
     for i in range(start, stop):
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
-        dk, dv, raw = add_step(
-            dk, dv, raw, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-            k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full, dq_desc,
-            q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED, RAGGED, WANT_DQ,
-            SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT,
-            V_LAYOUT, DQ_LAYOUT,
+        dk, dv, raw, last_bh, last_rows = add_step(
+            dk, dv, raw, last_bh, last_rows, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles,
+            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full,
+            q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+            ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
+            STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
         )
         it += 1
     # Of no step: what the last one has begun.
     warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    return dk, dv, it
+    return dk, dv, last_bh, last_rows, it
 
 
 @gluon.jit
 def consume_pass(
-    dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, v_tiles, q_tiles,
-    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
-    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+    dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0,
+    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full,
+    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
     ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
     V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):
-    """dK, dV and the count of steps after the steps of one head that are MASKED, or after the
-    others: two loops, of which the second has no mask's code."""
+    """dK, dV, where the last dQ belongs, and the count of steps, after one head's steps that are
+    MASKED, or after the others: two loops, of which the second has no mask's code."""
     bh = b * heads + h
     if HAS_MASK:
         HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
@@ -508,24 +541,26 @@ def consume_pass(
             begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             if start < stop:
-                dk, dv, it = consume_steps(
-                    dk, dv, it, start, stop, 0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-                    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
-                    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
-                    False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D,
-                    DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                dk, dv, last_bh, last_rows, it = consume_steps(
+                    dk, dv, last_bh, last_rows, it, start, stop, 0, full, b, h, bh, n0, v_tiles,
+                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full,
+                    q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                    ints, floats, ME, MASKED, False, RAGGED, WANT_DQ, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT,
+                    V_LAYOUT, DQ_LAYOUT,
                 )
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         if start < stop:
-            dk, dv, it = consume_steps(
-                dk, dv, it, start, stop, rotation, True, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-                k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, q_empty, do_full,
-                dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME, MASKED,
-                not MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D,
-                DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            dk, dv, last_bh, last_rows, it = consume_steps(
+                dk, dv, last_bh, last_rows, it, start, stop, rotation, True, b, h, bh, n0, v_tiles,
+                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full,
+                q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                ints, floats, ME, MASKED, not MASKED, RAGGED, WANT_DQ, SCORE_MOD,
+                SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
+                DQ_LAYOUT,
             )
-    return dk, dv, it
+    return dk, dv, last_bh, last_rows, it
 
 
 @gluon.jit
@@ -544,7 +579,7 @@ def strange_rows(x):
 @gluon.jit
 def consume(
     dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty, do_full,
+    delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty, do_full,
     offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
@@ -559,6 +594,7 @@ def consume(
     V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+    ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
     dtype: gl.constexpr = q_tiles.dtype
     k = k_tiles.index(ME).reshape([64, D])
     v = v_tiles.index(ME).reshape([64, DV])
@@ -577,6 +613,8 @@ def consume(
         n0 = tile * 128 + ME * 64
         dk = gl.full([64, D], 0.0, gl.float32, layout=K_LAYOUT)
         dv = gl.full([64, DV], 0.0, gl.float32, layout=V_LAYOUT)
+        last_bh = gl.to_tensor(0)
+        last_rows = gl.to_tensor(-1)
         streams = GROUP * batch if KV_SHARED else GROUP
         for stream in range(streams):
             b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
@@ -584,23 +622,27 @@ def consume(
                 offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK,
             )
             if HAS_MASK_MOD or RAGGED:
-                dk, dv, it = consume_pass(
-                    dk, dv, it, run, last_run, runs, steps, whole, 0, b, h, heads, n0, v_tiles,
-                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale,
-                    tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
-                    STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                dk, dv, last_bh, last_rows, it = consume_pass(
+                    dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, 0, b, h,
+                    heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
+                    dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc, q_length, kv_length,
+                    shifts, scale, tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES,
+                    S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
             rotation = tile * whole // tiles
-            dk, dv, it = consume_pass(
-                dk, dv, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0, v_tiles,
-                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
-                ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
-                DQ_LAYOUT,
+            dk, dv, last_bh, last_rows, it = consume_pass(
+                dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h,
+                heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
+                dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
+                scale, tables, ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD,
+                SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES,
+                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
             )
+        if WANT_DQ and not ALONE:
+            # The last step's, while dV leaves; of anything if there was no step.
+            wait_for_ds(it - 1, last_rows >= 0, ds_full)
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
         # Whether `repair_kernel` has to take these keys again.
         odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
         gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, odd)
@@ -609,8 +651,14 @@ def consume(
         fence_async_shared()
         _store(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
         if WANT_DQ:
+            if not ALONE:
+                dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+                place_dq(dq, ME, dq_tiles)
+                fence_async_shared()
+                if last_rows >= 0:
+                    _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
             # The other consumer has read these keys for dQ.
-            meet(ME, 10)
+            meet(ME, 8)
         k.store((dk * scale).to(dtype))
         fence_async_shared()
         _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
@@ -662,13 +710,16 @@ def backward_kernel(
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], row_values.layout)
     if WANT_DQ:
         ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_M], dtype)
-        ds_tiles = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_M], ds_layout)
+        # A consumer that adds what its own keys give has one place.
+        PLACES: gl.constexpr = 2 if BLOCK_M == 64 and D == 64 else DS_STAGES * 2
+        ds_tiles = gl.allocate_shared_memory(dtype, [PLACES, 64, BLOCK_M], ds_layout)
         dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, 128, 32], dq_sums.layout)
     else:
         ds_tiles = lse_rows
         dq_tiles = lse_rows
     place_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     place = gl.allocate_shared_memory(gl.int32, [1], place_layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -676,6 +727,8 @@ def backward_kernel(
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
+    for slot in gl.static_range(DS_STAGES):
+        mbarrier.init(ds_full.index(slot), count=2)
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
@@ -685,7 +738,7 @@ def backward_kernel(
         [
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
+                delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
@@ -693,7 +746,7 @@ def backward_kernel(
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, q_empty,
+                delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
