@@ -431,12 +431,13 @@ class Device:
     # Barriers of the hardware
 
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
-        """Its first operand, after what it does at a barrier of two partitions."""
+        """Its first operand, after what it does at a barrier of two partitions; times the second
+        where a warp votes whether to multiply."""
         found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
         assert found or "bar" not in text
         if found:
             self._named_barrier(found[1] == "sync", int(found[2]))
-        return operands[0]
+        return operands[0] * operands[1] if "vote" in text else operands[0]
 
     def _named_barrier(self, waits: bool, number: int) -> None:
         # Who is there, and how often all were.
@@ -515,7 +516,7 @@ class Device:
             arange=lambda a, b, layout: tile(np.arange(a, b)),
             full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
-            convert_layout=lambda x, layout: x, cast=lambda x, dtype: x,
+            convert_layout=lambda x, layout, **_: x, cast=lambda x, dtype: x,
             max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
             reduce=lambda x, axis, combine: functools.reduce(combine, np.moveaxis(x, axis, 0)),
             minimum=plain(np.fmin), maximum=larger, where=plain(np.where),
@@ -528,7 +529,7 @@ class Device:
             NVMMASharedLayout=shared_layout,
             **dict.fromkeys(
                 ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout",
-                 "SwizzledSharedLayout"),
+                 "SwizzledSharedLayout", "DistributedLinearLayout"),
                 nothing,
             ),
         )  # fmt: skip
@@ -633,7 +634,7 @@ def run_kernel(
     names: dict[str, Any] = {
         "gl": device.language(),
         "gluon": SimpleNamespace(jit=lambda function: function),
-        "triton": SimpleNamespace(jit=lambda function: function),
+        "triton": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda f: f),
         "mbarrier": SimpleNamespace(
             wait=device.wait, arrive=device.arrive, expect=device.expect, init=init,
             MBarrierLayout=lambda: "barrier",

@@ -35,19 +35,6 @@ class Barrier:
         return (self.phase & 1) != parity
 
 
-class Turns:
-    """A named barrier of two warpgroups."""
-
-    def __init__(self) -> None:
-        self.here = self.generation = 0
-
-    def hit(self) -> None:
-        self.here += 1
-        assert self.here <= 2, "a third arrival"
-        if self.here == 2:
-            self.here, self.generation = 0, self.generation + 1
-
-
 @dataclass
 class Machine:
     """One program.
@@ -64,7 +51,6 @@ class Machine:
     block_n: int
     stages: int
     consumers: int
-    turns: bool
     shares: bool
     early: bool = False
     seen: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
@@ -76,7 +62,6 @@ class Machine:
         self.k_empty = [Barrier(self.consumers) for _ in range(self.stages)]
         self.v_empty = [Barrier(self.consumers) for _ in range(self.stages)]
         self.passed = Barrier(self.consumers)
-        self.named = [Turns(), Turns()]
         self.queries: list[object] = [None] * self.consumers
         self.keys: list[object] = [None] * self.stages
         self.values: list[object] = [None] * self.stages
@@ -155,22 +140,9 @@ class Machine:
             self.queries[c] = None
             self.q_full[c].arrive()
 
-    def take_turn(self, me: int) -> Steps:
-        if self.turns:
-            generation = self.named[me].generation
-            self.named[me].hit()
-            while self.named[me].generation == generation:
-                yield
-
-    def pass_turn(self, me: int) -> None:
-        if self.turns:
-            self.named[1 - me].hit()
-
     def consume(self, me: int) -> Steps:
         step = turn = 0
         stages = self.stages
-        if me == 1:
-            self.pass_turn(me)
         while not self.q_full[me].passed(0):
             yield
         while self.queries[me] is not None:
@@ -185,11 +157,9 @@ class Machine:
                 loaded = self.keys[slot]
                 assert isinstance(loaded, tuple) and loaded[0] == step
                 pieces.append((*loaded[1][:2], i < max(masked, 1)))
-                yield from self.take_turn(me)
                 if i:
                     while not self.v_full[last].passed(((step - 1) // stages) & 1):
                         yield
-                self.pass_turn(me)
                 yield
                 # The products read until here.
                 assert self.keys[slot] == loaded and self.queries[me] == held
@@ -216,8 +186,6 @@ class Machine:
             turn += 1
             while not self.q_full[me].passed(turn & 1):
                 yield
-        if me == 0:
-            yield from self.take_turn(me)
 
     def run(self, chance: random.Random) -> None:
         """Until all have ended, in an order that chance makes."""
@@ -235,7 +203,6 @@ class Machine:
                     break
             idle += 1
             assert idle < 20000, f"{sorted(live)} wait for ever"
-        assert all(barrier.here == 0 for barrier in self.named)
 
 
 def drawn_runs(chance: random.Random, blocks: int) -> list[Run]:
@@ -257,7 +224,7 @@ def machine(chance: random.Random, early: bool = False) -> Machine:
     tiles = [drawn_runs(chance, -(-length // kv_block)) for _ in range(chance.randint(1, 6))]
     return Machine(
         tiles, length, kv_block, 128, chance.choice([2, 2, 3]), consumers,
-        consumers == 2 and chance.random() < 0.8, chance.random() < 0.3, early,
+        chance.random() < 0.3, early,
     )  # fmt: skip
 
 

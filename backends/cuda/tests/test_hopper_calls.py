@@ -24,7 +24,7 @@ from anyflex_cuda import (
     forward_call,
     hopper_forward,
     kernel,
-    named_barriers,
+    rescaling,
     row_sums,
     spoken_words,
     step_scores,
@@ -34,7 +34,7 @@ from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
 CALLED = (
-    tiles, forward, spoken_words, step_scores, strange_values, named_barriers, row_sums,
+    tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums,
 )  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
@@ -275,7 +275,6 @@ PROTOCOL = [
         "mbarrier.wait(q_full.index(ME), turn & 1)",
         "mbarrier.arrive(k_empty.index(slot), count=1)",
         "mbarrier.arrive(v_empty.index(before), count=1)",
-        "pass_turn(ME, TURNS)",
         "tma.store_wait(0)",
     )
 ]

@@ -66,8 +66,8 @@ class Tiles(NamedTuple):
         consumers: warpgroups that compute, of 64 query rows each.
         block_n: keys of a step.
         stages: steps whose keys and values are in shared memory.
-        turns: two consumers take turns with the tensor cores.
         pinned: a softmax runs beside the product of the weights before it.
+        skips: sums are rescaled only where a row's largest score has grown.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -75,8 +75,8 @@ class Tiles(NamedTuple):
     consumers: int
     block_n: int
     stages: int
-    turns: bool
     pinned: bool
+    skips: bool
     dynamic: bool
     registers: tuple[int, int]
 
@@ -93,9 +93,12 @@ def tiles_for(spec: Spec) -> Tiles:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds:
-            return Tiles(3, 128, 3, False, True, True, (160, 24))
-        return Tiles(2, 128, 3, True, False, True, (240, 24))
-    return Tiles(2, 128 if dims <= 128 else 64, 2, True, False, True, (240, 24))
+            return Tiles(3, 128, 3, True, False, True, (160, 24))
+        return Tiles(2, 128, 3, False, False, True, (240, 24))
+    # Steps of masks that read nothing are short, and most of them have no dead pair.
+    light = spec.mask_kind == "runs" and spec.score_graph is None and not spec.captured
+    pinned = light and dims <= 128
+    return Tiles(2, 128 if dims <= 128 else 64, 2, pinned, pinned, True, (240, 24))
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
@@ -103,7 +106,7 @@ def small_tiles_for(spec: Spec) -> Tiles:
     multiprocessors work, and none waits for another's turn."""
     dims = max(spec.head_dim, spec.value_head_dim)
     stages = 3 if dims <= 64 else 2
-    return Tiles(1, 128 if dims <= 128 else 64, stages, False, True, True, (240, 24))
+    return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, True, (240, 24))
 
 
 def tiles_at_once(query: Lengths, device: torch.device) -> bool:
@@ -226,8 +229,8 @@ def program_for(
             "SCORE_MOD_OF_READ": mods.score_mod_of_read,
             "MASK_MOD_OF_READ": mods.mask_mod_of_read,
             "DYNAMIC": tiles.dynamic,
-            "TURNS": tiles.turns,
             "PINNED": tiles.pinned,
+            "SKIPS": tiles.skips,
             "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,

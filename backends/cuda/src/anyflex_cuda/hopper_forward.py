@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.named_barriers import named_barrier
+from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
@@ -39,27 +39,13 @@ _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 ROWS = gl.constexpr(64)
 """Of a consumer: what one warpgroup's product has."""
-
-
-# Turns of two consumers, by barriers 8 and 9 of the hardware, which Triton leaves free
-
-@gluon.jit
-def take_turn(ME: gl.constexpr, TURNS: gl.constexpr):
-    """Wait until the other consumer has issued its products."""
-    if TURNS:
-        if ME == 0:
-            named_barrier("sync", 8)
-        else:
-            named_barrier("sync", 9)
-
-
-@gluon.jit
-def pass_turn(ME: gl.constexpr, TURNS: gl.constexpr):
-    if TURNS:
-        if ME == 0:
-            named_barrier("arrive", 9)
-        else:
-            named_barrier("arrive", 8)
+QUARTERS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 4],
+    )
+)
+"""Four threads share two rows of a product: [ROWS, 4], one element a row and thread."""
 
 
 @gluon.jit
@@ -286,16 +272,17 @@ def tables_of_step(
 
 @gluon.jit
 def weights_of(
-    raw, top, base, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
+    raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
     ints, floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """(weights, alpha, top, base, total, nans) after a step whose scores are `raw`: one of an
+    """(weights, alpha, top, base, totals, nans) after a step whose scores are `raw`: one of an
     online softmax, as in `anyflex_triton.forward.forward_step`.
 
     Args:
         top: the largest score so far; base: that in powers of two, to which weights are relative.
+        totals: a row's sum of weights, of QUARTERS.
         masked: whether some pair of the step may be dead, where MASKED.
     """
     # Where tiles end with the keys, no FULL step has dead pairs.
@@ -311,21 +298,24 @@ def weights_of(
     shift = gl.where(new_base <= -FAR, 0.0, new_base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
     alpha = gl.exp2(base - shift)
-    total = total * alpha + gl.sum(weights, 1)
+    # Of each thread's own weights: they are added up when the tile ends.
+    parts = gl.sum(gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
+    factors = gl.convert_layout(alpha, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
+    totals = totals * gl.expand_dims(factors, 1) + parts
     if PINNED:
-        total = pin(total)
-    return weights, alpha, new_top, new_base, total, nans
+        totals = pin(totals)
+    return weights, alpha, new_top, new_base, totals, nans
 
 
 @gluon.jit
 def advance(
-    step, halves, acc, top, base, total, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    ME: gl.constexpr, TURNS: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    PINNED: gl.constexpr, SKIPS: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -337,27 +327,29 @@ def advance(
     tables = tables_of_step(
         tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
     )
-    take_turn(ME, TURNS)
     k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
     acc_later = warpgroup_mma(halves, v, acc, is_async=True)
-    pass_turn(ME, TURNS)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    weights, alpha, top, base, total, nans = weights_of(
-        raw, top, base, total, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
+    weights, alpha, top, base, totals, nans = weights_of(
+        raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
         BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+    if SKIPS:
+        acc = rescaled(acc, factors, DV // 2)
+    else:
+        acc = acc * factors
     halves = gl.convert_layout(
         weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
     )
-    return halves, acc, top, base, total, nans
+    return halves, acc, top, base, totals, nans
 
 
 @gluon.jit
@@ -365,14 +357,14 @@ def consume(
     o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
-    tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr, TURNS:
-    gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
     READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SKIPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -393,9 +385,6 @@ def consume(
     q = q_bufs.index(ME).reshape([ROWS, D])
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    if ME == 1:
-        # Consumer 0 begins.
-        pass_turn(ME, TURNS)
     mbarrier.wait(q_full.index(ME), 0)
     first_row = said(tile_words, ME * WORDS)
     while first_row >= 0:
@@ -414,7 +403,7 @@ def consume(
             read = tables
         top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        totals = gl.full([ROWS, 4], 0.0, gl.float32, layout=QUARTERS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
         if steps > 0:
@@ -426,15 +415,13 @@ def consume(
             first_read = tables_of_step(
                 read, mod_b, mod_h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
             )
-            take_turn(ME, TURNS)
             k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
             raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
-            pass_turn(ME, TURNS)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, _alpha, top, base, total, nans = weights_of(
-                raw, top, base, total, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
+            weights, _alpha, top, base, totals, nans = weights_of(
+                raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
@@ -445,11 +432,11 @@ def consume(
             # One loop: two would hand the weights from one to the other as halves, which ptxas
             # then takes apart and puts together in each step.
             for i in range(1, steps):
-                halves, acc, top, base, total, nans = advance(
-                    step, halves, acc, top, base, total, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                halves, acc, top, base, totals, nans = advance(
+                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
-                    shifts, read, ints, floats, scale, ME, TURNS, MASKED, EVEN, READ_COLUMNS,
-                    ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT,
+                    shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
+                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, S_LAYOUT,
                     O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
@@ -461,6 +448,7 @@ def consume(
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
+        total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
         # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And
         # weights of far rows are none.
         odd = gl.convert_layout(gl.sum(acc * 0.0, 1), OF_ROWS)
@@ -510,9 +498,6 @@ def consume(
         mbarrier.wait(q_full.index(ME), turn & 1)
         first_row = said(tile_words, ME * WORDS)
     tma.store_wait(0)
-    if ME == 0:
-        # The turn that nobody takes.
-        take_turn(ME, TURNS)
 
 
 @gluon.jit
@@ -525,7 +510,7 @@ def forward_kernel(
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-    EVEN: gl.constexpr, DYNAMIC: gl.constexpr, TURNS: gl.constexpr, PINNED: gl.constexpr,
+    EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr,
     SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -545,8 +530,8 @@ def forward_kernel(
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
-        TURNS: two consumers take turns with the tensor cores.
         PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
+        SKIPS: products with factors of 1 are jumped over: see `rescaled`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
         READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ: of `anyflex_triton.mods`, for
             the loops; the first two None where nothing is read early.
@@ -595,10 +580,10 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -615,20 +600,20 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -645,30 +630,30 @@ def forward_kernel(
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 2, TURNS, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
+                q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
