@@ -247,7 +247,7 @@ class Device:
         self.threads = Threads(seed)
         self.programs = programs
         self.own = threading.local()
-        self.named: dict[object, list[Any]] = {}
+        self.named: dict[tuple[int, int], list[Any]] = {}
         # By id of an array: what it held before, and which program has written each element.
         self.stored: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         kinds = ("loads", "stores", "products", "tensor products")
@@ -431,22 +431,25 @@ class Device:
     # Barriers of the hardware
 
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
-        """Its first operand, after what it does at a barrier of two partitions; times the second
-        where a warp votes whether to multiply."""
-        found = re.match(r"bar\.(sync|arrive) (\d+), 256;", text)
+        """Its first operand, after what it does at a barrier of several partitions; times the
+        second where a warp votes whether to multiply."""
+        found = re.match(r"bar\.(sync|arrive) \$1, (\d+);", text)
         assert found or "bar" not in text
         if found:
-            self._named_barrier(found[1] == "sync", int(found[2]))
+            (threads,), (number, *rest) = operands[0].shape, set(operands[0].tolist())
+            assert not rest and 8 <= number < 16, "one of those that Triton leaves free"
+            self._named_barrier(found[1] == "sync", number, threads, int(found[2]))
         return operands[0] * operands[1] if "vote" in text else operands[0]
 
-    def _named_barrier(self, waits: bool, number: int) -> None:
-        # Who is there, and how often all were.
-        state = self.named.setdefault((self.own.program, number), [set(), 0])
+    def _named_barrier(self, waits: bool, number: int, threads: int, wanted: int) -> None:
+        # Who is there, with how many threads, and how often all were.
+        state = self.named.setdefault((self.own.program, number), [{}, 0])
         here, generation = state
         assert threading.current_thread() not in here, "a partition arrives twice"
-        here.add(threading.current_thread())
-        if len(here) == 2:
-            state[:] = set(), generation + 1
+        here[threading.current_thread()] = threads
+        assert sum(here.values()) <= wanted, "more arrive than are waited for"
+        if sum(here.values()) == wanted:
+            state[:] = {}, generation + 1
         self._some()
         while waits and state[1] == generation:
             self._some(False)
@@ -478,6 +481,9 @@ class Device:
         while any(worker in self.threads.turns for worker in workers):
             # What was loaded before arrives meanwhile.
             self._some(False)
+        if self.threads.failed is None:
+            left = [key for key, (here, _) in self.named.items() if here and key[0] == program]
+            assert not left, "barriers half full at the end"
 
     def language(self) -> SimpleNamespace:
         """`triton.experimental.gluon.language`."""

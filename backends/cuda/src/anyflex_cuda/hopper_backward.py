@@ -67,11 +67,11 @@ def meet(ME: gl.constexpr, FIRST: gl.constexpr):
     again for the next meeting before this one's wait has begun.
     """
     if ME == 0:
-        named_barrier("arrive", FIRST)
-        named_barrier("sync", FIRST + 1)
+        named_barrier("arrive", FIRST, 256)
+        named_barrier("sync", FIRST + 1, 256)
     else:
-        named_barrier("sync", FIRST)
-        named_barrier("arrive", FIRST + 1)
+        named_barrier("sync", FIRST, 256)
+        named_barrier("arrive", FIRST + 1, 256)
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.named_barriers import FREE, named_barrier
 from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
@@ -92,10 +93,35 @@ def count_steps(
         return (kv_length + BLOCK_N - 1) // BLOCK_N - plain, plain
 
 
+# Whether keys and values may be overwritten, consumers say at barriers of the hardware, one a slot
+# of each.
+
 @gluon.jit
-def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
+def leave(slot, OF: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Of a consumer: it has read the slot of keys (OF 0) or values (1)."""
+    named_barrier("arrive", FREE + OF * STAGES + slot, (4 * CONSUMERS + 1) * 32)
+
+
+@gluon.jit
+def await_room(left, steps, OF: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Wait until all consumers have read the keys (OF 0) or values (1) of the first `steps` steps.
+    Return how many they are known to have read.
+
+    Args:
+        left: how many they were.
+    """
+    for step in range(left, steps):
+        number = FREE + OF * STAGES + step % STAGES
+        named_barrier("sync", number, (4 * CONSUMERS + 1) * 32, 1)
+    return gl.maximum(left, steps)
+
+
+@gluon.jit
+def await_tile(
+    keys_left, passed, step, empties, before, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):
     """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
-    the scores of that tile's last step.
+    the scores of that tile's last step. Return `await_room`'s of the keys.
 
     Args:
         step: the next.
@@ -104,18 +130,19 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
         before: 0 if there was no tile, 2 if `passed` tells, else 1.
     """
     if before == 1:
-        mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
+        keys_left = await_room(keys_left, step, 0, STAGES, CONSUMERS)
     elif before == 2:
         mbarrier.wait(passed, (empties - 1) & 1)
+    return keys_left
 
 
 @gluon.jit
 def load_queries(
-    q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
+    q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h, first_row,
     masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):
-    """The rows of a tile, and what is said of it, for each consumer."""
-    await_tile(k_empty, passed, step, empties, before, STAGES)
+    """The rows of a tile, and what is said of it, for each consumer. Return `await_tile`'s."""
+    keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)
     for c in gl.static_range(CONSUMERS):
         say(tile_words, c * WORDS, first_row)
         say(tile_words, c * WORDS + 1, b)
@@ -124,39 +151,40 @@ def load_queries(
         say(tile_words, c * WORDS + 4, plain)
         mbarrier.expect(q_full.index(c), ROWS * D * 2)
         _load_box(q_desc, [b, h, first_row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
+    return keys_left
 
 
 @gluon.jit
 def load_step(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed, tile_words,
+    step_words, keys_left, values_left, step, first_step, empties, before, b, h, kv_b, kv_head,
     first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """Keys and values of a step. A tile's queries come between those of its first step: there is
-    room for keys earlier."""
+    room for keys earlier. Return `await_room`'s of keys and of values."""
     slot = step % STAGES
-    phase = ((step // STAGES) & 1) ^ 1
-    mbarrier.wait(k_empty.index(slot), phase)
+    keys_left = await_room(keys_left, step + 1 - STAGES, 0, STAGES, CONSUMERS)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
     _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
     if step == first_step:
-        load_queries(
-            q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+        keys_left = load_queries(
+            q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h,
             first_row, masked, plain, CONSUMERS, STAGES, D,
         )
-    mbarrier.wait(v_empty.index(slot), phase)
+    values_left = await_room(values_left, step + 1 - STAGES, 1, STAGES, CONSUMERS)
     mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
     _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+    return keys_left, values_left
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed, tile_words,
+    step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
     heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr,
@@ -164,6 +192,8 @@ def produce(
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
+    keys_left = gl.to_tensor(0)
+    values_left = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
     count = tiles * batch_heads
@@ -203,16 +233,16 @@ def produce(
                 else:
                     end = middle
                 for first in range(begin, end, BLOCK_N):
-                    load_step(
-                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
-                        v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
-                        before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                    keys_left, values_left = load_step(
+                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full,
+                        passed, tile_words, step_words, keys_left, values_left, step, first_step,
+                        empties, before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
                         gl.cast(full, gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
         if step == first_step:
-            load_queries(
-                q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+            keys_left = load_queries(
+                q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h,
                 first_row, masked, plain, CONSUMERS, STAGES, D,
             )
         if SHARES_ROOM or step == first_step:
@@ -222,10 +252,13 @@ def produce(
             before = gl.to_tensor(1)
         at = following
     # No more tiles.
-    await_tile(k_empty, passed, step, empties, before, STAGES)
+    keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)
     for c in gl.static_range(CONSUMERS):
         say(tile_words, c * WORDS, -1)
         mbarrier.arrive(q_full.index(c), count=1)
+    # No barrier is left half full.
+    await_room(keys_left, step, 0, STAGES, CONSUMERS)
+    await_room(values_left, step, 1, STAGES, CONSUMERS)
 
 
 # The consumers
@@ -310,12 +343,13 @@ def weights_of(
 
 @gluon.jit
 def advance(
-    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
-    v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, v_full,
+    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
     PINNED: gl.constexpr, SKIPS: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -333,14 +367,14 @@ def advance(
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
     acc_later = warpgroup_mma(halves, v, acc, is_async=True)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    leave(slot, 0, STAGES, CONSUMERS)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
         BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-    mbarrier.arrive(v_empty.index(before), count=1)
+    leave(before, 1, STAGES, CONSUMERS)
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     if SKIPS:
         acc = rescaled(acc, factors, DV // 2)
@@ -354,8 +388,8 @@ def advance(
 
 @gluon.jit
 def consume(
-    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
-    v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
+    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full, passed,
+    tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
     tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
@@ -364,7 +398,7 @@ def consume(
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    SKIPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SKIPS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -419,7 +453,7 @@ def consume(
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
             raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            leave(slot, 0, STAGES, CONSUMERS)
             weights, _alpha, top, base, totals, nans = weights_of(
                 raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
@@ -433,11 +467,11 @@ def consume(
             # then takes apart and puts together in each step.
             for i in range(1, steps):
                 halves, acc, top, base, totals, nans = advance(
-                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
+                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, v_full,
+                    step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
                     SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, S_LAYOUT,
-                    O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    O_LAYOUT, CONSUMERS, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -445,7 +479,7 @@ def consume(
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            leave(slot, 1, STAGES, CONSUMERS)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
         total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
@@ -560,34 +594,30 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
     passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
     mbarrier.init(passed, count=CONSUMERS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
-        mbarrier.init(k_empty.index(s), count=CONSUMERS)
-        mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
     # Written out: in a tuple that has a name, or is joined from others, constants are none.
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
+                tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,
@@ -596,28 +626,28 @@ def forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
+                tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,
@@ -626,38 +656,38 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
+                passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
+                tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,
