@@ -58,7 +58,6 @@ class Case:
         self.has_score_mod = drawn("has_score_mod", True, False)
         self.want_dq = drawn("want_dq", True, True, True, False)
         self.dynamic = drawn("dynamic", True, True, False)
-        self.stages = drawn("stages", 2, 2, 3)
         self.programs = drawn("programs", 1, 2, 3)
         self.head_group = drawn("head_group", 1, 2)
         self.pick = pick
@@ -165,7 +164,7 @@ class Case:
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "GROUP": self.group,
                 "KV_SHARED": self.kv_shared, "RAGGED": ragged, "WANT_DQ": self.want_dq,
-                "BLOCK_M": block_m, "D": D, "DV": DV, "STAGES": self.stages,
+                "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
             },
             self.seed,
@@ -207,10 +206,11 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 @pytest.mark.parametrize(
     ("piece", "instead"),
     [
-        ("meet(ME, 8)", "pass"),
-        ("wait_for_ds(it - 1, last_rows >= 0, ds_full)\n            place", "place"),
-        ("wait_for_ds(it - 1, last_rows >= 0, ds_full)\n            dq", "dq"),
-        ("mbarrier.arrive(ds_full.index(place), count=1)", "pass"),
+        ("meet(ME)\n        k", "k"),
+        ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            place", "place"),
+        ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            dq", "dq"),
+        ('named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)', "pass"),
+        ("OF_DS + 2 * (it & 1) + (1 - ME)", "OF_DS + (1 - ME)"),
         ("DS_STAGES = gl.constexpr(3)", "DS_STAGES = gl.constexpr(2)"),
         ("if last_rows >= 0:", "if True:"),
         ("last_rows = (m0", "last_rows = (128 + m0"),
@@ -218,11 +218,12 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
         ("pred=there", "pred=True"),
         ("if start < stop:", "if True:"),
         ("mbarrier.wait(do_full.index(slot), phase)", "pass"),
-        ("mbarrier.wait(q_empty.index(slot), phase ^ 1)", "pass"),
+        ("    if it >= STAGES:\n        await_room(it", "    if False:\n        await_room(it"),
         ("mbarrier.wait(kv_empty, (count & 1) ^ 1)", "pass"),
         ("mbarrier.wait(kv_full, count & 1)", "pass"),
         ("mbarrier.arrive(kv_empty, count=1)", "pass"),
-        ("mbarrier.arrive(q_empty.index(slot), count=1)", "pass"),
+        ("leave(slot, OF_ROWS, CONSUMERS)", "pass"),
+        ("await_room(gl.maximum(it - STAGES, 0), it, OF_ROWS, STAGES, CONSUMERS)", "pass"),
         ("mbarrier.arrive(kv_full, count=1)", "pass"),
         ("tma.store_wait(0)", "pass"),
         ("place = it % DS_STAGES", "place = 0"),
@@ -237,7 +238,7 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
     ],
 )
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
-    for seed in range(12):
+    for seed in range(24):
         fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "programs": 2, "q_block": 128}
         # Of a step's dQ consumers make columns, rows, or what their own keys give.
         block_m, width = ((64, 128), (128, 64), (64, 64))[seed % 3]

@@ -268,16 +268,17 @@ READ_EARLY = [
 PROTOCOL = [
     ("two consumers, mods", f"{piece}\n", "pass\n")
     for piece in (
-        "keys_left = await_room(keys_left, step + 1 - STAGES, 0, STAGES, CONSUMERS)",
-        "values_left = await_room(values_left, step + 1 - STAGES, 1, STAGES, CONSUMERS)",
+        "keys_left = await_room(keys_left, step + 1 - STAGES, FREE, STAGES, CONSUMERS)",
+        "values_left = await_room(values_left, step + 1 - STAGES, FREE + STAGES, STAGES, "
+        "CONSUMERS)",
         "keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)",
-        "await_room(values_left, step, 1, STAGES, CONSUMERS)",
+        "await_room(values_left, step, FREE + STAGES, STAGES, CONSUMERS)",
         "return gl.maximum(left, steps)",
         "mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)",
         "mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)",
         "mbarrier.wait(q_full.index(ME), turn & 1)",
-        "leave(slot, 0, STAGES, CONSUMERS)",
-        "leave(before, 1, STAGES, CONSUMERS)",
+        "leave(slot, FREE, CONSUMERS)",
+        "leave(before, FREE + STAGES, CONSUMERS)",
         'named_barrier("sync", number, (4 * CONSUMERS + 1) * 32, 1)',
         "tma.store_wait(0)",
     )

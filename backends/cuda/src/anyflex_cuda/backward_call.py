@@ -55,8 +55,6 @@ _LOOKED_AT = 128
 _GROUP_BYTES = 48 << 20
 """Of the second cache: query rows, dout and sums of the heads that run at a time."""
 _WIDTHS = (64, 128)
-STAGES = 2
-"""Steps whose query rows and dout are in flight."""
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
 
@@ -380,7 +378,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
     sums = (1, 128, 32)
-    key = ("hopper backward", STAGES, DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
+    key = ("hopper backward", DYNAMIC, blocks, block_m, ragged, want_dq, mods.key)
     program = made.existing.get(key)
     if program is None:
         dtype = spec.dtype
@@ -413,7 +411,6 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "BLOCK_M": block_m,
                 "D": width,
                 "DV": value_width,
-                "STAGES": STAGES,
                 "DYNAMIC": DYNAMIC,
             },
             (),

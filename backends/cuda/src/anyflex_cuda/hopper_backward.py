@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.named_barriers import named_barrier
+from anyflex_cuda.named_barriers import FREE, await_room, leave, named_barrier
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -34,11 +34,21 @@ __all__ = ["KEYS", "backward_kernel"]
 KEYS = 128
 """Of a tile: 64 for each consumer."""
 HALF = gl.constexpr(64)
+STAGES = gl.constexpr(2)
+"""Steps whose query rows and dout are in shared memory: one stays till the next one's scores have
+begun."""
 DS_STAGES = gl.constexpr(3)
 """Steps whose score gradients have a place: while one consumer writes a step's, the other may read
 those of two steps before."""
+CONSUMERS = gl.constexpr(2)
 LOG2E = gl.constexpr(1.4426950408889634)
 FULL_RUN = gl.constexpr(1)
+
+# Barriers: one a slot of query rows, of which there may be two; one a consumer and step, for score
+# gradients that the other has written, of every other step the same; two where consumers meet.
+OF_ROWS = FREE
+OF_DS = gl.constexpr(10)
+OF_KEYS = gl.constexpr(14)
 
 # Names before Triton 3.8.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -59,19 +69,19 @@ else:
 
 
 @gluon.jit
-def meet(ME: gl.constexpr, FIRST: gl.constexpr):
-    """Both consumers wait for each other, by barriers FIRST and FIRST + 1, which Triton doesn't
-    use: what one wrote before it arrived, the other sees after its wait.
+def meet(ME: gl.constexpr):
+    """Both consumers wait for each other: what one wrote before it arrived, the other sees after
+    its wait.
 
     The second waits before it arrives: if it arrived first, the other might go on, and arrive
     again for the next meeting before this one's wait has begun.
     """
     if ME == 0:
-        named_barrier("arrive", FIRST, 256)
-        named_barrier("sync", FIRST + 1, 256)
+        named_barrier("arrive", OF_KEYS, 256)
+        named_barrier("sync", OF_KEYS + 1, 256)
     else:
-        named_barrier("sync", FIRST, 256)
-        named_barrier("arrive", FIRST + 1, 256)
+        named_barrier("sync", OF_KEYS, 256)
+        named_barrier("arrive", OF_KEYS + 1, 256)
 
 
 @gluon.jit
@@ -173,12 +183,11 @@ def runs_of(
 @gluon.jit
 def load_step(
     it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows,
-    delta_rows, q_full, q_empty, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr,
+    delta_rows, q_full, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     slot = it % STAGES
-    phase = (it // STAGES) & 1
-    mbarrier.wait(q_empty.index(slot), phase ^ 1)
+    if it >= STAGES:
+        await_room(it - STAGES, it - STAGES + 1, OF_ROWS, STAGES, CONSUMERS)
     mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
     _load(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
     _load(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
@@ -191,10 +200,9 @@ def load_step(
 @gluon.jit
 def load_pass(
     it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch_heads, q_desc, do_desc,
-    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full,
+    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, do_full,
     MASKED: gl.constexpr, HAS_MASK: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
     STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     """As `consume_pass`."""
     bh = b * heads + h
@@ -205,8 +213,8 @@ def load_pass(
             for i in range(start, stop):
                 load_step(
                     it, i * BLOCK_M, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles,
-                    do_tiles, lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M,
-                    D, DV, STAGES,
+                    do_tiles, lse_rows, delta_rows, q_full, do_full, BLOCK_M,
+                    D, DV,
                 )
                 it += 1
     else:
@@ -215,7 +223,7 @@ def load_pass(
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
             load_step(
                 it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles,
-                lse_rows, delta_rows, q_full, q_empty, do_full, BLOCK_M, D, DV, STAGES,
+                lse_rows, delta_rows, q_full, do_full, BLOCK_M, D, DV,
             )
             it += 1
     return it
@@ -224,12 +232,12 @@ def load_pass(
 @gluon.jit
 def produce(
     q_desc, do_desc, k_desc, v_desc, rows_desc, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
+    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, do_full, offsets,
     ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    STAGES: gl.constexpr, DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):
     """Loads keys and values of a tile, then query rows, dout and their values step by step."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
@@ -260,16 +268,16 @@ def produce(
             if HAS_MASK_MOD or RAGGED:
                 it = load_pass(
                     it, run, last_run, runs, steps, whole, 0, b, h, heads, batch * heads, q_desc,
-                    do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, q_empty,
+                    do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
                     do_full, True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M, D,
-                    DV, STAGES,
+                    DV,
                 )
             rotation = tile * whole // tiles
             it = load_pass(
                 it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch * heads,
                 q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
-                q_empty, do_full, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
-                D, DV, STAGES,
+                do_full, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
+                D, DV,
             )
         if DYNAMIC:
             # Taken when the tile is loaded, two steps before the consumers end it.
@@ -280,6 +288,8 @@ def produce(
     mbarrier.wait(kv_empty, (count & 1) ^ 1)
     place.store(gl.full([1], index, gl.int32, layout=one))
     mbarrier.arrive(kv_full, count=1)
+    # No barrier is left half full.
+    await_room(gl.maximum(it - STAGES, 0), it, OF_ROWS, STAGES, CONSUMERS)
 
 
 # Consumers
@@ -349,7 +359,7 @@ def in_order_of_threads(x):
 @gluon.jit
 def begin_scores(
     it, there, q_tiles, k_tiles, q_full, ME: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
 ):
     """The product of keys and a step's query rows, in flight. If no such step is `there`, nothing
     is waited for, and the product is of anything."""
@@ -383,11 +393,10 @@ def begin_dq(it, ds_tiles, k_tiles, ME: gl.constexpr, D: gl.constexpr, DQ_LAYOUT
 
 
 @gluon.jit
-def wait_for_ds(it, there, ds_full):
+def wait_for_ds(it, there, ME: gl.constexpr):
     """For both consumers' parts of step `it`'s, if it is `there`."""
-    # Of the step before the first, too, this is a place.
-    place = (it + DS_STAGES) % DS_STAGES
-    mbarrier.wait(ds_full.index(place), (it // DS_STAGES) & 1, pred=there)
+    if there:
+        named_barrier("sync", OF_DS + 2 * (it & 1) + ME, 256)
 
 
 @gluon.jit
@@ -401,11 +410,11 @@ def place_dq(dq, half, dq_tiles):
 @gluon.jit
 def add_step(
     dk, dv, raw, last_bh, last_rows, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc,
+    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc,
     q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
     MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
     K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):
     """dK and dV with what one step adds; the raw products of the next, in flight, of anything if
@@ -454,20 +463,21 @@ def add_step(
             dq, dv = warpgroup_mma_wait(num_outstanding=0, deps=(dq, dv))
         else:
             # The other consumer is past what it had to read where this step's are written.
-            wait_for_ds(it - 1, last_rows >= 0, ds_full)
+            wait_for_ds(it - 1, last_rows >= 0, ME)
             place = it % DS_STAGES
             ds_tiles.index(place * 2 + half).store(ds)
             fence_async_shared()
+            # The other may be a step behind, and have the wait for the last one before it.
+            named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)
             # dQ first: it leaves while dK is made. In a tile's first step it is of anything.
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
             dk = warpgroup_mma(operand, q, dk, is_async=True)
-            mbarrier.arrive(ds_full.index(place), count=1)
             dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         place_dq(dq, half, dq_tiles)
         # Not while dQ has its registers: there aren't enough for both, and ptxas would make every
         # product wait for the one before (C7512).
         raw = begin_scores(
-            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
         fence_async_shared()
         if ALONE:
@@ -481,36 +491,36 @@ def add_step(
     else:
         dk = warpgroup_mma(operand, q, dk, is_async=True)
         raw = begin_scores(
-            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT,
+            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
     # All but the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
-    mbarrier.arrive(q_empty.index(slot), count=1)
+    leave(slot, OF_ROWS, CONSUMERS)
     return dk, dv, raw, last_bh, last_rows
 
 
 @gluon.jit
 def consume_steps(
     dk, dv, last_bh, last_rows, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles,
-    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full, q_empty, do_full,
+    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
     dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
     MASKED: gl.constexpr, ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
     DQ_LAYOUT: gl.constexpr,
 ):
     """dK, dV, where the last step's dQ belongs, and the count of steps, after those from start to
     stop, one or more."""
-    raw = begin_scores(it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, STAGES, S_LAYOUT)
+    raw = begin_scores(it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT)
     for i in range(start, stop):
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
         dk, dv, raw, last_bh, last_rows = add_step(
             dk, dv, raw, last_bh, last_rows, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles,
-            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full,
-            q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+            do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
             ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
-            STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
         )
         it += 1
     # Of no step: what the last one has begun.
@@ -521,12 +531,12 @@ def consume_steps(
 @gluon.jit
 def consume_pass(
     dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0,
-    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full, q_full,
-    q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+    do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
     ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
     SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
+    DV: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
     V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):
     """dK, dV, where the last dQ belongs, and the count of steps, after one head's steps that are
@@ -543,10 +553,10 @@ def consume_pass(
             if start < stop:
                 dk, dv, last_bh, last_rows, it = consume_steps(
                     dk, dv, last_bh, last_rows, it, start, stop, 0, full, b, h, bh, n0, v_tiles,
-                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full,
-                    q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles,
+                    q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
                     ints, floats, ME, MASKED, False, RAGGED, WANT_DQ, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT,
+                    SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT,
                     V_LAYOUT, DQ_LAYOUT,
                 )
     else:
@@ -554,10 +564,10 @@ def consume_pass(
         if start < stop:
             dk, dv, last_bh, last_rows, it = consume_steps(
                 dk, dv, last_bh, last_rows, it, start, stop, rotation, True, b, h, bh, n0, v_tiles,
-                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, ds_full,
-                q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles,
+                q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
                 ints, floats, ME, MASKED, not MASKED, RAGGED, WANT_DQ, SCORE_MOD,
-                SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, STAGES, S_LAYOUT, K_LAYOUT, V_LAYOUT,
+                SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
                 DQ_LAYOUT,
             )
     return dk, dv, last_bh, last_rows, it
@@ -579,13 +589,13 @@ def strange_rows(x):
 @gluon.jit
 def consume(
     dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty, do_full,
+    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, do_full,
     offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr,
+    DV: gl.constexpr,
 ):
     """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
@@ -625,23 +635,23 @@ def consume(
                 dk, dv, last_bh, last_rows, it = consume_pass(
                     dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, 0, b, h,
                     heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                    dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc, q_length, kv_length,
+                    dq_tiles, q_full, do_full, dq_desc, q_length, kv_length,
                     shifts, scale, tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES,
+                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
                     S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
             rotation = tile * whole // tiles
             dk, dv, last_bh, last_rows, it = consume_pass(
                 dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h,
                 heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                dq_tiles, ds_full, q_full, q_empty, do_full, dq_desc, q_length, kv_length, shifts,
+                dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts,
                 scale, tables, ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD,
-                SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, STAGES,
+                SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
                 S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
             )
         if WANT_DQ and not ALONE:
             # The last step's, while dV leaves; of anything if there was no step.
-            wait_for_ds(it - 1, last_rows >= 0, ds_full)
+            wait_for_ds(it - 1, last_rows >= 0, ME)
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
         # Whether `repair_kernel` has to take these keys again.
         odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
@@ -658,7 +668,7 @@ def consume(
                 if last_rows >= 0:
                     _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
             # The other consumer has read these keys for dQ.
-            meet(ME, 8)
+            meet(ME)
         k.store((dk * scale).to(dtype))
         fence_async_shared()
         _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
@@ -677,7 +687,7 @@ def backward_kernel(
     kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
     MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
     GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DYNAMIC: gl.constexpr,
 ):
     """dK and dV, and sums of dQ.
@@ -697,8 +707,6 @@ def backward_kernel(
         units: Bkv * Hkv; head_group: of these, those that run at a time.
         RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
             mod.
-        STAGES: of query rows and dout, 2 or more: a step is held till the next one's scores have
-            begun.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
     """
     dtype: gl.constexpr = query.dtype
@@ -719,46 +727,41 @@ def backward_kernel(
         dq_tiles = lse_rows
     place_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     place = gl.allocate_shared_memory(gl.int32, [1], place_layout)
-    ds_full = gl.allocate_shared_memory(gl.int64, [DS_STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
-    for slot in gl.static_range(DS_STAGES):
-        mbarrier.init(ds_full.index(slot), count=2)
     for slot in gl.static_range(STAGES):
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
-        mbarrier.init(q_empty.index(slot), count=2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty,
+                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, ds_full, place, kv_full, kv_empty, q_full, q_empty,
+                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV, STAGES,
+                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, q_empty, do_full, offsets,
+                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, do_full, offsets,
                 ends, runs, mask_strides, batch, heads, kv_heads, units,
                 q_length, kv_length, tiles, head_group, SCORE_MOD is not None,
                 MASK_MOD is not None, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED,
-                BLOCK_M, D, DV, STAGES, DYNAMIC,
+                BLOCK_M, D, DV, DYNAMIC,
             )),
         ],
         [4, 1],

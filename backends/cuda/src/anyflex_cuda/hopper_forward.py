@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.named_barriers import FREE, named_barrier
+from anyflex_cuda.named_barriers import FREE, await_room, leave
 from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
@@ -93,29 +93,6 @@ def count_steps(
         return (kv_length + BLOCK_N - 1) // BLOCK_N - plain, plain
 
 
-# Whether keys and values may be overwritten, consumers say at barriers of the hardware, one a slot
-# of each.
-
-@gluon.jit
-def leave(slot, OF: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Of a consumer: it has read the slot of keys (OF 0) or values (1)."""
-    named_barrier("arrive", FREE + OF * STAGES + slot, (4 * CONSUMERS + 1) * 32)
-
-
-@gluon.jit
-def await_room(left, steps, OF: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Wait until all consumers have read the keys (OF 0) or values (1) of the first `steps` steps.
-    Return how many they are known to have read.
-
-    Args:
-        left: how many they were.
-    """
-    for step in range(left, steps):
-        number = FREE + OF * STAGES + step % STAGES
-        named_barrier("sync", number, (4 * CONSUMERS + 1) * 32, 1)
-    return gl.maximum(left, steps)
-
-
 @gluon.jit
 def await_tile(
     keys_left, passed, step, empties, before, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
@@ -130,7 +107,7 @@ def await_tile(
         before: 0 if there was no tile, 2 if `passed` tells, else 1.
     """
     if before == 1:
-        keys_left = await_room(keys_left, step, 0, STAGES, CONSUMERS)
+        keys_left = await_room(keys_left, step, FREE, STAGES, CONSUMERS)
     elif before == 2:
         mbarrier.wait(passed, (empties - 1) & 1)
     return keys_left
@@ -164,7 +141,7 @@ def load_step(
     """Keys and values of a step. A tile's queries come between those of its first step: there is
     room for keys earlier. Return `await_room`'s of keys and of values."""
     slot = step % STAGES
-    keys_left = await_room(keys_left, step + 1 - STAGES, 0, STAGES, CONSUMERS)
+    keys_left = await_room(keys_left, step + 1 - STAGES, FREE, STAGES, CONSUMERS)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
@@ -175,7 +152,7 @@ def load_step(
             q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h,
             first_row, masked, plain, CONSUMERS, STAGES, D,
         )
-    values_left = await_room(values_left, step + 1 - STAGES, 1, STAGES, CONSUMERS)
+    values_left = await_room(values_left, step + 1 - STAGES, FREE + STAGES, STAGES, CONSUMERS)
     mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
     _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
     return keys_left, values_left
@@ -257,8 +234,8 @@ def produce(
         say(tile_words, c * WORDS, -1)
         mbarrier.arrive(q_full.index(c), count=1)
     # No barrier is left half full.
-    await_room(keys_left, step, 0, STAGES, CONSUMERS)
-    await_room(values_left, step, 1, STAGES, CONSUMERS)
+    await_room(keys_left, step, FREE, STAGES, CONSUMERS)
+    await_room(values_left, step, FREE + STAGES, STAGES, CONSUMERS)
 
 
 # The consumers
@@ -367,14 +344,14 @@ def advance(
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
     acc_later = warpgroup_mma(halves, v, acc, is_async=True)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
-    leave(slot, 0, STAGES, CONSUMERS)
+    leave(slot, FREE, CONSUMERS)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
         BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-    leave(before, 1, STAGES, CONSUMERS)
+    leave(before, FREE + STAGES, CONSUMERS)
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     if SKIPS:
         acc = rescaled(acc, factors, DV // 2)
@@ -453,7 +430,7 @@ def consume(
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
             raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
-            leave(slot, 0, STAGES, CONSUMERS)
+            leave(slot, FREE, CONSUMERS)
             weights, _alpha, top, base, totals, nans = weights_of(
                 raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
@@ -479,7 +456,7 @@ def consume(
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            leave(slot, 1, STAGES, CONSUMERS)
+            leave(slot, FREE + STAGES, CONSUMERS)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
         total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
