@@ -35,23 +35,6 @@ class Barrier:
         return (self.phase & 1) != parity
 
 
-class Room:
-    """A barrier of the hardware, at which consumers arrive and the producer waits."""
-
-    def __init__(self, consumers: int) -> None:
-        self.consumers = consumers
-        self.here = 0
-
-    def leave(self) -> None:
-        self.here += 1
-        assert self.here <= self.consumers, "one arrival too many"
-
-    def wait(self) -> Steps:
-        while self.here < self.consumers:
-            yield
-        self.here = 0
-
-
 @dataclass
 class Machine:
     """One program.
@@ -76,9 +59,8 @@ class Machine:
         self.q_full = [Barrier(1) for _ in range(self.consumers)]
         self.k_full = [Barrier(1) for _ in range(self.stages)]
         self.v_full = [Barrier(1) for _ in range(self.stages)]
-        self.k_room = [Room(self.consumers) for _ in range(self.stages)]
-        self.v_room = [Room(self.consumers) for _ in range(self.stages)]
-        self.keys_left = self.values_left = 0
+        self.k_empty = [Barrier(self.consumers) for _ in range(self.stages)]
+        self.v_empty = [Barrier(self.consumers) for _ in range(self.stages)]
         self.passed = Barrier(self.consumers)
         self.queries: list[object] = [None] * self.consumers
         self.keys: list[object] = [None] * self.stages
@@ -108,16 +90,6 @@ class Machine:
             found += [(key, stop, True) for key in range(begin, stop, self.block_n)]
         return found
 
-    def await_keys(self, steps: int) -> Steps:
-        while self.keys_left < steps:
-            yield from self.k_room[self.keys_left % self.stages].wait()
-            self.keys_left += 1
-
-    def await_values(self, steps: int) -> Steps:
-        while self.values_left < steps:
-            yield from self.v_room[self.values_left % self.stages].wait()
-            self.values_left += 1
-
     def produce(self) -> Steps:
         step = empties = before = 0
         stages = self.stages
@@ -126,7 +98,8 @@ class Machine:
             if self.early:
                 return
             if before == 1:
-                yield from self.await_keys(step)
+                while not self.k_empty[(step - 1) % stages].passed(((step - 1) // stages) & 1):
+                    yield
             elif before == 2:
                 while not self.passed.passed((empties - 1) & 1):
                     yield
@@ -142,14 +115,16 @@ class Machine:
             counts = self.count(runs)
             first_step = step
             for piece in self.pieces(runs):
-                slot = step % stages
-                yield from self.await_keys(step + 1 - stages)
+                slot, phase = step % stages, ((step // stages) & 1) ^ 1
+                while not self.k_empty[slot].passed(phase):
+                    yield
                 self.keys[slot] = (step, piece)
                 self.k_full[slot].arrive()
                 yield
                 if step == first_step:
                     yield from load_queries(number, counts)
-                yield from self.await_values(step + 1 - stages)
+                while not self.v_empty[slot].passed(phase):
+                    yield
                 self.values[slot] = step
                 self.v_full[slot].arrive()
                 yield
@@ -164,8 +139,6 @@ class Machine:
         for c in range(self.consumers):
             self.queries[c] = None
             self.q_full[c].arrive()
-        yield from self.await_keys(step)
-        yield from self.await_values(step)
 
     def consume(self, me: int) -> Steps:
         step = turn = 0
@@ -190,11 +163,11 @@ class Machine:
                 yield
                 # The products read until here.
                 assert self.keys[slot] == loaded and self.queries[me] == held
-                self.k_room[slot].leave()
+                self.k_empty[slot].arrive()
                 yield
                 if i:
                     assert self.values[last] == step - 1
-                    self.v_room[last].leave()
+                    self.v_empty[last].arrive()
                 yield
                 step += 1
             if masked + plain:
@@ -203,7 +176,7 @@ class Machine:
                     yield
                 yield
                 assert self.values[slot] == step - 1
-                self.v_room[slot].leave()
+                self.v_empty[slot].arrive()
             elif not self.shares:
                 self.passed.arrive()
             yield
@@ -230,7 +203,6 @@ class Machine:
                     break
             idle += 1
             assert idle < 20000, f"{sorted(live)} wait for ever"
-        assert not any(room.here for room in (*self.k_room, *self.v_room))
 
 
 def drawn_runs(chance: random.Random, blocks: int) -> list[Run]:

@@ -24,7 +24,6 @@ from anyflex_cuda import (
     forward_call,
     hopper_forward,
     kernel,
-    named_barriers,
     rescaling,
     row_sums,
     spoken_words,
@@ -35,7 +34,7 @@ from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
 CALLED = (
-    tiles, forward, spoken_words, step_scores, strange_values, named_barriers, rescaling, row_sums,
+    tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums,
 )  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
@@ -268,18 +267,14 @@ READ_EARLY = [
 PROTOCOL = [
     ("two consumers, mods", f"{piece}\n", "pass\n")
     for piece in (
-        "keys_left = await_room(keys_left, step + 1 - STAGES, FREE, STAGES, CONSUMERS)",
-        "values_left = await_room(values_left, step + 1 - STAGES, FREE + STAGES, STAGES, "
-        "CONSUMERS)",
-        "keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)",
-        "await_room(values_left, step, FREE + STAGES, STAGES, CONSUMERS)",
-        "return gl.maximum(left, steps)",
+        "mbarrier.wait(k_empty.index(slot), phase)",
+        "mbarrier.wait(v_empty.index(slot), phase)",
+        "await_tile(k_empty, passed, step, empties, before, STAGES)",
         "mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)",
         "mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)",
         "mbarrier.wait(q_full.index(ME), turn & 1)",
-        "leave(slot, FREE, CONSUMERS)",
-        "leave(before, FREE + STAGES, CONSUMERS)",
-        'named_barrier("sync", number, (4 * CONSUMERS + 1) * 32, 1)',
+        "mbarrier.arrive(k_empty.index(slot), count=1)",
+        "mbarrier.arrive(v_empty.index(before), count=1)",
         "tma.store_wait(0)",
     )
 ]

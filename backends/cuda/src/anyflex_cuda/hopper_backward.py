@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.named_barriers import FREE, await_room, leave, named_barrier
+from anyflex_cuda.named_barriers import named_barrier
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -40,13 +40,12 @@ begun."""
 DS_STAGES = gl.constexpr(3)
 """Steps whose score gradients have a place: while one consumer writes a step's, the other may read
 those of two steps before."""
-CONSUMERS = gl.constexpr(2)
 LOG2E = gl.constexpr(1.4426950408889634)
 FULL_RUN = gl.constexpr(1)
 
 # Barriers: one a slot of query rows, of which there may be two; one a consumer and step, for score
 # gradients that the other has written, of every other step the same; two where consumers meet.
-OF_ROWS = FREE
+OF_ROWS = gl.constexpr(8)
 OF_DS = gl.constexpr(10)
 OF_KEYS = gl.constexpr(14)
 
@@ -181,13 +180,19 @@ def runs_of(
 
 
 @gluon.jit
+def await_rows(slot):
+    """Wait until both consumers have read a slot's query rows."""
+    named_barrier("sync", OF_ROWS + slot, 288, 1)
+
+
+@gluon.jit
 def load_step(
     it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows,
     delta_rows, q_full, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     slot = it % STAGES
     if it >= STAGES:
-        await_room(it - STAGES, it - STAGES + 1, OF_ROWS, STAGES, CONSUMERS)
+        await_rows(slot)
     mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
     _load(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
     _load(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
@@ -289,7 +294,8 @@ def produce(
     place.store(gl.full([1], index, gl.int32, layout=one))
     mbarrier.arrive(kv_full, count=1)
     # No barrier is left half full.
-    await_room(gl.maximum(it - STAGES, 0), it, OF_ROWS, STAGES, CONSUMERS)
+    for last in range(gl.maximum(it - STAGES, 0), it):
+        await_rows(last % STAGES)
 
 
 # Consumers
@@ -495,7 +501,7 @@ def add_step(
         )
     # All but the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
-    leave(slot, OF_ROWS, CONSUMERS)
+    named_barrier("arrive", OF_ROWS + slot, 288)
     return dk, dv, raw, last_bh, last_rows
 
 

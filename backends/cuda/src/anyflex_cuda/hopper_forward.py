@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_cuda.named_barriers import FREE, await_room, leave
 from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
@@ -94,11 +93,9 @@ def count_steps(
 
 
 @gluon.jit
-def await_tile(
-    keys_left, passed, step, empties, before, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-):
+def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
     """Wait until no consumer reads the queries of the tile before, nor what was said of it: it has
-    the scores of that tile's last step. Return `await_room`'s of the keys.
+    the scores of that tile's last step.
 
     Args:
         step: the next.
@@ -107,19 +104,18 @@ def await_tile(
         before: 0 if there was no tile, 2 if `passed` tells, else 1.
     """
     if before == 1:
-        keys_left = await_room(keys_left, step, FREE, STAGES, CONSUMERS)
+        mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
     elif before == 2:
         mbarrier.wait(passed, (empties - 1) & 1)
-    return keys_left
 
 
 @gluon.jit
 def load_queries(
-    q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h, first_row,
+    q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
     masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):
-    """The rows of a tile, and what is said of it, for each consumer. Return `await_tile`'s."""
-    keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)
+    """The rows of a tile, and what is said of it, for each consumer."""
+    await_tile(k_empty, passed, step, empties, before, STAGES)
     for c in gl.static_range(CONSUMERS):
         say(tile_words, c * WORDS, first_row)
         say(tile_words, c * WORDS + 1, b)
@@ -128,40 +124,39 @@ def load_queries(
         say(tile_words, c * WORDS + 4, plain)
         mbarrier.expect(q_full.index(c), ROWS * D * 2)
         _load_box(q_desc, [b, h, first_row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
-    return keys_left
 
 
 @gluon.jit
 def load_step(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed, tile_words,
-    step_words, keys_left, values_left, step, first_step, empties, before, b, h, kv_b, kv_head,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
     first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """Keys and values of a step. A tile's queries come between those of its first step: there is
-    room for keys earlier. Return `await_room`'s of keys and of values."""
+    room for keys earlier."""
     slot = step % STAGES
-    keys_left = await_room(keys_left, step + 1 - STAGES, FREE, STAGES, CONSUMERS)
+    phase = ((step // STAGES) & 1) ^ 1
+    mbarrier.wait(k_empty.index(slot), phase)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
     _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
     if step == first_step:
-        keys_left = load_queries(
-            q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h,
+        load_queries(
+            q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
             first_row, masked, plain, CONSUMERS, STAGES, D,
         )
-    values_left = await_room(values_left, step + 1 - STAGES, FREE + STAGES, STAGES, CONSUMERS)
+    mbarrier.wait(v_empty.index(slot), phase)
     mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
     _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
-    return keys_left, values_left
 
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed, tile_words,
-    step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
     heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
     KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr,
@@ -169,8 +164,6 @@ def produce(
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
-    keys_left = gl.to_tensor(0)
-    values_left = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
     count = tiles * batch_heads
@@ -210,16 +203,16 @@ def produce(
                 else:
                     end = middle
                 for first in range(begin, end, BLOCK_N):
-                    keys_left, values_left = load_step(
-                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full,
-                        passed, tile_words, step_words, keys_left, values_left, step, first_step,
-                        empties, before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
+                    load_step(
+                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
+                        v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
+                        before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
                         gl.cast(full, gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
         if step == first_step:
-            keys_left = load_queries(
-                q_desc, q_bufs, q_full, passed, tile_words, keys_left, step, empties, before, b, h,
+            load_queries(
+                q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
                 first_row, masked, plain, CONSUMERS, STAGES, D,
             )
         if SHARES_ROOM or step == first_step:
@@ -229,13 +222,10 @@ def produce(
             before = gl.to_tensor(1)
         at = following
     # No more tiles.
-    keys_left = await_tile(keys_left, passed, step, empties, before, STAGES, CONSUMERS)
+    await_tile(k_empty, passed, step, empties, before, STAGES)
     for c in gl.static_range(CONSUMERS):
         say(tile_words, c * WORDS, -1)
         mbarrier.arrive(q_full.index(c), count=1)
-    # No barrier is left half full.
-    await_room(keys_left, step, FREE, STAGES, CONSUMERS)
-    await_room(values_left, step, FREE + STAGES, STAGES, CONSUMERS)
 
 
 # The consumers
@@ -320,13 +310,12 @@ def weights_of(
 
 @gluon.jit
 def advance(
-    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, v_full,
-    step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
+    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+    v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
     PINNED: gl.constexpr, SKIPS: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -344,14 +333,14 @@ def advance(
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
     acc_later = warpgroup_mma(halves, v, acc, is_async=True)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
-    leave(slot, FREE, CONSUMERS)
+    mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
         BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-    leave(before, FREE + STAGES, CONSUMERS)
+    mbarrier.arrive(v_empty.index(before), count=1)
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
     if SKIPS:
         acc = rescaled(acc, factors, DV // 2)
@@ -365,8 +354,8 @@ def advance(
 
 @gluon.jit
 def consume(
-    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full, passed,
-    tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
+    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
+    v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
     tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
@@ -375,7 +364,7 @@ def consume(
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    SKIPS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SKIPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -430,7 +419,7 @@ def consume(
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
             raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
-            leave(slot, FREE, CONSUMERS)
+            mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, base, totals, nans = weights_of(
                 raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
@@ -444,11 +433,11 @@ def consume(
             # then takes apart and puts together in each step.
             for i in range(1, steps):
                 halves, acc, top, base, totals, nans = advance(
-                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, v_full,
-                    step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
+                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
                     SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, S_LAYOUT,
-                    O_LAYOUT, CONSUMERS, STAGES, BLOCK_N, D, DV,
+                    O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             slot = (step - 1) % STAGES
@@ -456,7 +445,7 @@ def consume(
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            leave(slot, FREE + STAGES, CONSUMERS)
+            mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
         total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
@@ -571,30 +560,34 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
     passed = gl.allocate_shared_memory(gl.int64, [1], ONE_ROW)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE_ROW)
     for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
     mbarrier.init(passed, count=CONSUMERS)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=CONSUMERS)
+        mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
     # Written out: in a tuple that has a name, or is joined from others, constants are none.
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
-                tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,
@@ -603,28 +596,28 @@ def forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
-                tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,
@@ -633,38 +626,38 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, v_full,
-                passed, tile_words, step_words, query, key, value, out, rest,
+                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, CONSUMERS, STAGES, BLOCK_N,
+                PINNED, SKIPS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, passed,
-                tile_words, step_words, counter, offsets, ends, runs,
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
                 KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
                 BLOCK_N,

@@ -1,14 +1,11 @@
-"""Barriers of the hardware that Triton leaves free, between partitions of a program."""
+"""Barriers of the hardware that Triton leaves free, 8 to 15, between partitions of a program."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["FREE", "await_room", "leave", "named_barrier"]
-
-FREE = gl.constexpr(8)
-"""The first of eight, to 15."""
+__all__ = ["named_barrier"]
 
 
 @gluon.jit
@@ -28,26 +25,3 @@ def named_barrier(DO: gl.constexpr, number, ALL: gl.constexpr, WARPS: gl.constex
     gl.inline_asm_elementwise(
         text, "=r,r,~{memory}", [numbers], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-# A ring of slots of shared memory, which one warp fills and consumers of four warps each read:
-# each has a barrier.
-
-
-@gluon.jit
-def leave(slot, FIRST: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Of a consumer: it has read the slot, whose barrier is FIRST + slot."""
-    named_barrier("arrive", FIRST + slot, (4 * CONSUMERS + 1) * 32)
-
-
-@gluon.jit
-def await_room(left, steps, FIRST: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Wait until all consumers have read what the first `steps` steps put into the STAGES slots.
-    Return how many steps' they are known to have read.
-
-    Args:
-        left: how many they were.
-    """
-    for step in range(left, steps):
-        named_barrier("sync", FIRST + step % STAGES, (4 * CONSUMERS + 1) * 32, 1)
-    return gl.maximum(left, steps)

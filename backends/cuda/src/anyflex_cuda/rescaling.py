@@ -37,8 +37,8 @@ def operands(count):
 @gluon.jit
 def rescaled(acc, factors, COUNT: gl.constexpr):
     """acc * factors, of a product of 64 rows and 2 * COUNT columns. A warp whose factors are all 1
-    jumps over it: random rows of 8,192 keys find their largest score in the first quarter of them
-    as often as later, and in the loops of forward one instruction in eight is such a product."""
+    jumps over it, which is an eighth of the instructions of a step of forward: a row's largest
+    score is seldom among its last keys."""
     text: gl.constexpr = instructions(COUNT)
     types: gl.constexpr = operands(COUNT)
     return gl.inline_asm_elementwise(
