@@ -129,9 +129,29 @@ def compiled(program: Program) -> tuple[Any, int, bool]:
 
 
 def run_loops(ttgir: str) -> str:
-    """ "6/6": loops over runs that load a run's bounds, and all of them."""
-    loops = [part.partition("scf.for ")[0] for part in ttgir.split("scf.for %r ")[1:]]
-    return f"{sum('tt.load' in loop for loop in loops)}/{len(loops)}"
+    """ "6/6": loops over runs, which are those that loops over steps are in, that load a run's
+    bounds, and all of them."""
+    lines = ttgir.splitlines()
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+
+    def loop_around(place: int) -> int | None:
+        indent = indents[place]
+        for line in range(place - 1, -1, -1):
+            if indents[line] < indent:
+                indent = indents[line]
+                if "scf.for" in lines[line]:
+                    return line
+        return None
+
+    loops = [place for place, line in enumerate(lines) if "scf.for" in line]
+    around = {place: loop_around(place) for place in loops}
+    steps = [place for place in loops if place not in around.values()]
+    loads = {
+        outer: any("tt.load" in line for line in lines[outer:place])
+        for place in steps
+        if (outer := around[place]) is not None
+    }
+    return f"{sum(loads.values())}/{len(loads)}"
 
 
 def main() -> int:
