@@ -103,7 +103,7 @@ def tiles_for(spec: Spec) -> Tiles:
 
 def small_tiles_for(spec: Spec) -> Tiles:
     """Return the tiles of calls of which all `tiles_at_once`: one consumer each, so that more
-    multiprocessors work, and none waits for another's turn."""
+    multiprocessors work."""
     dims = max(spec.head_dim, spec.value_head_dim)
     stages = 3 if dims <= 64 else 2
     return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, True, (240, 24))
