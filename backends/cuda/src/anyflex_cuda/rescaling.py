@@ -31,7 +31,7 @@ def instructions(count):
 @triton.constexpr_function
 def operands(count):
     """A thread's sums that go out, those that come in, and their factors."""
-    # PTX has a register for each: none that goes out is also one of those read after it is written.
+    # PTX has a register for each: none that goes out is also one that is read after it is written.
     return ",".join(["=f"] * count + ["f"] * (2 * count))
 
 
