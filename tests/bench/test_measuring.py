@@ -39,13 +39,20 @@ def recording(name: str, calls: list[str]) -> Contender:
 
 def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyflex.bench.measure._CALLS", 1)
-    calls: list[str] = []
-    racers = [recording(name, calls) for name in "abc"]
-    measured = list(measure_case(CASE, racers, CPU, WallClock(CPU), 4, lambda text: None))
-    assert [each.contender for each in measured] == ["a", "b", "c"]
-    assert calls[-12:] == ["a", "b", "c"] * 4
-    # First call, check, warm-up: before the rounds, and one contender after the other.
-    assert calls[:-12] == sorted(calls[:-12])
+    runs = []
+    for _ in range(2):
+        calls: list[str] = []
+        racers = [recording(name, calls) for name in "abc"]
+        measured = list(measure_case(CASE, racers, CPU, WallClock(CPU), 7, lambda text: None))
+        assert [each.contender for each in measured] == ["a", "b", "c"]
+        # First call, check, warm-up: before the rounds, and one contender after the other.
+        assert calls[:-21] == sorted(calls[:-21])
+        runs.append([calls[place : place + 3] for place in range(len(calls) - 21, len(calls), 3)])
+    # Another order in each round, the same when it is run again.
+    assert all(sorted(each) == ["a", "b", "c"] for each in runs[0])
+    assert len({tuple(each) for each in runs[0]}) > 2 and runs[0] == runs[1]
+    # Nobody comes after the same one all the time.
+    assert len({tuple(each[:2]) for each in runs[0]}) > 2
 
 
 def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
