@@ -2,13 +2,15 @@
 
 Run as a script by `test_compiled_backward`. It prints a line a kernel: the case, the kernel, bytes
 of shared memory, registers that are kept in memory (spills, bytes), whether ptxas makes products
-wait for each other ("serialized"), and in how many loops over a mask's runs, of how many, each
-run's bounds are loaded.
+wait for each other ("serialized"), in how many loops over a mask's runs, of how many, each run's
+bounds are loaded, and how many hand-overs of what was stored, of how many, have no fence before
+them.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,10 +34,19 @@ Mod = Callable[..., Any]
 
 SLOPES = torch.linspace(0.1, 0.4, 4)
 DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
+TABLES = [torch.zeros(LENGTH, 2, 1, 1, dtype=torch.int32) + i for i in range(9)]
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
+
+
+def many(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A mask of more tensors than shared memory has room for beside the largest tiles."""
+    live = q >= k
+    for table in TABLES:
+        live = live & (table[q, 0, 0, 0] <= table[k, 0, 0, 0])
+    return live
 
 
 CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
@@ -44,6 +55,7 @@ CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
     "softcap": (lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), causal),
     "alibi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), causal),
     "documents": (None, lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k)),
+    "many": (None, many),
 }
 
 
@@ -54,6 +66,8 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {"dims": (64, 64)}),
     ("softcap", {"dims": (64, 64)}),
     ("documents", {}),
+    ("documents", {"dims": (64, 64)}),
+    ("many", {"dims": (64, 64)}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
 ]
@@ -154,6 +168,21 @@ def run_loops(ttgir: str) -> str:
     return f"{sum(loads.values())}/{len(loads)}"
 
 
+def unfenced(ptx: str) -> str:
+    """ "0/9": where tiles in shared memory are handed to TMA or to the other consumer's products,
+    without a fence since they were stored, and all such places."""
+    handed, bare, stored = 0, 0, False
+    for line in ptx.splitlines():
+        if "stmatrix" in line or "st.shared.v4" in line:
+            stored = True
+        elif "fence.proxy.async" in line:
+            stored = False
+        elif re.search(r"bar\.arrive .*, 256;|cp\.\S*bulk\.tensor\S*\.global\.shared::cta", line):
+            handed += 1
+            bare += stored
+    return f"{bare}/{handed}"
+
+
 def main() -> int:
     done: set[int] = set()
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +200,7 @@ def main() -> int:
                 print(
                     name, program.function.__name__, made.metadata.shared, spilled,
                     "serialized" if serialized else "free", run_loops(made.asm["ttgir"]),
-                    flush=True,
+                    unfenced(made.asm["ptx"]), flush=True,
                 )  # fmt: skip
     return 0
 

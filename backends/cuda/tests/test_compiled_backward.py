@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
 SPILLED = 400
-"""Bytes, with Triton 3.6 at most 144; the rest is room for newer ones: scalars of the loops over
+"""Bytes, with Triton 3.6 at most 280; the rest is room for newer ones: scalars of the loops over
 runs and heads, and in the loop of steps that have a mask what it reads of tensors, or with a soft
 cap some registers."""
 REPAIRED = 500
@@ -21,13 +21,18 @@ REPAIRED = 500
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
     lines = printed_by("compiling_backward.py")
     found = [line.split() for line in lines]
-    assert sum(line[1] == "backward_kernel" for line in found) == 8
-    for case, kernel, shared, spilled, products, loops in found:
+    assert sum(line[1] == "backward_kernel" for line in found) == 10
+    for case, kernel, shared, spilled, products, loops, unfenced in found:
         assert products == "free", (case, kernel)
         assert int(shared) <= SHARED, (case, kernel, shared)
+        bare, handed = map(int, unfenced.split("/"))
+        # Of each of two consumers a step's score gradients and dQ, in two passes, and a tile's end.
+        assert bare == 0 and (handed >= 10 or kernel != "backward_kernel"), (case, unfenced)
         if kernel == "backward_kernel" and not case.startswith("full"):
             # Two passes of each of two consumers and of the producer. Triton 3.6 may take every
             # run for the first one, where a run's bounds are loaded a run ahead.
             assert loops == "6/6", (case, loops)
-        limit = SPILLED if kernel == "backward_kernel" else REPAIRED
-        assert int(spilled) <= limit, (case, kernel, spilled)
+        # Where many tensors and their strides stand is kept in memory.
+        if not case.startswith("many"):
+            limit = SPILLED if kernel == "backward_kernel" else REPAIRED
+            assert int(spilled) <= limit, (case, kernel, spilled)

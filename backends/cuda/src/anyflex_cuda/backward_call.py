@@ -84,11 +84,18 @@ def makes_dq(spec: Spec) -> bool:
     return "q" in spec.gradients and spec.determinism == "off" and not learns
 
 
+_HANDED_OVER = 384
+"""Bytes of captured tensors, 16 a dimension, beside steps of 128 query rows."""
+
+
 def _rows_of_step(spec: Spec) -> int:
     """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
     wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
     if wide or spec.score_graph is not None:
+        return 64
+    # What a kernel hands to its partitions lies in shared memory, of which 128 rows leave 540 bytes.
+    if sum(16 * fake.rank for fake in spec.captured) > _HANDED_OVER:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
 

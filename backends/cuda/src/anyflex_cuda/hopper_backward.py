@@ -673,7 +673,8 @@ def consume(
                 fence_async_shared()
                 if last_rows >= 0:
                     _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
-            # The other consumer has read these keys for dQ.
+            # All have read these keys for dQ: both consumers, or where each adds up its own this
+            # one's warps.
             meet(ME)
         k.store((dk * scale).to(dtype))
         fence_async_shared()
@@ -715,6 +716,7 @@ def backward_kernel(
             mod.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
     """
+    gl.static_assert(OF_ROWS + STAGES <= OF_DS, "each slot of query rows has a barrier")
     dtype: gl.constexpr = query.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, D], query.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_M, DV], dout.layout)

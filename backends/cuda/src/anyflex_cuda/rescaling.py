@@ -13,14 +13,13 @@ __all__ = ["rescaled"]
 def instructions(count):
     """Of a thread with `count` elements of a product, which are of two rows: of each four the
     first two are of one, the last two of the other."""
-    sums, factors = count, 2 * count
+    factors = 2 * count
     return "\n".join(
         [
             "{ .reg .pred grown;",
             f"setp.neu.f32 grown, ${factors}, 0f3F800000;",
             f"setp.neu.or.f32 grown, ${factors + 2}, 0f3F800000, grown;",
             "vote.sync.any.pred grown, grown, 0xffffffff;",
-            *(f"mov.b32 ${i}, ${sums + i};" for i in range(count)),
             "@!grown bra.uni SAME;",
             *(f"mul.f32 ${i}, ${i}, ${factors + i};" for i in range(count)),
             "SAME: }",
@@ -30,9 +29,9 @@ def instructions(count):
 
 @triton.constexpr_function
 def operands(count):
-    """A thread's sums that go out, those that come in, and their factors."""
-    # PTX has a register for each: none that goes out is also one that is read after it is written.
-    return ",".join(["=f"] * count + ["f"] * (2 * count))
+    """A thread's sums that go out, those that come in, in the same registers, and their factors,
+    in none of these: they are read after the first sum is written."""
+    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
