@@ -93,7 +93,7 @@ def tiles_for(spec: Spec) -> Tiles:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds:
-            return Tiles(3, 128, 3, True, False, True, (160, 24))
+            return Tiles(3, 128, 3, True, True, True, (160, 24))
         return Tiles(2, 128, 3, False, False, True, (240, 24))
     # Steps of masks that read nothing are short, and most of them have no dead pair.
     light = spec.mask_kind == "runs" and spec.score_graph is None and not spec.captured
