@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from anyflex.bench.machine import source_commit
+
 __all__ = ["ENTRY", "record", "recorded"]
 
 ENTRY = ("target", "dtype", "dim", "kernel", "pattern", "tiles", "warps", "stages")
@@ -30,6 +32,7 @@ def record(version: str, kernels: Sequence[Mapping[str, Any]], seconds: float) -
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     kept[version] = {
         "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
+        "commit": source_commit(),
         "torch": torch.__version__,
         "seconds": round(seconds),
         "kernels": kernels,
