@@ -40,9 +40,10 @@ REPORTED = 9
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 _HAZARD = re.compile(r"Race reported between(.*)\n=+ +and (.*)")
 _PLACE = re.compile(r"([\w.-]+\.(?:py|cu|h)):(\d+)")
-CALLS = (7, 8, 48, 51, 54, 56, 64, 83, 92, 142, 435)
+CALLS = (7, 8, 16, 48, 51, 54, 56, 64, 83, 90, 92, 142, 435)
 """Numbers of `gpu_random.drawn_case`: forward, backward, deterministic backward, decoding, with
-and without masks, in head dims of 64 and 128; two with more tiles than multiprocessors."""
+and without masks, in head dims of 64 and 128, backward's steps of 64 and of 128 rows; three with
+more tiles than multiprocessors."""
 
 
 def command(args: argparse.Namespace) -> list[str]:
