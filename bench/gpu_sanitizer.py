@@ -10,7 +10,8 @@ tool reports an error, a result is wrong, or the tool doesn't end in its time.
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
 is built by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads, or
-of what Triton hands to the warps of `gl.warp_specialize`. They are printed.
+of what Triton hands to the warps of `gl.warp_specialize`, which it puts at that call and at the
+kernel's name. They are printed.
 """
 
 from __future__ import annotations
@@ -110,26 +111,44 @@ def _is_excused(pair: _Pair) -> bool:
 
 
 def _is_word(place: _Place) -> bool:
-    return place[0] == "spoken_words.py"
+    name, line = place
+    # Of two reads that a compiler has made one, only the call is known that they were made for.
+    return name == "spoken_words.py" or any(
+        _calls(node, "said", "said_of_step") and line in _lines(node) for node in _nodes(name)
+    )
 
 
 def _is_handed_over(place: _Place) -> bool:
-    return any(place[1] in lines for lines in _specialising(place[0]))
+    name, line = place
+    for kernel in _nodes(name):
+        if isinstance(kernel, ast.FunctionDef):
+            calls = [node for node in ast.walk(kernel) if _calls(node, "warp_specialize")]
+            if calls and (line == kernel.lineno or any(line in _lines(call) for call in calls)):
+                return True
+    return False
+
+
+def _calls(node: ast.AST, *names: str) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return called in names
+
+
+def _lines(node: ast.AST) -> range:
+    assert isinstance(node, ast.Call)
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 @lru_cache
-def _specialising(name: str) -> list[range]:
-    """Lines of each call of `gl.warp_specialize` in a file of anyflex_cuda."""
+def _nodes(name: str) -> list[ast.AST]:
+    """Of a file of anyflex_cuda, if there is one of that name."""
     found = importlib.util.find_spec("anyflex_cuda")
     folders = [] if found is None else found.submodule_search_locations or []
     paths = [path for folder in folders if (path := Path(folder, name)).is_file()]
     return [
-        range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for path in paths
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "warp_specialize"
+        node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     ]
 
 

@@ -219,7 +219,16 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
     lines = source.read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "gl.warp_specialize(" in text)
     handed, other = f"{source}:{line + 3}", f"{source}:{line - 20}"
+    kernel = next(i for i, text in enumerate(lines, 1) if "def forward_kernel(" in text)
     assert sanitizer.hazard_faults(race(handed, handed)) == []
+    assert sanitizer.hazard_faults(race(handed, f"{source}:{kernel}")) == []
+    # Where a consumer asks what is said, compilers may have lost the word's own line.
+    asked = [i for i, text in enumerate(lines, 1) if "= said_of_step(" in text]
+    spoken = source.with_name("spoken_words.py")
+    assert all(
+        sanitizer.hazard_faults(race(f"{spoken}:18", f"{source}:{line}")) == [] for line in asked
+    )
+    assert len(asked) == 2 and sanitizer.hazard_faults(race(f"{source}:{kernel}", other)) != []
     assert sanitizer.hazard_faults(race(handed, other)) == [
         f"racecheck: a race between {source.name}:{line - 20} and {source.name}:{line + 3}"
     ]

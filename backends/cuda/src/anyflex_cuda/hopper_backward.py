@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.named_barriers import named_barrier
+from anyflex_cuda.spoken_words import said, say
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -237,7 +238,7 @@ def load_pass(
 @gluon.jit
 def produce(
     q_desc, do_desc, k_desc, v_desc, rows_desc, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-    lse_rows, delta_rows, place, kv_full, kv_empty, q_full, do_full, offsets,
+    lse_rows, delta_rows, tile_words, kv_full, kv_empty, q_full, do_full, offsets,
     ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
@@ -246,7 +247,6 @@ def produce(
 ):
     """Loads keys and values of a tile, then query rows, dout and their values step by step."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     it = gl.to_tensor(0)
     count = gl.to_tensor(0)
     total = tiles * units
@@ -258,7 +258,7 @@ def produce(
         steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, BLOCK_M)
         # The consumers have stored the tile before, whose dK and dV lie in these buffers.
         mbarrier.wait(kv_empty, (count & 1) ^ 1)
-        place.store(gl.full([1], index, gl.int32, layout=one))
+        say(tile_words, 0, index)
         mbarrier.expect(kv_full, 128 * (D + DV) * 2)
         for half in gl.static_range(2):
             _load(k_desc, [kv_b, kv_head, tile * 128 + half * 64, 0], kv_full, k_tiles.index(half))
@@ -291,7 +291,7 @@ def produce(
             index += gl.num_programs(0)
         count += 1
     mbarrier.wait(kv_empty, (count & 1) ^ 1)
-    place.store(gl.full([1], index, gl.int32, layout=one))
+    say(tile_words, 0, index)
     mbarrier.arrive(kv_full, count=1)
     # No barrier is left half full.
     for last in range(gl.maximum(it - STAGES, 0), it):
@@ -580,13 +580,6 @@ def consume_pass(
 
 
 @gluon.jit
-def tile_index(place):
-    """What the producer has put there."""
-    all_threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(place.load(all_threads), 0)
-
-
-@gluon.jit
 def strange_rows(x):
     """1 in rows [64] where some element of x is infinite or NaN."""
     return gl.max(gl.where(gl.abs(x) < float("inf"), 0, 1), 1)
@@ -595,7 +588,7 @@ def strange_rows(x):
 @gluon.jit
 def consume(
     dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full, do_full,
+    delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
     offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
     head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
@@ -618,7 +611,7 @@ def consume(
     count = gl.to_tensor(0)
     total = tiles * units
     mbarrier.wait(kv_full, 0)
-    index = tile_index(place)
+    index = said(tile_words, 0)
     while index < total:
         tile, unit = tile_of(index, tiles, units, head_group)
         kv_b = unit // kv_heads
@@ -683,7 +676,7 @@ def consume(
         mbarrier.arrive(kv_empty, count=1)
         count += 1
         mbarrier.wait(kv_full, count & 1)
-        index = tile_index(place)
+        index = said(tile_words, 0)
     tma.store_wait(0)
 
 
@@ -733,8 +726,9 @@ def backward_kernel(
     else:
         ds_tiles = lse_rows
         dq_tiles = lse_rows
-    place_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    place = gl.allocate_shared_memory(gl.int32, [1], place_layout)
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    # Which tile it is.
+    tile_words = gl.allocate_shared_memory(gl.int32, [1, 1], word)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -749,7 +743,7 @@ def backward_kernel(
         [
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full,
+                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
@@ -757,7 +751,7 @@ def backward_kernel(
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, place, kv_full, kv_empty, q_full,
+                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full,
                 do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
                 units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
                 scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
@@ -765,7 +759,7 @@ def backward_kernel(
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-                lse_rows, delta_rows, place, kv_full, kv_empty, q_full, do_full, offsets,
+                lse_rows, delta_rows, tile_words, kv_full, kv_empty, q_full, do_full, offsets,
                 ends, runs, mask_strides, batch, heads, kv_heads, units,
                 q_length, kv_length, tiles, head_group, SCORE_MOD is not None,
                 MASK_MOD is not None, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED,
