@@ -10,8 +10,8 @@ tool reports an error, a result is wrong, or the tool doesn't end in its time.
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
 is built by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads, or
-of what Triton hands to the warps of `gl.warp_specialize`, which it puts at that call and at the
-kernel's name. They are printed.
+of what Triton hands to the warps of `gl.warp_specialize`, which it puts at that call, at the
+kernel's name or at a condition around the call. They are printed.
 """
 
 from __future__ import annotations
@@ -120,11 +120,12 @@ def _is_word(place: _Place) -> bool:
 
 def _is_handed_over(place: _Place) -> bool:
     name, line = place
-    for kernel in _nodes(name):
-        if isinstance(kernel, ast.FunctionDef):
-            calls = [node for node in ast.walk(kernel) if _calls(node, "warp_specialize")]
-            if calls and (line == kernel.lineno or any(line in _lines(call) for call in calls)):
-                return True
+    for node in _nodes(name):
+        if _calls(node, "warp_specialize") and line in _lines(node):
+            return True
+        # The kernel, or a condition that it is compiled for.
+        if isinstance(node, (ast.FunctionDef, ast.If)) and line == node.lineno:
+            return any(_calls(inner, "warp_specialize") for inner in ast.walk(node))
     return False
 
 
