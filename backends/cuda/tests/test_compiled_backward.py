@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = 400
-"""Bytes, with Triton 3.6 at most 280; the rest is room for newer ones: scalars of the loops over
+SPILLED = 500
+"""Bytes, with Triton 3.6 at most 280, with 3.9 484; the rest is room for newer ones: scalars of the loops over
 runs and heads, and in the loop of steps that have a mask what it reads of tensors, or with a soft
 cap some registers."""
 REPAIRED = 500
@@ -26,7 +26,7 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
         assert products == "free", (case, kernel)
         assert int(shared) <= SHARED, (case, kernel, shared)
         bare, handed = map(int, unfenced.split("/"))
-        # Of each of two consumers a step's score gradients and dQ, in two passes, and a tile's end.
+        # Each of two consumers: score gradients and dQ, in two passes, and a tile's end.
         assert bare == 0 and (handed >= 10 or kernel != "backward_kernel"), (case, unfenced)
         if kernel == "backward_kernel" and not case.startswith("full"):
             # Two passes of each of two consumers and of the producer. Triton 3.6 may take every

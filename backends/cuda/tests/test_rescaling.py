@@ -1,4 +1,4 @@
-"""What forward's rescaling does in a warp: its instructions, on the registers they may be given."""
+"""What forward's rescaling does in a warp: its instructions, on registers they may be given."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def _rows_of_step(spec: Spec) -> int:
     # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
     if wide or spec.score_graph is not None:
         return 64
-    # What a kernel hands to its partitions lies in shared memory, of which 128 rows leave 540 bytes.
+    # What a kernel hands to its partitions is in shared memory, of which 128 rows leave 540 bytes.
     if sum(16 * fake.rank for fake in spec.captured) > _HANDED_OVER:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
