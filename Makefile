@@ -11,15 +11,17 @@ export TORCH
 export NO_MKDOCS_2_WARNING := 1
 
 RUN := .venv/bin/python
+# Beside the pinned Triton: the newest that `anyflex_triton.tried_tritons` names.
+NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
-	@echo "make check        everything that CI runs: lint, types, imports, docs, test"
+	@echo "make check        everything that CI runs: lint, types, imports, docs, test, test-newest-triton"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
@@ -27,6 +29,7 @@ help:
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
+	@echo "make test-newest-triton  what the newest Triton that was tried makes of Hopper's kernels, without a GPU"
 	@echo "make triton-compiles  what Triton makes of every configuration, without a GPU; fails where forward spills"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
@@ -77,7 +80,17 @@ test-xpu:
 	@cd backends/xpu && ../../$(RUN) -m pytest -m xpu $(ARGS)
 	@$(RUN) -m anyflex conformance --backend xpu --require all
 
-# Ten minutes; ARGS="--record" writes bench/results/triton_compiles.*.
+# Hopper's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
+test-newest-triton: $(NEWEST_TRITON)
+	$(READY) test
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 backends/cuda/tests/test_compiled_forward.py backends/cuda/tests/test_compiled_backward.py $(ARGS)
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper --types bfloat16 --dims 64,128 --patterns plain,causal --kernels forward --compare --brief
+
+$(NEWEST_TRITON):
+	$(READY) test
+	@$(RUN) -m pip install -qq --no-deps --target $@ triton==$(notdir $@)
+
+# Twelve minutes; ARGS="--record" writes bench/results/triton_compiles.*.
 triton-compiles:
 	$(READY) test
 	@$(RUN) bench/triton_compiles.py $(ARGS)

@@ -7,8 +7,8 @@ The conformance kit's own comparison and budgets, at lengths of up to 900 in hea
 256, with every mod of the kit's lists. Fresh memory holds NaN. Each forward, and each backward
 under deterministic algorithms, is repeated and must give the same bits. Every call runs in one of
 `--jobs` processes; one that doesn't end within `--timeout` seconds is killed and counts as failed.
-Exits with 1 if a call is wrong, fails, hangs or differs between repetitions, or if more than one
-in twenty is refused.
+Exits with 1 if a call is wrong, fails, hangs or differs between repetitions, if more than one in
+twenty is refused, or if of a hundred calls on `cuda` or more fewer than a third take Hopper's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ SEED = 20261122
 PAIRS = 1_500_000
 """At most: the formula takes seconds for a call of so many."""
 MOST_REFUSED = 0.05
+LEAST_HOPPER = 1 / 3
+"""Of calls on `cuda`, whose kernels these runs are about: 0.75 of the first 500."""
 DIMS = (
     *[(128, 128)] * 4, *[(64, 64)] * 4, (96, 96), (80, 80), (40, 40), (128, 64), (64, 128),
     (72, 56), (256, 256), (192, 128), (160, 160),
@@ -329,7 +331,12 @@ def main() -> int:
         print(f"{count:4} {kind}")
     refused = sum(row["variant"].startswith("refused") for row in rows)
     print(f"{len(rows)} calls, {failed} failed, {refused} refused")
-    return int(failed > 0 or refused > len(rows) * MOST_REFUSED or len(rows) < len(numbers))
+    hopper = sum("hopper" in row["variant"] for row in rows)
+    few = args.backend == "cuda" and len(rows) >= 100 and hopper < len(rows) * LEAST_HOPPER
+    if few:
+        print(f"only {hopper} calls took Hopper's kernels")
+    too_many = refused > len(rows) * MOST_REFUSED
+    return int(failed > 0 or few or too_many or len(rows) < len(numbers))
 
 
 def _number(row: Mapping[str, Any]) -> int:

@@ -6,8 +6,9 @@ Reads reports that `anyflex bench --json` wrote, or lists of them, and prints a 
 the backend's median and range, and how many times as long each peer takes. Exits with 1 if a row,
 or a geometric mean, is below its target, or was not measured beside every peer that counts and
 doesn't refuse it, or if the check before a row found a larger error than PRECISION times that of
-flex attention's and FlashAttention-4's. A row's ratio is that of the fastest peer that counts: for
-`cuda.triton` and training that is torch's flex attention alone.
+flex attention's and FlashAttention-4's; and if a report is of fewer than ROUNDS rounds, of a tree
+that was no commit's, or of another commit than the others. A row's ratio is that of the fastest
+peer that counts: for `cuda.triton` and training that is torch's flex attention alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ SHORT = {"torch.sdpa.cudnn": "cuDNN", "torch.flex.flash": "flex FLASH", "cuda.fl
 
 PRECISION = 1.2
 """Ours may be so many times as far from float64 as the most precise of PRECISE is."""
+
+ROUNDS = 7
+"""Of a report, at least."""
 
 WALL, GRAPH = ", wall", ", graph"
 SMALL = "causal B1 H16 S512 D128 bfloat16"
@@ -113,17 +117,38 @@ def read(paths: Sequence[Path]) -> Rows:
     measured last counts. A case that wasn't timed by the device's clock has the clock in its
     name."""
     rows: Rows = {}
-    for path in paths:
-        found = json.loads(path.read_text())
-        reports = found if isinstance(found, list) else [found]
-        for report in reports:
-            for row in report["measurements"]:
-                found = rows.setdefault((row["case"] + clock_of(report), row["direction"]), {})
-                if row["median_ms"] or row["status"] == "refused":
-                    found[row["contender"]] = row
-                else:  # it failed after all
-                    found.pop(row["contender"], None)
+    for report in reports_of(paths):
+        for row in report["measurements"]:
+            found = rows.setdefault((row["case"] + clock_of(report), row["direction"]), {})
+            if row["median_ms"] or row["status"] == "refused":
+                found[row["contender"]] = row
+            else:  # it failed after all
+                found.pop(row["contender"], None)
     return rows
+
+
+def reports_of(paths: Sequence[Path]) -> list[Mapping[str, Any]]:
+    """All reports of some files."""
+    found: list[Mapping[str, Any]] = []
+    for path in paths:
+        read = json.loads(path.read_text())
+        found += read if isinstance(read, list) else [read]
+    return found
+
+
+def doubts(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each report that isn't of ROUNDS rounds, or not of one commit's tree as all."""
+    lines = []
+    for report in reports:
+        name = f"{report['preset'] or 'cases'} by {report['clock']}"
+        if report["rounds"] < ROUNDS:
+            lines.append(f"{name}: {report['rounds']} rounds, wanted {ROUNDS}")
+        if report["commit"] is None or report["commit"].endswith("+changes"):
+            lines.append(f"{name}: of no commit's tree: {report['commit']}")
+    commits = {str(report["commit"]) for report in reports}
+    if len(commits) > 1:
+        lines.append(f"reports of several commits: {', '.join(sorted(commits))}")
+    return lines
 
 
 def clock_of(report: Mapping[str, Any]) -> str:
@@ -224,6 +249,7 @@ def main() -> int:
     rows = read(args.reports)
     print("\n".join(table(rows, args.backend)))
     reached, lines = shortfalls(rows, args.backend)
+    lines += doubts(reports_of(args.reports))
     print(f"\n{reached} rows reach their target; what doesn't:" if lines else "\nall reached")
     print("\n".join(lines))
     return int(bool(lines))

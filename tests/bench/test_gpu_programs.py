@@ -65,6 +65,20 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     assert "an error of" in line
 
 
+def test_reports_are_of_one_commit_and_of_seven_rounds() -> None:
+    targets = program("gpu_targets")
+    report = {"preset": "h200-small", "clock": "wall", "rounds": 7, "commit": "c102e98"}
+    assert targets.doubts([report] * 2) == []
+    assert targets.doubts([report | {"rounds": 6}]) == ["h200-small by wall: 6 rounds, wanted 7"]
+    for commit in (None, "c102e98+changes"):
+        assert targets.doubts([report | {"commit": commit}]) == [
+            f"h200-small by wall: of no commit's tree: {commit}"
+        ]
+    assert targets.doubts([report, report | {"commit": "4df5295"}]) == [
+        "reports of several commits: 4df5295, c102e98"
+    ]
+
+
 def test_decoding_is_held_to_a_rate() -> None:
     targets = program("gpu_targets")
     case = "decode B1 S32768 D128 GQA 32/8"

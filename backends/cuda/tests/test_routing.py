@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +20,11 @@ from recording import CORES, OnHopper, drawn, launches_on, recording
 
 import anyflex
 from anyflex.plugin import isolated, register
+from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
-from anyflex_cuda.tried_tritons import untried_triton
+from anyflex_triton.backend import TritonBackend
+from anyflex_triton.tried_tritons import TRIED, untried_triton
 
 HOPPERS = "anyflex_cuda.hopper_forward"
 PORTABLE = "anyflex_triton.forward"
@@ -119,6 +124,14 @@ def test_a_triton_that_was_not_tried_is_not_trusted(
 
 def test_tritons_that_were_tried() -> None:
     assert [untried_triton(v) for v in ("3.6.0", "3.7.1", "3.9.0+gitabc")] == [None] * 3
+    for found in (CudaBackend("cuda", "cuda"), TritonBackend("cuda.triton", "cuda")):
+        note = found.notes()[0]
+        assert note == f"tried with Triton {TRIED}; here is triton {version_of('triton')}"
+    # Those that the checks compile with.
+    root = Path(__file__).parents[3]
+    pinned = re.findall(r"^triton==(\d+\.\d+)", (root / "constraints-dev.txt").read_text(), re.M)
+    newest = re.findall(r"newest-triton/(\d+\.\d+)", (root / "Makefile").read_text())
+    assert f"{pinned[0]} to {newest[0]}" == TRIED
 
 
 def heads_last(*shape: int) -> Tensor:

@@ -25,7 +25,7 @@ def test_every_entry_for_amd_compiles_and_fits() -> None:
 
 @pytest.mark.parametrize(("target", "dim"), [("ampere", 64), ("xpu", 128)])
 def test_kernels_compile_and_fit(target: Target, dim: int) -> None:
-    found = compiled(target, "causal", types=("bfloat16",), dims=(dim,))
+    found = compiled(target, "causal,relative", types=("bfloat16",), dims=(dim,))
     wanted = {entry for entry in entries(target) if entry.startswith(f"{target} bfloat16 {dim} ")}
     assert len(wanted) == 4
     assert wanted <= found, wanted - found

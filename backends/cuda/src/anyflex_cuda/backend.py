@@ -11,8 +11,8 @@ import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
 from anyflex_cuda.blackwell_choice import VARIABLE, blackwell_refused, unread_value
-from anyflex_cuda.tried_tritons import untried_triton
 from anyflex_triton.backend import TritonBackend, checksum_of
+from anyflex_triton.tried_tritons import untried_triton
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
@@ -46,9 +46,9 @@ class CudaBackend(TritonBackend):
         return super().probe()
 
     def notes(self) -> list[str]:
-        """What doctor says beside the state: what Hopper's and Blackwell's kernels aren't taken
-        for."""
-        lines = [line for line in (unread_value(),) if line is not None]
+        """What doctor says beside the state: which Tritons were tried, and what Hopper's and
+        Blackwell's kernels aren't taken for."""
+        lines = super().notes() + [line for line in (unread_value(),) if line is not None]
         try:
             reason = untried_triton(importlib.metadata.version("triton"))
         except importlib.metadata.PackageNotFoundError:

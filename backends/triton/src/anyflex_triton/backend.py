@@ -25,6 +25,7 @@ from anyflex.plugin import (
     Spec,
 )
 from anyflex_triton.options import OPTIONS
+from anyflex_triton.tried_tritons import TRIED
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
@@ -74,6 +75,12 @@ class TritonBackend(Backend):
             return Rejected("the package triton is not installed: pip install triton")
         return Accepted()
 
+    def notes(self) -> list[str]:
+        """What doctor says beside the state: which Tritons the kernels were tried with."""
+        installed = _installed_tritons()
+        here = f"; here is {', '.join(installed)}" if installed else ""
+        return [f"tried with Triton {TRIED}{here}"]
+
     def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
         """See `TritonKernel.saved_outputs`."""
         return (0 if dtype is torch.float32 else dtype.itemsize, 8)
@@ -81,9 +88,8 @@ class TritonBackend(Backend):
     def fingerprint(self) -> str:
         """Part of the disk cache's key: what other sources have written isn't found, nor what was
         found fastest for other kernels."""
-        found = [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
         sources = checksum_of(Path(__file__).parent)
-        return f"{', '.join(found) or 'triton unknown'}, sources {sources:x}"
+        return f"{', '.join(_installed_tritons()) or 'triton unknown'}, sources {sources:x}"
 
     def target(self) -> Target:
         """Which of the config table's targets the current device is."""
@@ -145,6 +151,11 @@ def checksum_of(folder: Path) -> int:
     for file in sorted(folder.glob("*.py")):
         checksum = zlib.crc32(file.read_bytes(), checksum)
     return checksum
+
+
+def _installed_tritons() -> list[str]:
+    """Each distribution that brings a Triton, with its version."""
+    return [f"{name} {version}" for name in _TRITONS if (version := _version(name))]
 
 
 def _version(distribution: str) -> str | None:

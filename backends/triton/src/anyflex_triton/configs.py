@@ -155,10 +155,11 @@ _TABLE["blackwell"] = {
 # memory beside the tiles. With the entries above Hopper spills up to 0.8 KiB a thread, and its
 # products wait for each other. On an H200 with head dim 128 this one takes 11.0 ms for a dense
 # bias, 64x64 22.5 and the one above 46.0; for a relative bias 6.1, 5.4 and 9.5. Ampere lacks
-# shared memory for three stages.
+# shared memory for three stages, Intel's for tiles of 64 keys with head dim 128.
 _READING_PAIRS: dict[Target, tuple[Config, Config]] = {
     "hopper": (_c(64, 64, 4, 2), _c(64, 32, 4, 2)),
     "ampere": (_c(128, 64, 8, 2), _c(64, 32, 8, 2)),
+    "xpu": (_c(128, 64, 16, 2), _c(128, 32, 16, 2)),
 }
 
 

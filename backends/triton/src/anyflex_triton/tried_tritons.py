@@ -1,4 +1,5 @@
-"""Which Tritons the kernels in Gluon were tried with: Gluon isn't stable, and changes names."""
+"""Which Tritons the kernels were tried with. Those in Gluon aren't taken with another: Gluon isn't
+stable, and changes names."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ __all__ = ["TRIED", "untried_triton"]
 
 _OLDEST, _NEWEST = (3, 6), (3, 9)
 TRIED = "3.6 to 3.9"
-"""The oldest and the newest compile in the tests; 3.6.0 alone has run."""
+"""The oldest has run, and compiles in the tests as the newest does."""
 
 
 def untried_triton(version: str) -> str | None:
-    """Return why kernels in Gluon aren't taken with a Triton, or None.
+    """Return that a Triton is another than those, or None.
 
     Args:
         version: its, ``"3.6.0"``; what follows the first two numbers doesn't count.
