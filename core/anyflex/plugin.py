@@ -40,7 +40,6 @@ from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
 from anyflex.progress_line import ProgressLine
-from anyflex.registry.environment import check_indices
 from anyflex.registry.hook_specs import hookimpl
 from anyflex.registry.table import isolated, register, register_hooks
 
@@ -84,7 +83,6 @@ __all__ = [
     "Scatter",
     "Spec",
     "TensorSpec",
-    "check_indices",
     "differentiate",
     "evaluate",
     "hookimpl",

@@ -19,7 +19,7 @@ NAMES = """
     AnyflexError ArgumentError Artifacts Backend BackendRefused Call Capabilities CapturedFacts
     Decision Derivative GradInputs Grads IndexLists Kernel Lowering MaskViews ModGraph
     ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected Saved
-    Scatter Spec TensorSpec check_indices differentiate evaluate hookimpl isolated make_first_calls
+    Scatter Spec TensorSpec differentiate evaluate hookimpl isolated make_first_calls
     operand_classes parse_graph register register_hooks simplify simplify_nodes type_class
 """.split()
 

@@ -19,10 +19,10 @@ def forward(prepared: Prepared, call: Call, out: Outputs) -> None:
     """Fill `out`.
 
     Raises:
-        ModIndexError: a live pair's captured read leaves its tensor (on devices other than the CPU
-            under ANYFLEX_CHECK_INDICES=1 only).
+        ModIndexError: a live pair's captured read leaves its tensor, on the CPU. Elsewhere core
+            looks, under ANYFLEX_CHECK_INDICES=1.
     """
-    scores = Scores(prepared, call, check=True)
+    scores = Scores(prepared, call, check=call.query.device.type == "cpu")
     rows = _Rows(scores, out)
     if call.query.numel() == 0 or scores.layout.kv_length == 0:
         rows.kill(slice(None))

@@ -76,6 +76,10 @@ def launch_forward(
         if plan.works:
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
+        if plan.checks_reads:
+            from anyflex.reference.reads import check_reads
+
+            check_reads(spec, call)
         device = None if plan.guard is None else plan.guard()
         if device is None and not torch.is_autocast_enabled(plan.device_type):
             plan.kernel.forward(call, outputs)

@@ -15,6 +15,7 @@ from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
+from anyflex.registry.environment import check_indices
 from anyflex.registry.hot_path import Posed, generation
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.facts import architecture, determinism, memories, memory, q_class
@@ -72,6 +73,7 @@ class Plan:
         accumulate: dtype of lse.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
+        checks_reads: core looks before forward whether captured tensors are read within.
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
@@ -84,6 +86,7 @@ class Plan:
         "accumulate",
         "accumulators",
         "casts",
+        "checks_reads",
         "compiled",
         "device_type",
         "gradients",
@@ -120,6 +123,8 @@ class Plan:
                 for facts in captured
             ]
         )
+        # Elsewhere than on the CPU a kernel would have to wait for the device to tell.
+        self.checks_reads = bool(captured) and self.spec.device_type != "cpu" and check_indices()
         self.casts = any(
             facts.needs_grad and facts.dtype is not dtype
             for facts, dtype in zip(captured, self.accumulators, strict=True)
