@@ -63,6 +63,13 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     rough[case]["cuda"]["error"] = rough[case]["torch.sdpa.cudnn"]["error"] = error
     (line,) = [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
     assert "an error of" in line
+    # What the mean of squares says counts, where it is there.
+    for contender in rough[case].values():
+        contender["rms_error"] = 1e-3
+    assert not [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
+    rough[case]["cuda"]["rms_error"] = 1.3e-3
+    (line,) = [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
+    assert "an error of 0.0013" in line
 
 
 def test_reports_are_of_one_commit_and_of_seven_rounds() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.bench.case import BenchCase, Inputs, make_inputs
-from anyflex.bench.check import Formula, worst_error
+from anyflex.bench.check import Formula, errors_of
 from anyflex.bench.clock import GraphClock, Timed, WallClock
 from anyflex.bench.contenders import Contender
 from anyflex.bench.measure import measure_case
@@ -129,7 +129,7 @@ def test_one_wrong_element_is_found(name: str) -> None:
     case = dataclasses.replace(CASE, directions=("backward",), mods=("alibi",))
     formula = Formula(case, CPU)
     right = recording("right", [])
-    assert worst_error(right, formula)[1] < 1e-5
+    assert errors_of(right, formula).largest < 1e-5
 
     class Spoil(torch.autograd.Function):
         @staticmethod
@@ -159,8 +159,10 @@ def test_one_wrong_element_is_found(name: str) -> None:
 
         return spoilt
 
-    worst, error = worst_error(dataclasses.replace(right, prepare=prepare), formula)
-    assert (worst, error > 1e-2) == (name, True)
+    found = errors_of(dataclasses.replace(right, prepare=prepare), formula)
+    assert (found.worst, found.largest > 1e-2) == (name, True)
+    # One element of many.
+    assert 1e-3 < found.rms < found.largest * 2
 
 
 def test_a_result_that_is_not_finite_is_the_worst() -> None:
@@ -170,8 +172,8 @@ def test_a_result_that_is_not_finite_is_the_worst() -> None:
         attend = right.prepare(inputs)
         return lambda *tensors: attend(*tensors) * torch.nan
 
-    _, error = worst_error(dataclasses.replace(right, prepare=prepare), Formula(CASE, CPU))
-    assert error != error
+    found = errors_of(dataclasses.replace(right, prepare=prepare), Formula(CASE, CPU))
+    assert found.largest != found.largest and found.rms != found.rms
 
 
 @pytest.mark.parametrize("name", PRESETS)

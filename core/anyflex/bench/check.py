@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from anyflex.bench.case import BenchCase, Inputs, make_inputs
 from anyflex.bench.contenders import Contender
 from anyflex.testing.oracle import dense_attention, dense_mask
 
-__all__ = ["LIMITS", "Formula", "worst_error"]
+__all__ = ["LIMITS", "Errors", "Formula", "errors_of"]
 
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10}
 """Largest error that passes, relative to the largest right value, by dtype."""
@@ -40,25 +42,42 @@ class Formula:
         return _results(out, (query, key, value), inputs.dout.double())
 
 
-def worst_error(contender: Contender, formula: Formula) -> tuple[str, float]:
-    """Return the result that is worst, and its error relative to the largest right value; NaN
-    where one of the two is not finite. Raises whatever the contender raises."""
+class Errors(NamedTuple):
+    """How far a contender's numbers are off; NaN where one of the two is not finite.
+
+    Args:
+        worst: the result whose largest error is largest.
+        largest: that error, relative to the largest right value.
+        rms: root of the mean of squares, relative to that of the right values, of the result
+            where it is largest. A largest error is one element's; this one tells which of two
+            contenders rounds better.
+    """
+
+    worst: str
+    largest: float
+    rms: float
+
+
+def errors_of(contender: Contender, formula: Formula) -> Errors:
+    """Return a contender's errors. Raises whatever the contender raises."""
     inputs: Inputs = formula.inputs
     tensors = (inputs.query, inputs.key, inputs.value)
     # Contenders share the tensors: none may leave a gradient there.
     query, key, value = (t.detach().requires_grad_(t.requires_grad) for t in tensors)
     leaves = (query, key, value)
     found = _results(contender.prepare(inputs)(*leaves), leaves, inputs.dout)
-    worst, error = "out", 0.0
+    worst = Errors("out", 0.0, 0.0)
     for name, wanted in formula.wanted.items():
-        gap = (found[name].detach().cpu().double() - wanted).abs().amax()
-        relative = float(gap / wanted.abs().amax().clamp_min(1e-30))
+        gaps = found[name].detach().cpu().double() - wanted
+        largest = float(gaps.abs().amax() / wanted.abs().amax().clamp_min(1e-30))
+        rms = float(gaps.square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30))
         # NaN is the worst: it compares with nothing.
-        if not relative <= error:
-            worst, error = name, relative
-            if relative != relative:
-                break
-    return worst, error
+        if largest != largest:
+            return Errors(name, largest, rms)
+        if largest > worst.largest:
+            worst = worst._replace(worst=name, largest=largest)
+        worst = worst._replace(rms=max(worst.rms, rms))
+    return worst
 
 
 def _results(

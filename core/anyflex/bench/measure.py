@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anyflex.bench.case import BenchCase, Direction, Inputs, make_inputs
-from anyflex.bench.check import LIMITS, Formula, worst_error
+from anyflex.bench.check import LIMITS, Formula, errors_of
 from anyflex.bench.clock import Clock, Timed
 from anyflex.bench.contenders import Contender
 from anyflex.errors import BackendRefused
@@ -39,7 +39,7 @@ class Measurement:
         status: ``measured``; ``refused`` with a reason; ``wrong`` numbers, which are not timed;
             ``failed`` with an exception.
         detail: reason, exception, or which result was wrong.
-        worst, error: result that was worst on the small call, relative error; None if not checked.
+        worst, error, rms_error: `Errors` of the small call; None if not checked.
         first_call_s: wall seconds of the first call, compilation included.
         calls: in each round.
         samples_ms: mean milliseconds of a call, one for each round.
@@ -61,6 +61,7 @@ class Measurement:
     detail: str = ""
     worst: str | None = None
     error: float | None = None
+    rms_error: float | None = None
     first_call_s: float | None = None
     calls: int = 0
     samples_ms: list[float] = field(default_factory=list)
@@ -75,8 +76,9 @@ class Measurement:
         """Return the row of the report."""
         row = dataclasses.asdict(self)
         # JSON has no NaN.
-        if self.error is not None and not math.isfinite(self.error):
-            row["error"] = None
+        for name in ("error", "rms_error"):
+            if row[name] is not None and not math.isfinite(row[name]):
+                row[name] = None
         median = self.median_ms
         row |= {
             "median_ms": median,
@@ -174,7 +176,7 @@ def _admitted(
             measured.status, measured.detail = "refused", refusal
             return None
         measured.first_call_s = clock.once(timed)
-        measured.worst, measured.error = worst_error(contender, formula)
+        measured.worst, measured.error, measured.rms_error = errors_of(contender, formula)
         timed = clock.readied(timed)
     except BackendRefused as error:
         reason = error.reasons.get(contender.name, str(error))
