@@ -21,10 +21,18 @@ from anyflex.block_mask.runs import (
     unpack,
     unpack_rows,
 )
+from anyflex.errors import BlockMaskError
 
-__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "changes"]
 
 Form = TypeVar("Form")
+_HOST = torch.device("cpu")
+
+
+def changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts."""
+    # One made under inference_mode counts none.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Referable:
@@ -50,8 +58,30 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
+    _changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = changes(self.offsets), changes(self.runs)
+        object.__setattr__(self, "_changes", counts)
+
+    def check_unchanged(self) -> None:
+        """Check that what a backward derives is of the runs that forward read.
+
+        Raises:
+            BlockMaskError: offsets or runs were changed in place since these views were made.
+        """
+        host = self._derived.get(_HOST)  # forms are derived from it
+        for views in (self,) if host is None else (self, host):
+            assert isinstance(views, MaskViews)
+            counts = changes(views.offsets), changes(views.runs)
+            if counts != views._changes:
+                name = "runs" if counts[0] == views._changes[0] else "offsets"
+                raise BlockMaskError(
+                    f"{name} of this block mask was changed in place between forward and "
+                    "backward: call backward before the change, or build a mask anew for it"
+                )
 
     @property
     def device(self) -> torch.device:
