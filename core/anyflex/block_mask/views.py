@@ -14,6 +14,7 @@ from anyflex.block_mask.listing import IndexLists, list_blocks
 from anyflex.block_mask.runs import (
     FULL,
     PARTIAL,
+    RunList,
     block_count,
     expand_rows,
     pack,
@@ -169,14 +170,32 @@ class MaskViews(_Referable):
         # The copy derives its forms from this object where this one is on the host already.
         return copy.with_copy(self)
 
+    def _checked_runs(self) -> RunList:
+        """Return the runs on the host, refusing what would take any amount of memory to transpose.
+
+        Raises:
+            BlockMaskError: they leave the mask, as no mask's do when it is built.
+        """
+        counts = self.offsets.diff(dim=2)
+        runs = None
+        if not (counts < 0).any() and counts.sum() <= self.runs.shape[0]:
+            runs = unpack(self.offsets, self.runs)
+        if (
+            runs is None
+            or ((runs.first < 0) | (runs.end <= runs.first) | (runs.end > self.kv_blocks)).any()
+        ):
+            raise BlockMaskError(
+                "offsets and runs of this block mask say blocks that it doesn't have: they were "
+                "written past torch's count of changes (.data, NumPy); build the mask anew"
+            )
+        return runs
+
     def _transpose(self) -> MaskViews:
         host = self.on(torch.device("cpu"))
         if host is not self:
             return host.transposed().on(self.device)
         batch, heads, _ = self.offsets.shape
-        runs = transpose(
-            unpack(self.offsets, self.runs), batch * heads, self.q_blocks, self.kv_blocks
-        )
+        runs = transpose(self._checked_runs(), batch * heads, self.q_blocks, self.kv_blocks)
         offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
         sizes = (self.block_size[1], self.block_size[0])
         return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)
