@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class Keeping(Kernel):
 
 class KeepingBackend(Backend):
     capabilities = ReferenceBackend.capabilities
-    found: list[tuple[Call, Saved]] = []
+    found: ClassVar[list[tuple[Call, Saved]]] = []
 
     def probe(self) -> Decision:
         return Accepted()

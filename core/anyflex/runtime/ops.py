@@ -162,9 +162,8 @@ def _check_unpacked(
     floats: list[Tensor],
     request: Request,
 ) -> None:
-    """Check the tensors that a compiled program has saved and unpacked against the request, against
-    dout, which no hook has seen, and against each other: what the op was given in forward nobody
-    knows here.
+    """Check the tensors that a compiled program has saved and unpacked against the request, dout,
+    which no hook has seen, and each other: nobody knows here what the op was given in forward.
 
     Raises:
         ArgumentError, ArgumentTypeError: they can't be those of one call.
@@ -199,12 +198,12 @@ def _check_unpacked(
         edges = -(-length // ints[-2]) + 1
         if mask_batch not in (1, batch) or mask_heads not in (1, heads):
             mask_batch, mask_heads = batch, heads
-        for name, tensor, shape in (
+        for name, tensor, sizes in (
             ("offsets", offsets, (mask_batch, mask_heads, edges)),
             ("runs", runs, (_sizes("runs of the block mask", runs, 2)[0], 3)),
         ):
             name = f"{name} of the block mask"
-            check_like(name, tensor, shape, torch.int32, offsets.device, CURE)
+            check_like(name, tensor, sizes, torch.int32, offsets.device, CURE)
     for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
         name = f"captured tensor {position}"
         if facts is not None:
