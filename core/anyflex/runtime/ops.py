@@ -190,7 +190,7 @@ def _check_unpacked(
             check_like(name, row, (batch, heads, length), _accumulate(dout), device, CURE)
     for (name, some), kind in zip(kept.items(), (torch.uint8, torch.int64), strict=True):
         if some is not None:
-            place = device if kind is torch.uint8 else _CPU
+            place = device if name == "saved" else some.device
             check_like(name, some, (some.numel(),), kind, place, CURE)
     if mask:
         offsets, runs = mask
@@ -210,10 +210,7 @@ def _check_unpacked(
             kind, rank = facts
             check_like(name, tensor, _sizes(name, tensor, rank), kind, device, CURE)
     for number in floats:
-        check_like("a number of the call", number, (), torch.float64, _CPU, CURE)
-
-
-_CPU = torch.device("cpu")
+        check_like("a number of the call", number, (), torch.float64, number.device, CURE)
 
 
 def _sizes(name: str, tensor: Tensor, rank: int = 4) -> torch.Size:
