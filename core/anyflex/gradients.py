@@ -10,12 +10,13 @@ from torch import Tensor
 
 from anyflex.attention import ScoreMod, check, is_plain, op_arguments
 from anyflex.contract.call import GradInputs, Saved
-from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.errors import ArgumentTypeError
 from anyflex.runtime.eager import gather
 from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.ops import flex_attention_backward_op
 from anyflex.runtime.plan import plan_for
 from anyflex.runtime.readable import check_readable
+from anyflex.runtime.unpacked import check_like
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
 
@@ -157,10 +158,4 @@ def _check_given(query: Tensor, value: Tensor, **tensors: Tensor | None) -> None
         if not isinstance(tensor, Tensor):
             raise ArgumentTypeError(f"{name} must be a Tensor, got {type(tensor).__name__}.")
         shape = rows if per_row else (*rows, value.shape[3])
-        if tensor.shape != torch.Size(shape):
-            raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}.")
-        dtype = wide if per_row else query.dtype
-        if tensor.dtype is not dtype:
-            raise ArgumentTypeError(f"{name} must have dtype {dtype}, got {tensor.dtype}.")
-        if tensor.device != query.device:
-            raise ArgumentError(f"{name} is on {tensor.device}, query on {query.device}.")
+        check_like(name, tensor, shape, wide if per_row else query.dtype, query.device)

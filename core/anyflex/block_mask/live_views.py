@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.views import MaskViews
+from anyflex.block_mask.views import MaskViews, changes
 
 __all__ = ["find", "shared"]
 
@@ -62,14 +62,9 @@ def _sizes(views: MaskViews) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     # A mask's storage may have moved away from its address, and other tensors have come there.
-    return one.is_set_to(other) and _changes(one) == _changes(other)
+    return one.is_set_to(other) and changes(one) == changes(other)
 
 
 def _place(offsets: Tensor, runs: Tensor) -> object:
-    places = [(tensor.data_ptr(), _changes(tensor)) for tensor in (offsets, runs)]
+    places = [(tensor.data_ptr(), changes(tensor)) for tensor in (offsets, runs)]
     return offsets.device, *places
-
-
-def _changes(tensor: Tensor) -> int:
-    # A tensor made under inference_mode counts none.
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,6 +14,7 @@ from anyflex.block_mask.listing import IndexLists, list_blocks
 from anyflex.block_mask.runs import (
     FULL,
     PARTIAL,
+    RunList,
     block_count,
     expand_rows,
     pack,
@@ -21,10 +22,18 @@ from anyflex.block_mask.runs import (
     unpack,
     unpack_rows,
 )
+from anyflex.errors import BlockMaskError
 
-__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "changes"]
 
 Form = TypeVar("Form")
+_HOST = torch.device("cpu")
+
+
+def changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts."""
+    # One made under inference_mode counts none.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Referable:
@@ -50,8 +59,30 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
+    _changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = changes(self.offsets), changes(self.runs)
+        object.__setattr__(self, "_changes", counts)
+
+    def check_unchanged(self) -> None:
+        """Check that what a backward derives is of the runs that forward read.
+
+        Raises:
+            BlockMaskError: offsets or runs were changed in place since these views were made.
+        """
+        host = self._derived.get(_HOST)  # forms are derived from it
+        for views in (self,) if host is None else (self, host):
+            assert isinstance(views, MaskViews)
+            counts = changes(views.offsets), changes(views.runs)
+            if counts != views._changes:
+                name = "runs" if counts[0] == views._changes[0] else "offsets"
+                raise BlockMaskError(
+                    f"{name} of this block mask was changed in place between forward and "
+                    "backward: call backward before the change, or build a mask anew for it"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -139,14 +170,32 @@ class MaskViews(_Referable):
         # The copy derives its forms from this object where this one is on the host already.
         return copy.with_copy(self)
 
+    def _checked_runs(self) -> RunList:
+        """Return the runs on the host, refusing what would take any amount of memory to transpose.
+
+        Raises:
+            BlockMaskError: they leave the mask, as no mask's do when it is built.
+        """
+        counts = self.offsets.diff(dim=2)
+        runs = None
+        if not (counts < 0).any() and counts.sum() <= self.runs.shape[0]:
+            runs = unpack(self.offsets, self.runs)
+        if (
+            runs is None
+            or ((runs.first < 0) | (runs.end <= runs.first) | (runs.end > self.kv_blocks)).any()
+        ):
+            raise BlockMaskError(
+                "offsets and runs of this block mask say blocks that it doesn't have: they were "
+                "written past torch's count of changes (.data, NumPy); build the mask anew"
+            )
+        return runs
+
     def _transpose(self) -> MaskViews:
         host = self.on(torch.device("cpu"))
         if host is not self:
             return host.transposed().on(self.device)
         batch, heads, _ = self.offsets.shape
-        runs = transpose(
-            unpack(self.offsets, self.runs), batch * heads, self.q_blocks, self.kv_blocks
-        )
+        runs = transpose(self._checked_runs(), batch * heads, self.q_blocks, self.kv_blocks)
         offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
         sizes = (self.block_size[1], self.block_size[0])
         return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)

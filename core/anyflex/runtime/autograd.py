@@ -11,6 +11,8 @@ from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
+from anyflex.runtime.readable import captured_name
+from anyflex.runtime.unpacked import as_saved, facts_of
 
 __all__ = ["FlexAttention", "not_twice"]
 
@@ -33,7 +35,9 @@ class FlexAttention(torch.autograd.Function):
         out, lse = outputs.out, outputs.lse
         assert lse is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, out, lse, *captured, *outputs.saved)
+        saved = (query, key, value, out, lse, *captured, *outputs.saved)
+        ctx.save_for_backward(*saved)
+        ctx.facts = facts_of(saved)
         ctx.plan = plan
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
@@ -46,6 +50,7 @@ class FlexAttention(torch.autograd.Function):
             call.score_function,
             call.mask_function,
             inputs.lse,
+            inputs.names,
         )
         # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
         ctx.read = _read_by(call) if call.score_function or call.mask_function else None
@@ -62,8 +67,14 @@ class FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
-        query, key, value, out, lse, *others = ctx.saved_tensors
-        views, count, ints, floats, scale, score_function, mask_function, with_lse = ctx.rest
+        views, count, ints, floats, scale, score_function, mask_function, with_lse, names = (
+            ctx.rest
+        )
+        query, key, value, out, lse, *others = as_saved(
+            ctx.saved_tensors, ctx.facts, lambda position: _name(position, count, names)
+        )
+        if views is not None:
+            views.check_unchanged()
         captured = tuple(others[:count])
         if ctx.read is not None:
             _check_unchanged(ctx.read[1])
@@ -99,6 +110,19 @@ class FlexAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             gradients = not_twice(gradients, [query, key, value, dout, *captured])
         return (None, None, *gradients)
+
+
+_SAVED = ("query", "key", "value", "out", "lse")
+
+
+def _name(position: int, captured: int, names: tuple[list[str], list[str]]) -> str:
+    """What the tensor at this position of those that were saved is."""
+    if position < len(_SAVED):
+        return _SAVED[position]
+    position -= len(_SAVED)
+    if position < captured:
+        return captured_name(position, names)
+    return f"tensor {position - captured} of those that the kernel keeps for backward"
 
 
 def _is_batched(tensor: Tensor) -> bool:

@@ -6,16 +6,19 @@ another process), so a canonical request string carries what is not a tensor or 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, BackendRefused
+from anyflex.mod_graph.graph import parse_graph
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
 from anyflex.runtime.saved_bytes import NOTHING, size
+from anyflex.runtime.unpacked import CURE, check_like
 
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
@@ -118,7 +121,19 @@ def _backward(
     from anyflex.runtime.launch import launch_backward
     from anyflex.runtime.plan import plan_for
 
-    inputs = _inputs(query, key, value, mask, captured, ints, floats, read_request(request))
+    wanted = read_request(request)
+    _check_unpacked(
+        dout,
+        {"query": query, "key": key, "value": value, "out": out},
+        {"lse": lse, "dlse": dlse, "delta": delta},
+        {"saved": saved, "saved_by": saved_by},
+        mask,
+        captured,
+        ints,
+        floats,
+        wanted,
+    )
+    inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
     plan = plan_for(inputs)
     if saved_by is None or saved_by.tolist() != [plan.mark]:
         saved = None  # another kernel than forward's makes what it wants itself
@@ -134,6 +149,89 @@ def _backward(
             for tensor, gradient in zip(captured, dcaptured, strict=True)
         ],
     )
+
+
+def _check_unpacked(
+    dout: Tensor,
+    dense: dict[str, Tensor],
+    rows: dict[str, Tensor | None],
+    kept: dict[str, Tensor | None],
+    mask: list[Tensor],
+    captured: list[Tensor],
+    ints: list[int],
+    floats: list[Tensor],
+    request: Request,
+) -> None:
+    """Check the tensors that a compiled program has saved and unpacked against the request, dout,
+    which no hook has seen, and each other: nobody knows here what the op was given in forward.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: they can't be those of one call.
+    """
+    batch, heads, length, value_dim = dout.shape
+    device = dout.device
+    head_dim = _sizes("query", dense["query"])[3]
+    kv_batch, kv_heads, kv_length, _ = shape = _sizes("key", dense["key"])
+    if kv_batch not in (1, batch) or not kv_heads or heads % kv_heads:
+        raise ArgumentError(
+            f"key of shape {list(shape)} fits no query of {batch} batch entries and {heads} heads."
+            f"{CURE}"
+        )
+    shapes = (
+        (batch, heads, length, head_dim),
+        (kv_batch, kv_heads, kv_length, head_dim),
+        (kv_batch, kv_heads, kv_length, value_dim),
+        dout.shape,
+    )
+    for (name, tensor), wanted in zip(dense.items(), shapes, strict=True):
+        check_like(name, tensor, wanted, dout.dtype, device, CURE)
+    for name, row in rows.items():
+        if row is not None:
+            check_like(name, row, (batch, heads, length), _accumulate(dout), device, CURE)
+    for (name, some), kind in zip(kept.items(), (torch.uint8, torch.int64), strict=True):
+        if some is not None:
+            place = device if name == "saved" else some.device
+            check_like(name, some, (some.numel(),), kind, place, CURE)
+    if mask:
+        offsets, runs = mask
+        mask_batch, mask_heads, _ = _sizes("offsets of the block mask", offsets, 3)
+        edges = -(-length // ints[-2]) + 1
+        if mask_batch not in (1, batch) or mask_heads not in (1, heads):
+            mask_batch, mask_heads = batch, heads
+        for name, tensor, sizes in (
+            ("offsets", offsets, (mask_batch, mask_heads, edges)),
+            ("runs", runs, (_sizes("runs of the block mask", runs, 2)[0], 3)),
+        ):
+            name = f"{name} of the block mask"
+            check_like(name, tensor, sizes, torch.int32, offsets.device, CURE)
+    for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
+        name = f"captured tensor {position}"
+        if facts is not None:
+            kind, rank = facts
+            check_like(name, tensor, _sizes(name, tensor, rank), kind, device, CURE)
+    for number in floats:
+        check_like("a number of the call", number, (), torch.float64, number.device, CURE)
+
+
+def _sizes(name: str, tensor: Tensor, rank: int = 4) -> torch.Size:
+    if tensor.dim() != rank:
+        raise ArgumentError(
+            f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}.{CURE}"
+        )
+    return tensor.shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _loads(request: Request) -> list[tuple[torch.dtype, int] | None]:
+    """Dtype and rank of each captured tensor, None where no load of the graphs tells."""
+    found: dict[int, tuple[torch.dtype, int]] = {}
+    for text, shift in ((request.score, 0), (request.mask, request.score_slots[0])):
+        if text:
+            for node in parse_graph(text).nodes:
+                if node.operation == "load":
+                    assert isinstance(node.attribute, int)
+                    found[node.attribute + shift] = (node.dtype, len(node.arguments))
+    return [found.get(position) for position in range(max(found, default=-1) + 1)]
 
 
 def _fake_backward(

@@ -17,7 +17,13 @@ from anyflex.errors import ArgumentError
 if TYPE_CHECKING:
     from anyflex.contract.call import Call, GradInputs, Saved
 
-__all__ = ["check_backward", "check_captured", "check_readable", "why_unreadable"]
+__all__ = [
+    "captured_name",
+    "check_backward",
+    "check_captured",
+    "check_readable",
+    "why_unreadable",
+]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -49,15 +55,15 @@ def check_captured(
                     continue
         except RuntimeError:  # torch's answer where there is no storage, which the check tells
             pass
-        _check_unusual(tensor, captured, [*names[0], *names[1]])
+        position = next(i for i, other in enumerate(captured) if other is tensor)
+        check_readable(captured_name(position, names), tensor)
 
 
-def _check_unusual(tensor: Tensor, captured: Sequence[Tensor], names: Sequence[str]) -> None:
-    position = next(i for i, other in enumerate(captured) if other is tensor)
-    known = names[position] if position < len(names) else ""
-    check_readable(
-        f"captured tensor {known!r}" if known else f"captured tensor {position}", tensor
-    )
+def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> str:
+    """What a message calls a captured tensor; arguments as for `check_captured`."""
+    known = [*names[0], *names[1]]
+    name = known[position] if position < len(known) else ""
+    return f"captured tensor {name!r}" if name else f"captured tensor {position}"
 
 
 def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:

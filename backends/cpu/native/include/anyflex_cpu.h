@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 // Changes with every change of a struct below; the Python side refuses another number.
-#define AF_ABI 1
+#define AF_ABI 2
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
 
@@ -106,6 +106,7 @@ typedef struct {
     int64_t batch;           // 1 or B
     int64_t heads;           // 1 or Hq
     int64_t blocks;          // rows of blocks
+    int64_t count;           // n: what offsets say beyond it isn't read
 } af_runs;
 
 // What forward, decode and backward share.

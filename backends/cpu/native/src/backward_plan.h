@@ -39,8 +39,6 @@ constexpr int64_t live_words = most_kv_rows / 16;
 constexpr int64_t wanted_jobs = 64;
 constexpr int64_t memory_budget = int64_t(1) << 30;
 
-AF_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
 // Takes pieces off a workspace; with a null base it only adds up their bytes.
 struct arena {
     char* base;

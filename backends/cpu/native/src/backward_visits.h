@@ -41,10 +41,13 @@ struct q_tile_walk {
         int64_t best = -1;
         for (int64_t i = 0; i < count; ++i) {
             block_row& row = rows[i];
-            while (row.next < row.runs.count && row.runs.end(row.next) <= at * q_tile_rows)
-                ++row.next;
+            int64_t start = 0;
+            for (; row.next < row.runs.count; ++row.next) {
+                start = larger(row.runs.begin(row.next), at * q_tile_rows);
+                if (row.runs.end(row.next) > start) break;
+            }
             if (row.next == row.runs.count) continue;
-            const int64_t here = larger(row.runs.begin(row.next) / q_tile_rows, at);
+            const int64_t here = start / q_tile_rows;
             if (best < 0 || here < best) best = here;
         }
         if (best < 0) return false;
@@ -88,6 +91,7 @@ struct tile_liveness {
             for (int64_t j = row.next; j < row.runs.count && row.runs.begin(j) < last; ++j) {
                 const int64_t q = larger(row.runs.begin(j), first);
                 const int64_t end = smaller(row.runs.end(j), last);
+                if (q >= end) continue;
                 uint16_t* bits = live + (q - first) * live_words;
                 if (row.runs.partial(j) && p.mask) {
                     at.q = q;

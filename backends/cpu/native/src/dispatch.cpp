@@ -164,6 +164,10 @@ bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
 }
 
+bool is_readable(const af_runs& r) {
+    return r.offsets && r.count >= 0 && (r.runs || r.count == 0);
+}
+
 bool sane(const af_problem& p) {
     if (p.dtype != AF_F32 && p.dtype != AF_BF16 && p.dtype != AF_F16) return false;
     if (p.threads < 1) return false;
@@ -178,7 +182,7 @@ bool sane(const af_problem& p) {
     if (p.kv_batch_is_shared && p.batch > 1 && (p.key.stride[0] != 0 || p.value.stride[0] != 0))
         return false;
     if (p.has_mask) {
-        if (p.q_block < 1 || p.kv_block < 1 || !p.runs.offsets) return false;
+        if (p.q_block < 1 || p.kv_block < 1 || !is_readable(p.runs)) return false;
         if (p.runs.batch != 1 && p.runs.batch != p.batch) return false;
         if (p.runs.heads != 1 && p.runs.heads != p.q_heads) return false;
         if (p.runs.blocks < (p.q_length + p.q_block - 1) / p.q_block) return false;
@@ -285,7 +289,7 @@ int32_t af_backward(const af_backward_args* args, af_error* error) {
     if (rows && !args->delta && !args->unrounded_out && p.value_head_dim > 0 && !args->out.data)
         return AF_BAD_ARGUMENT;
     if (p.has_mask && p.kv_length > 0 &&
-        (!p.transposed.offsets ||
+        (!is_readable(p.transposed) ||
          p.transposed.blocks < (p.kv_length + p.kv_block - 1) / p.kv_block))
         return AF_BAD_ARGUMENT;
     int64_t captured = 0;

@@ -132,7 +132,8 @@ static void order_jobs(const af_problem& p, const forward_plan& f, int64_t unit,
         if (j.rows == 0) return cost_classes - 1;
         const int64_t cost = cost_of(key_runs(p, j.b, j.h, j.q)) * j.rows;
         const int64_t most = (p.kv_length + p.kv_length / 2) * f.q_rows + 1;
-        return cost_classes - 1 - cost * cost_classes / most;
+        // Runs that overlap cost more than there are columns.
+        return larger(cost_classes - 1 - cost * cost_classes / most, 0);
     };
     for (int64_t i = 0; i < f.jobs_a_unit; ++i) ++start[class_of(i) + 1];
     for (int64_t c = 0; c < cost_classes; ++c) start[c + 1] += start[c];

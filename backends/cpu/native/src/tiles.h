@@ -14,6 +14,7 @@ namespace AF_LEVEL {
 constexpr int64_t tile_step = 32;  // columns: a multiple of NR and of 16 at every level
 
 AF_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+AF_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 AF_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 AF_INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -23,14 +24,23 @@ AF_INLINE int threads_worth(double microseconds, int threads) {
 }
 
 // The runs of one row of blocks, in columns (elements).
+//
+// Who writes into a mask's memory past torch's counter may have put anything there. Columns are
+// bounded where they are read, runs without a column are passed over, and no code relies on their
+// order: such a mask gives wrong numbers, and nothing is read outside of q, k and v.
 struct run_row {
     const int32_t* run;  // [count][3]
     int64_t count;
     int64_t block;   // columns of a block
     int64_t length;  // columns in all
-    int64_t begin(int64_t i) const { return run[3 * i] * block; }
-    int64_t end(int64_t i) const { return smaller(run[3 * i + 1] * block, length); }
+    int64_t begin(int64_t i) const { return column(run[3 * i]); }
+    int64_t end(int64_t i) const { return column(run[3 * i + 1]); }
     bool partial(int64_t i) const { return run[3 * i + 2] == 2; }
+
+  private:
+    int64_t column(int64_t of_block) const {
+        return larger(smaller(of_block * block, length), 0);
+    }
 };
 
 // `block` is the row of blocks; `columns_of_block` and `length` are of the side that runs span.
@@ -39,9 +49,9 @@ AF_INLINE run_row runs_of(const af_runs& runs, int64_t b, int64_t h, int64_t blo
     const int64_t row = ((runs.batch == 1 ? 0 : b) * runs.heads + (runs.heads == 1 ? 0 : h)) *
                             (runs.blocks + 1) +
                         block;
-    const int32_t first = runs.offsets[row];
-    return {runs.runs + 3 * static_cast<int64_t>(first), runs.offsets[row + 1] - first,
-            columns_of_block, length};
+    const int64_t first = larger(smaller(runs.offsets[row], runs.count), 0);
+    const int64_t last = larger(smaller(runs.offsets[row + 1], runs.count), first);
+    return {runs.runs + 3 * first, last - first, columns_of_block, length};
 }
 
 // One FULL run over all columns: what a problem without a mask has.
@@ -70,9 +80,12 @@ struct tile_walk {
     int64_t at = 0;  // columns below are done
 
     bool next(tile_span* tile) {
-        while (next_run < row.count && row.end(next_run) <= at) ++next_run;
+        int64_t start = at;
+        for (; next_run < row.count; ++next_run) {
+            start = larger(row.begin(next_run), at);
+            if (row.end(next_run) > start) break;
+        }
         if (next_run >= row.count) return false;
-        const int64_t start = row.begin(next_run) > at ? row.begin(next_run) : at;
         tile->begin = start / tile_step * tile_step;
         const int64_t limit = tile->begin + width;
         tile->first = next_run;
@@ -80,7 +93,7 @@ struct tile_walk {
         int64_t covered = tile->begin, i = next_run;
         for (; i < row.count && row.begin(i) < limit; ++i) {
             if (row.partial(i) || (row.begin(i) > covered)) tile->whole = false;
-            covered = smaller(row.end(i), limit);
+            covered = larger(covered, smaller(row.end(i), limit));
         }
         if (covered % tile_step) tile->whole = false;  // the rest of the panel is padding
         tile->last = i;
@@ -94,7 +107,7 @@ struct tile_walk {
 AF_INLINE int64_t cost_of(const run_row& row) {
     int64_t cost = 0;
     for (int64_t i = 0; i < row.count; ++i) {
-        const int64_t columns = row.end(i) - row.begin(i);
+        const int64_t columns = larger(row.end(i) - row.begin(i), 0);
         cost += row.partial(i) ? columns + columns / 2 : columns;
     }
     return cost;

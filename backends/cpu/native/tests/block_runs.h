@@ -22,13 +22,18 @@ struct block_runs {
         }
     }
     af_runs of_queries() const {
-        return {forward_offsets.data(), forward.data(), 1, heads, rows};
+        return {forward_offsets.data(), forward.data(), 1, heads, rows,
+                count(forward)};
     }
     af_runs of_keys() const {
-        return {backward_offsets.data(), backward.data(), 1, heads, columns};
+        return {backward_offsets.data(), backward.data(), 1, heads, columns,
+                count(backward)};
     }
 
    private:
+    static int64_t count(const std::vector<int32_t>& runs) {
+        return static_cast<int64_t>(runs.size() / 3);
+    }
     static void list(const std::vector<int>& kind, int64_t rows, int64_t columns, int64_t by_row,
                      int64_t by_column, std::vector<int32_t>& offsets, std::vector<int32_t>& to) {
         offsets.push_back(static_cast<int32_t>(to.size() / 3));

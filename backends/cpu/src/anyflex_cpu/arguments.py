@@ -25,7 +25,7 @@ _pack_tensors = structs.TENSORS.packer.pack_into
 _pack_mods = structs.MODS.packer.pack_into
 _MODS_AT = structs.MODS.offset
 _TABLE_AT = ctypes.sizeof(structs.BackwardArgs)
-_NO_RUNS = (0, 0, 0, 0, 0)
+_NO_RUNS = (0, 0, 0, 0, 0, 0)
 _NO_OFFSETS = (0, 0, 0, 0)
 
 
@@ -224,4 +224,5 @@ def _extent(tensor: Tensor) -> int:
 def _runs(views: MaskViews) -> tuple[int, ...]:
     """Return the values of af_runs."""
     batch, heads, rows = views.offsets.shape
-    return (views.offsets.data_ptr(), views.runs.data_ptr(), batch, heads, rows - 1)
+    runs = views.runs
+    return (views.offsets.data_ptr(), runs.data_ptr(), batch, heads, rows - 1, runs.shape[0])

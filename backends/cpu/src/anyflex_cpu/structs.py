@@ -36,7 +36,7 @@ __all__ = [
     "Tile",
 ]
 
-ABI = 1
+ABI = 2
 """AF_ABI of the header that this file was written for."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -153,6 +153,7 @@ class Runs(ctypes.Structure):
         ("batch", c_int64),
         ("heads", c_int64),
         ("blocks", c_int64),
+        ("count", c_int64),
     )
 
 

@@ -1,0 +1,125 @@
+"""Block masks whose memory was written past torch's count of changes: no call may crash."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import anyflex
+
+# In a process of its own: what this is about ends it. The sizes are a decoding step, whole tiles
+# and ragged ones.
+CALLS = """
+import sys
+import torch
+import anyflex
+from anyflex_cpu import library
+
+library.load().set_isa(sys.argv[1])
+
+
+def spoil(mask, spoilt):
+    offsets, runs = mask.offsets.data, mask.runs.data
+    generator = torch.Generator().manual_seed(0)
+    if spoilt == "beyond":
+        runs.add_(500)
+    elif spoilt == "far":
+        mask.runs.numpy()[:] = 2**30
+    elif spoilt == "before":
+        runs.fill_(-5)
+    elif spoilt == "wide":
+        runs.copy_(torch.tensor([-(2**31), 2**31 - 1, 2]))
+    elif spoilt == "backwards":
+        runs.copy_(runs.flip(1))
+    elif spoilt == "anything":
+        runs.copy_(torch.randint(-3, 9, runs.shape, generator=generator))
+    elif spoilt == "doubled":
+        runs.copy_(torch.tensor([0, 9, 1]))
+    elif spoilt == "late rows":
+        offsets.add_(10**6)
+    elif spoilt == "early rows":
+        offsets.sub_(10**6)
+    else:
+        assert spoilt == "long rows"
+        flat = offsets.view(-1)
+        flat.fill_(-(2**31))
+        flat[1::2] = 2**31 - 1
+
+
+def mixed(b, h, q, k):
+    return (q // 64 >= k // 64) & ((q + k) % 7 != 0) | (k < 40)
+
+
+def by_head(b, h, q, k):
+    return mixed(b, h, q, k) | (h == 1)
+
+
+def call(spoilt, lengths, block, heads, dtype, when):
+    torch.manual_seed(0)
+    query = torch.randn(1, 2, lengths[0], 32, dtype=dtype, requires_grad=True)
+    key = torch.randn(1, 2, lengths[1], 32, dtype=dtype, requires_grad=True)
+    mod = mixed if heads is None else by_head
+    mask = anyflex.create_block_mask(mod, None, heads, *lengths, BLOCK_SIZE=block)
+    if when == "forward":
+        spoil(mask, spoilt)
+    out = anyflex.flex_attention(query, key, key, block_mask=mask, backend="cpu")
+    if when == "backward":
+        # What backward reads is spoilt directly: deriving it is another matter.
+        mask.views().transposed()
+        spoil(mask.views().transposed(), spoilt)
+    elif when == "deriving":
+        spoil(mask, spoilt)
+    try:
+        torch.autograd.grad(out.sum(), (query, key))
+    except anyflex.BlockMaskError:
+        assert when != "backward"
+
+
+SPOILT = (
+    "beyond",
+    "far",
+    "before",
+    "wide",
+    "backwards",
+    "anything",
+    "doubled",
+    "late rows",
+    "early rows",
+    "long rows",
+)
+for spoilt in SPOILT:
+    print(spoilt, flush=True)
+    for lengths, block in (
+        ((1, 900), 128),
+        ((3, 900), 128),
+        ((300, 300), 128),
+        ((640, 700), (64, 128)),
+        ((257, 1025), (128, 64)),
+        ((256, 256), 128),
+    ):
+        for heads in (None, 2):
+            for dtype in (torch.float32, torch.bfloat16):
+                for when in ("forward", "backward", "deriving"):
+                    call(spoilt, lengths, block, heads, dtype, when)
+print("no crash")
+"""
+
+
+def test_no_call_crashes(level: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", CALLS, level], capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, f"{result.returncode}: {result.stdout}{result.stderr[-2000:]}"
+    assert result.stdout.endswith("no crash\n")
+
+
+def test_a_backward_that_derives_from_such_runs_says_what_is_wrong() -> None:
+    query = torch.randn(1, 1, 256, 32, requires_grad=True)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+    out = anyflex.flex_attention(query, query, query, block_mask=mask, backend="cpu")
+    mask.runs.data.add_(500)
+    with pytest.raises(anyflex.BlockMaskError, match="past torch's count of changes"):
+        out.sum().backward()

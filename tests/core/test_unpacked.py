@@ -1,0 +1,270 @@
+"""What backward finds in place of what forward saved: hooks on saved tensors, assignment to .data,
+and a block mask that has changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import anyflex
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.contract.spec import Spec
+from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
+from anyflex.reference.backend import ReferenceBackend
+from anyflex.registry import isolated, register
+
+__all__: list[str] = []
+
+CURE = "a hook on saved tensors must give back what it was given"
+
+
+class Keeping(Kernel):
+    """The reference, which leaves two tensors and remembers what backward gets."""
+
+    def __init__(self, inner: Kernel) -> None:
+        self.inner = inner
+
+    def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
+        return TensorSpec((6, 8), torch.float32), TensorSpec((5,), torch.int32)
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        for position, tensor in enumerate(out.saved):
+            tensor.fill_(position)
+        self.inner.forward(call, out)
+
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        KeepingBackend.found.append((call, saved))
+        self.inner.backward(call, saved, grad, grads)
+
+
+class KeepingBackend(Backend):
+    capabilities = ReferenceBackend.capabilities
+    found: ClassVar[list[tuple[Call, Saved]]] = []
+
+    def probe(self) -> Decision:
+        return Accepted()
+
+    def supports(self, spec: Spec) -> Decision:
+        return Accepted()
+
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        return Keeping(ReferenceBackend("reference", "cpu").compile(spec, artifacts))
+
+
+@pytest.fixture(autouse=True)
+def backend() -> Iterator[type[KeepingBackend]]:
+    KeepingBackend.found.clear()
+    torch._dynamo.reset()
+    with isolated(reference=ReferenceBackend):
+        register("cpu.keeping", KeepingBackend)
+        yield KeepingBackend
+    torch._dynamo.reset()
+
+
+SLOPES = torch.tensor([0.5, 0.25], requires_grad=True)
+# All shapes and dtypes differ, so that a hook tells the tensors apart.
+NAMES = {
+    "query": (1, 2, 6, 4),
+    "key": (1, 1, 9, 4),
+    "value": (1, 1, 9, 8),
+    "out": (1, 2, 6, 8),
+    "lse": (1, 2, 6),
+    "captured tensor 'SLOPES'": (2,),
+    "tensor 0 of those that the kernel keeps for backward": (6, 8),
+    "tensor 1 of those that the kernel keeps for backward": (5,),
+}
+
+
+def alibi(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + SLOPES[h] * (k - q)
+
+
+def leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(NAMES[name], generator=generator, requires_grad=True)
+        for name in ("query", "key", "value")
+    ]
+
+
+def attend(*inputs: Tensor, **more: Any) -> Tensor:
+    more = {"backend": "cpu.keeping", "enable_gqa": True, **more}
+    return anyflex.flex_attention(*inputs, alibi, **more)
+
+
+def hooked(
+    change: Callable[[Tensor], Tensor],
+    name: str = "",
+    call: Callable[..., Tensor] = attend,
+) -> tuple[Tensor, list[Tensor]]:
+    """A call whose saved tensor, or all of them, a hook changes."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        return change(tensor) if not name or tensor.shape == NAMES[name] else tensor
+
+    inputs = leaves()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return call(*inputs), inputs
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("change", "error", "wanted"),
+    [
+        (
+            lambda t: t.to(torch.float16),
+            ArgumentTypeError,
+            r"have dtype torch\.(float|int)32, got",
+        ),
+        (
+            lambda t: t.to(torch.float64),
+            ArgumentTypeError,
+            r"have dtype torch\.(float|int)32, got",
+        ),
+        (lambda t: t[..., :-1], ArgumentError, r"have shape \["),
+        (lambda t: t[None], ArgumentError, r"have shape \["),
+        (lambda t: t.to("meta"), ArgumentError, "be on cpu, got meta"),
+        (lambda t: t.to_sparse(), ArgumentError, "be dense"),
+    ],
+    ids=["half", "double", "shorter", "one dimension more", "meta", "sparse"],
+)
+def test_another_tensor_than_was_saved_reaches_no_kernel(
+    name: str, change: Callable[[Tensor], Tensor], error: type[Exception], wanted: str
+) -> None:
+    out, _ = hooked(change, name)
+    with pytest.raises(error, match=f"^{re.escape(name)} must {wanted}.*{CURE}"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+def test_a_parameter_converted_between_forward_and_backward_reaches_no_kernel() -> None:
+    inputs = leaves()
+    out = attend(*inputs)
+    inputs[1].data = inputs[1].data.half()
+    with pytest.raises(ArgumentTypeError, match="^key must have dtype .* and .data must not be"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.dim() < 2 else tensor.mT.contiguous().mT
+
+
+def moved(tensor: Tensor) -> Tensor:
+    """Elsewhere in a larger buffer, at an address that is no multiple of 16."""
+    buffer = tensor.new_zeros(tensor.numel() + 1)
+    return buffer[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("change", [torch.clone, transposed, moved])
+def test_what_a_hook_lays_out_anew_reaches_the_kernel_as_it_was_saved(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    inputs = leaves()
+    wanted = torch.autograd.grad(attend(*inputs).square().sum(), [*inputs, SLOPES])
+    out, inputs = hooked(lambda tensor: change(tensor.detach()))
+    found = torch.autograd.grad(out.square().sum(), [*inputs, SLOPES])
+    torch.testing.assert_close(found, wanted)
+    call, saved = KeepingBackend.found[-1]
+    given = (call.query, call.key, call.value, saved.out, saved.lse, *call.captured)
+    for tensor in (*given, *saved.extras):
+        assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
+    for position, tensor in enumerate(saved.extras):
+        assert (tensor == position).all()
+
+
+def test_an_expanded_tensor_that_a_hook_makes_whole_is_expanded_again() -> None:
+    query = torch.randn(1, 1, 6, 4).expand(2, 3, 6, 4).requires_grad_()
+    with saved_tensors_hooks(lambda tensor: tensor.contiguous(), lambda tensor: tensor):
+        out = anyflex.flex_attention(query, query, query, backend="cpu.keeping")
+    (found,) = torch.autograd.grad(out.square().sum(), query)
+    call, _ = KeepingBackend.found[-1]
+    assert call.query.stride() == query.stride()
+    again = anyflex.flex_attention(query, query, query, backend="cpu.keeping")
+    torch.testing.assert_close(found, torch.autograd.grad(again.square().sum(), query)[0])
+
+
+def plain(*inputs: Tensor) -> Tensor:
+    return anyflex.flex_attention(*inputs, enable_gqa=True, backend="cpu.keeping")
+
+
+@pytest.mark.parametrize("call", [attend, plain], ids=["learned", "plain"])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda t: t.half() if t.is_floating_point() else t, ArgumentTypeError),
+        (lambda t: t.double() if t.is_floating_point() else t, ArgumentTypeError),
+        (lambda t: t[:, :, :-1] if t.dim() > 2 else t, ArgumentError),
+        (lambda t: t.to_sparse() if t.is_floating_point() else t, ArgumentError),
+    ],
+    ids=["half", "double", "shorter", "sparse"],
+)
+def test_a_compiled_programs_hooks_are_checked_too(
+    call: Callable[..., Tensor], change: Callable[[Tensor], Tensor], error: type[Exception]
+) -> None:
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    out, _ = hooked(change, call=compiled)
+    with pytest.raises(error, match=f"must .*{CURE}"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.parametrize("name", ["key", "value", "lse", "captured tensor 'SLOPES'"])
+def test_a_compiled_program_names_the_tensor(name: str) -> None:
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    out, _ = hooked(lambda tensor: tensor.half(), name, compiled)
+    known = name.replace("'SLOPES'", "0")
+    with pytest.raises(ArgumentTypeError, match=f"^{known} must have dtype torch.float32, got"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+def test_a_compiled_programs_runs_are_checked_too() -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
+
+    def masked(*inputs: Tensor) -> Tensor:
+        return anyflex.flex_attention(*inputs, block_mask=mask, enable_gqa=True)
+
+    compiled = torch.compile(masked, backend="aot_eager", fullgraph=True)
+    out, _ = hooked(lambda t: t.long() if t.dtype is torch.int32 else t, call=compiled)
+    with pytest.raises(ArgumentTypeError, match=f"^offsets of the block mask must .*{CURE}"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["offsets", "runs"])
+@pytest.mark.parametrize("before", [False, True], ids=["first backward", "later backward"])
+def test_a_block_mask_changed_after_forward_is_noticed_in_backward(
+    name: str, before: bool
+) -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
+    if before:
+        attend(*leaves(), block_mask=mask).sum().backward()
+    out = attend(*leaves(), block_mask=mask)
+    getattr(mask, name).zero_()
+    KeepingBackend.found.clear()
+    with pytest.raises(
+        BlockMaskError, match=f"^{name} of .* between forward and backward: .*anew"
+    ):
+        out.sum().backward()
+    assert not KeepingBackend.found
+    with pytest.raises(BlockMaskError, match=name):
+        attend(*leaves(), block_mask=mask)
+
+
+def test_a_block_mask_changed_after_backward_is_none_of_backwards_business() -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
+    with torch.inference_mode():  # such a mask counts no changes
+        uncounted = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 9)
+    for each in (mask, mask[:, :, :], uncounted):
+        attend(*leaves(), block_mask=each).sum().backward()
+    mask.runs.zero_()
+    assert len(KeepingBackend.found) == 3
