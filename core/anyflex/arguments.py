@@ -267,8 +267,8 @@ def check_mask_fits(
         fail(
             "BlockMaskError",
             f"block_mask was built for (Q_LEN, KV_LEN) = {built}, the call has "
-            f"({fixed(q_length)}, {fixed(kv_length)}). Rebuild it with create_block_mask for these lengths, "
-            "or slice its rows.",
+            f"({fixed(q_length)}, {fixed(kv_length)}). Rebuild it with create_block_mask for "
+            "these lengths, or slice its rows.",
         )
     if mask_shape[0] != 1 and mask_shape[0] != batch:
         fail(
