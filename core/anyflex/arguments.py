@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anyflex.aux_outputs import AuxRequest
 from anyflex.failing import fail
+from anyflex.fixed import fixed
 
 __all__ = [
     "check_aux",
@@ -77,7 +78,8 @@ def check_tensor_types(query: Any, key: Any, value: Any) -> None:
             )
         fail(
             "ArgumentError",
-            f"{name} must have four dimensions (B, H, L, E), got shape {list(tensor.shape)}. "
+            f"{name} must have four dimensions (B, H, L, E), got shape "
+            f"{[fixed(size) for size in tensor.shape]}. "
             "unsqueeze() adds a missing batch or head dimension.",
         )
 
@@ -260,11 +262,13 @@ def check_mask_fits(
     batch, heads, q_length, _ = query.shape
     kv_length = key.shape[2]
     if lengths[0] != q_length or lengths[1] != kv_length:
+        # Under torch.compile these may be symbols, which Dynamo can't put into a text.
+        built = f"({fixed(lengths[0])}, {fixed(lengths[1])})"
         fail(
             "BlockMaskError",
-            f"block_mask was built for (Q_LEN, KV_LEN) = ({lengths[0]}, {lengths[1]}), the call "
-            f"has ({q_length}, {kv_length}). Rebuild it with create_block_mask for these lengths, "
-            "or slice its rows.",
+            f"block_mask was built for (Q_LEN, KV_LEN) = {built}, the call has "
+            f"({fixed(q_length)}, {fixed(kv_length)}). Rebuild it with create_block_mask for "
+            "these lengths, or slice its rows.",
         )
     if mask_shape[0] != 1 and mask_shape[0] != batch:
         fail(

@@ -15,6 +15,7 @@ from anyflex.registry.choice import Selection, explain_selection
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.eager import gather
 from anyflex.runtime.plan import plan_for, spec_for
+from anyflex.runtime.signs import shown
 
 __all__ = ["Explanation", "explain"]
 
@@ -135,6 +136,7 @@ def explain(
         backend,
     )
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    inputs.call = shown(inputs.call)
     selection = explain_selection(
         spec_for(inputs),
         names_in_force(backend),

@@ -16,6 +16,7 @@ from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.ops import flex_attention_backward_op
 from anyflex.runtime.plan import plan_for
 from anyflex.runtime.readable import check_readable
+from anyflex.runtime.signs import shown
 from anyflex.runtime.unpacked import check_like
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
@@ -109,6 +110,7 @@ def flex_attention_backward(
     else:
         with torch.enable_grad():
             inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+        captured = list(inputs.call.captured)  # the user's own, which gradients are told of
         if delta is None:
             check_readable("dout", dout)
             check_readable("out", out)
@@ -116,11 +118,12 @@ def flex_attention_backward(
         inputs.gradients = (True, True, True, *inputs.gradients[3:])
         inputs.needs_lse = True
         with torch.no_grad():
+            inputs.call = shown(inputs.call)
             dq, dk, dv, gradients = launch_backward(
                 plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
             )
         assert dq is not None and dk is not None and dv is not None
-        captured, found = list(inputs.call.captured), [dq, dk, dv, *gradients]
+        found = [dq, dk, dv, *gradients]
     dq, dk, dv, *gradients = found
     assert dq is not None and dk is not None and dv is not None
     pairs = [(t, g) for t, g in zip(captured, gradients, strict=True) if g is not None]

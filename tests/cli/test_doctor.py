@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from anyflex.contract.decision import Decision, Rejected
 from anyflex.contract.spec import Spec
 from anyflex.registry import isolated, register
 from anyflex.registry.install_hints import install_line
+from anyflex.runtime import disk_cache
 from tests.cli.backends import ForwardOnly, Right, WrongBackward, WrongForward, broken
 from tests.cli.conftest import RunCommand
 
@@ -248,3 +250,21 @@ def _install(folder: Path, name: str, entry_points: str) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(entry_points)
+
+
+def test_a_cache_folder_that_can_not_be_used_fails(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYFLEX_CACHE_DIR", os.devnull)
+    disk_cache.forget()
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert "FAIL: ANYFLEX_CACHE_DIR: " in result.out
+    assert "kernels are kept in memory only" in result.out
+
+
+def test_variables_of_backends_are_shown(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANYFLEX_XPU_IPEX", "1")
+    assert "  ANYFLEX_XPU_IPEX=1" in command("doctor").out

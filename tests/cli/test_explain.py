@@ -219,3 +219,15 @@ def test_an_exception_of_the_user_s_own_shows_their_line(
     assert "return 1 / 0" in result.err
     assert "ZeroDivisionError" in result.err
     assert "user_function.py" not in result.err
+
+
+def test_sizes_that_no_tensor_has_are_wrong_usage(command: RunCommand) -> None:
+    result = command("explain", "--q", "1x4x30000000000000000000x128")
+    assert result.code == ExitCode.USAGE
+    assert "less than 2^63 bytes" in result.err
+
+
+def test_a_call_that_does_not_fit_this_machine_is_not_run(command: RunCommand) -> None:
+    result = command("explain", "--q", "1x4x3000000000000x128")
+    assert result.code == ExitCode.NOT_RUN
+    assert "not enough memory on cpu for query, key and value" in result.err

@@ -198,6 +198,13 @@ def test_wrong_runs_are_named(offsets: Any, runs: Any, message: str) -> None:
         ({"block_size": 0}, "BLOCK_SIZE.*0"),
         ({"capacity": 0, "offsets": int32([[[0, 1, 1]]]), "runs": int32([[0, 1, 1]])}, "capacity"),
         ({"runs": torch.zeros(0, 3, dtype=torch.int32, device="meta")}, "offsets is on cpu"),
+        (
+            {
+                "offsets": torch.zeros(1, 1, 3, dtype=torch.int32, device="meta"),
+                "runs": torch.zeros(0, 3, dtype=torch.int32, device="meta"),
+            },
+            "offsets is on meta, where it has no values",
+        ),
     ],
 )
 def test_wrong_arguments_of_from_runs_are_named(changes: Any, message: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+import anyflex
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
@@ -235,3 +236,16 @@ def test_a_torch_mask_is_converted_inside_of_a_compiled_graph() -> None:
     assert torch.equal(offsets, wanted.offsets)
     assert torch.equal(runs[:used], wanted.runs[:used])
     assert captured[0] is documents
+
+
+def test_a_mask_on_meta_is_refused_by_name() -> None:
+    mask = torch_flex.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu"
+    ).to("meta")
+    query = torch.randn(1, 1, 20, 8)
+    for read in (
+        lambda: BlockMask.from_torch(mask),
+        lambda: anyflex.flex_attention(query, query, query, block_mask=mask),
+    ):
+        with pytest.raises(BlockMaskError, match="kv_num_blocks is on meta.*has no values"):
+            read()

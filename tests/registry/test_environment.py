@@ -8,7 +8,9 @@ import re
 import pytest
 
 from anyflex.errors import ArgumentError
-from anyflex.registry import environment
+from anyflex.registry import environment, isolated
+from anyflex.runtime.kernels import kernel_for
+from tests.registry.stubs import make_spec
 
 __all__: list[str] = []
 
@@ -99,3 +101,20 @@ def test_no_other_variable_is_read_in_core() -> None:
             text = path.read_text()
             names |= set(re.findall(r"(?:environ|getenv)[^\n]*[\"'](ANYFLEX_\w+)", text))
     assert names == set()
+
+
+@pytest.mark.parametrize(("name", "text"), [("ANYFLEX_STRICT", "7"), ("ANYFLEX_FALLBACK", "no")])
+def test_the_first_call_that_selects_a_backend_reads_them(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    environment.reset()
+    with isolated(), pytest.raises(ArgumentError, match=name):
+        kernel_for(make_spec(), (), None, ())
+
+
+def test_variables_of_backends_that_are_set_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYFLEX_CUDA_BLACKWELL", "1")
+    monkeypatch.setenv("ANYFLEX_XPU_IPEX", "")
+    assert ("ANYFLEX_CUDA_BLACKWELL", "1") in environment.variables_of_others()
+    assert "ANYFLEX_XPU_IPEX" not in dict(environment.variables_of_others())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.run_checks import checked_block_size, checked_lengths
+from anyflex.block_mask.run_checks import checked_block_size, checked_lengths, refuse_meta
 from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, pack
 from anyflex.errors import BlockMaskError
 
@@ -144,6 +144,7 @@ def _checked_list(name: str, counts: Tensor, indices: Tensor) -> tuple[Tensor, T
             raise BlockMaskError(f"{label} must be a Tensor, got {type(tensor).__name__}")
         if tensor.dtype not in (torch.int32, torch.int64):
             raise BlockMaskError(f"{label} must have dtype int32, got {tensor.dtype}")
+        refuse_meta(label, tensor)
     if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
         raise BlockMaskError(
             f"{name}_indices must have shape [B', H', Qb, width] (B' and H' may be left out) and "

@@ -21,6 +21,7 @@ __all__ = [
     "checked_device",
     "checked_length",
     "checked_lengths",
+    "refuse_meta",
     "row_name",
 ]
 
@@ -111,9 +112,19 @@ def check_runs(
             f"offsets must have shape [B', H', {rows + 1}] (q length {lengths[0]} has {rows} "
             f"blocks of {block_size[0]}, plus one), got {list(offsets.shape)}"
         )
+    refuse_meta("offsets", offsets)
     offsets, runs = offsets.cpu(), runs.cpu()
     _check_offsets(offsets, runs.shape[0])
     _check_kinds_and_ends(offsets, runs, columns)
+
+
+def refuse_meta(name: str, tensor: Tensor) -> None:
+    """Raise BlockMaskError for a tensor of a mask that is to be read and holds no numbers."""
+    if tensor.device.type == "meta":
+        raise BlockMaskError(
+            f"{name} is on meta, where it has no values, and which blocks are live can't be read: "
+            "build the mask on a device that holds numbers"
+        )
 
 
 def _check_offsets(offsets: Tensor, count: int) -> None:

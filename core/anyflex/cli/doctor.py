@@ -21,7 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "Prints versions, devices, every installed backend with a self-test on its device (a "
             "tiny forward and backward against a dense float64 formula), plugins that can't be "
             "used and why, the environment variables in force and the cache folder. Fails (1) if "
-            "a self-test fails, a plugin is broken, or a variable has a value that isn't allowed."
+            "a self-test fails, a plugin is broken, a variable has a value that isn't allowed, or "
+            "the cache folder that ANYFLEX_CACHE_DIR names can't be used."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print the facts as JSON")
@@ -45,7 +46,7 @@ def _text(facts: dict[str, Any]) -> list[str]:
     for title, rows in (
         ("Hooks", [line for hook in facts["hooks"] for line in _hook(hook)]),
         ("Stale copies", _stale_copies(facts["stale_copies"])),
-        ("Variables", _variables(facts["variables"], facts["unknown_variables"])),
+        ("Variables", _variables(facts)),
         ("Cache", _cache(facts["cache"])),
     ):
         if rows:
@@ -131,16 +132,17 @@ def _stale_copies(groups: list[list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def _variables(variables: list[dict[str, Any]], unknown: list[dict[str, Any]]) -> list[str]:
+def _variables(facts: dict[str, Any]) -> list[str]:
     lines = []
-    for variable in variables:
+    for variable in facts["variables"]:
         if variable["value"] is not None:
             lines.append(f"{variable['name']}={variable['value']}")
         if variable["problem"] is not None:
             lines.append(f"  {variable['problem']}")
         if variable["read"] and variable["now"] != variable["value"]:
             lines.append(f"  changed to {variable['now']} after it was read, which has no effect")
-    for variable in unknown:
+    lines += [f"{other['name']}={other['value']}" for other in facts["variables_of_others"]]
+    for variable in facts["unknown_variables"]:
         near = f"; did you mean {variable['nearest']}?" if variable["nearest"] else ""
         lines.append(f"{variable['name']} is set, and nobody reads it{near}")
     return lines or ["none is set"]
@@ -149,5 +151,5 @@ def _variables(variables: list[dict[str, Any]], unknown: list[dict[str, Any]]) -
 def _cache(cache: dict[str, Any]) -> list[str]:
     lines = [f"{cache['folder']}: {cache['artifacts']} artifacts, {cache['bytes']:,} bytes"]
     if cache["problem"] is not None:
-        lines.append(f"can't be used: {cache['problem']}")
+        lines.append(f"can't be used: {cache['problem']}; kernels are kept in memory only")
     return lines

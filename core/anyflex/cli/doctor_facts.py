@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import warnings
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def collect() -> dict[str, Any]:
             [dataclasses.asdict(copy) for copy in copies] for copies in hidden_copies()
         ],
         "variables": [dataclasses.asdict(variable) for variable in environment.in_force()],
+        "variables_of_others": [
+            {"name": name, "value": value} for name, value in environment.variables_of_others()
+        ],
         "unknown_variables": [
             {"name": name, "nearest": nearest} for name, nearest in environment.unknown_variables()
         ],
@@ -159,6 +163,9 @@ def _requirements(package: str) -> list[str]:
 
 def _cache() -> dict[str, Any]:
     store = disk_cache.store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it says stands in the facts
+        store.usable(create=True)
     items = store.items()
     return {
         "folder": str(store.folder),
@@ -184,5 +191,15 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         for variable in facts["variables"]
         if variable["problem"] is not None
     ]
+    # Without a folder of the user's own choice, doing without one is no fault.
+    chosen = any(
+        variable["name"] == "ANYFLEX_CACHE_DIR" and variable["value"] is not None
+        for variable in facts["variables"]
+    )
+    if chosen and facts["cache"]["problem"] is not None:
+        failures.append(
+            f"ANYFLEX_CACHE_DIR: {facts['cache']['folder']} can't be used "
+            f"({facts['cache']['problem']}): name a writable folder of your own"
+        )
     # Both sides of a conflict say the same.
     return list(dict.fromkeys(failures))

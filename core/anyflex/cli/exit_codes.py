@@ -30,9 +30,9 @@ class ExitCode(enum.IntEnum):
     OK = 0, "done, and every check passed"
     CHECK_FAILED = (
         1,
-        "a check failed (doctor: a self-test, a broken plugin or a wrong variable; demo: the loss "
-        "or the gradients; cache: a folder or an archive that can't be used; conformance: a case; "
-        "bench: a backend that computes wrongly or fails)",
+        "a check failed (doctor: a self-test, a broken plugin, a wrong variable or an unusable "
+        "cache folder; demo: the loss or the gradients; cache: a folder or an archive that can't "
+        "be used; conformance: a case; bench: a backend that computes wrongly or fails)",
     )
     USAGE = 2, "wrong usage: an argument, a variable or a function that can't be understood"
     NOT_RUN = 3, "not run: a backend refuses the call, or a device or package is missing"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,15 @@ def _shape(text: str) -> tuple[int, ...]:
         shape = ()
     if len(shape) != 4 or min(shape) < 0:
         raise argparse.ArgumentTypeError(f"must be four numbers like 1x16x4096x128, got {text!r}")
+    if math.prod(max(size, 1) for size in shape) * _WIDEST >= 2**63:
+        raise argparse.ArgumentTypeError(
+            f"must be the shape of a tensor of less than 2^63 bytes, got {text!r}: make it smaller"
+        )
     return shape
+
+
+_WIDEST = 8
+"""Bytes of an element, at most."""
 
 
 def _option(text: str) -> tuple[str, object]:
@@ -142,6 +151,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     import anyflex
     from anyflex.cli.device_argument import present_device
     from anyflex.cli.named_mods import mask_mods, score_mods
+    from anyflex.runtime.allocation import no_memory_for, total_bytes
 
     if args.q is None:
         raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")
@@ -150,11 +160,18 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     device = present_device(args.device or "cpu")
     dtype: torch.dtype = getattr(torch, _DTYPES.get(args.dtype, args.dtype) or "float32")
 
-    # Never read: explaining computes nothing.
-    query, key, value = (
-        torch.empty(shape, dtype=dtype, device=device, requires_grad=args.backward)
-        for shape in (q_shape, kv_shape, kv_shape)
-    )
+    # Never read: explaining computes nothing. But a kernel is chosen by where tensors lie.
+    shapes = (q_shape, kv_shape, kv_shape)
+    try:
+        query, key, value = (
+            torch.empty(shape, dtype=dtype, device=device, requires_grad=args.backward)
+            for shape in shapes
+        )
+    except (RuntimeError, MemoryError) as error:
+        size = total_bytes((shape, dtype) for shape in shapes)
+        if failure := no_memory_for("query, key and value", size, device, error):
+            raise failure from error
+        raise
     batch, heads = q_shape[:2]
     lengths = q_shape[2], kv_shape[2]
     mask = score_mod = None

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from anyflex.contract.backend import Backend
 from anyflex.contract.decision import Accepted, Rejected
 from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
-from anyflex.registry import install_hints, options
+from anyflex.registry import environment, install_hints, options
 from anyflex.registry.entry import Entry, State
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.selection import check_names, source_of
@@ -112,6 +113,9 @@ class Choice:
         self.given = given
         self.posed = posed
         self.table: Table = current()
+        # Wrong values are told now, not when a plugin breaks or is passed over.
+        environment.strict()
+        environment.fallback()
         self.forced_by = ""
         self.trace: list[TraceLine] = []
         self.candidates: list[Entry] = []
@@ -122,6 +126,7 @@ class Choice:
         self._check_options()
         if not self.forced_by:
             self.candidates = self._automatic()
+        self._check_own_options()
 
     def _forced(self, names: tuple[str, ...], source: str, explicit: str | None) -> list[Entry]:
         device = self.spec.device_type
@@ -178,6 +183,17 @@ class Choice:
             }
             raise options.unknown_key(unknown[0][0], backends, names)
 
+    def _check_own_options(self) -> None:
+        """Check what is meant for backends that won't compute this call. One that isn't loaded,
+        as those of other devices usually aren't, isn't loaded for that."""
+        for name, value in self.given:
+            entry = self.table.get(name)
+            if entry is None or not (entry.loaded or name == REFERENCE):
+                continue
+            backend = entry.state().backend
+            if backend is not None:
+                options.resolve(((name, value),), backend, self._loaded_beside(entry))
+
     def _state(self, entry: Entry) -> State:
         state = entry.state()
         if self.posed and state.kind == "rejected" and state.backend is not None:
@@ -212,14 +228,16 @@ class Choice:
     def _resolve(self, entry: Entry) -> options.ResolvedOptions:
         backend = entry.state().backend
         assert backend is not None
-        others = {
+        return options.resolve(self.given, backend, self._loaded_beside(entry))
+
+    def _loaded_beside(self, entry: Entry) -> dict[str, Backend]:
+        return {
             other.name: loaded
             for other in self.table.of_device(self.spec.device_type)
             if other is not entry
             and other.loaded
             and (loaded := other.state().backend) is not None
         }
-        return options.resolve(self.given, backend, others)
 
     def refused(self, trace: list[TraceLine]) -> BackendRefused:
         """Return the error for a call that nobody takes. Where the choice is forced, everybody

@@ -31,6 +31,7 @@ __all__ = [
     "reset",
     "strict",
     "unknown_variables",
+    "variables_of_others",
 ]
 
 
@@ -270,23 +271,32 @@ def in_force() -> list[VariableInForce]:
     return rows
 
 
+_OTHERS = (
+    "ANYFLEX_CPU_ISA",
+    "ANYFLEX_CPU_REQUIRE_LIBRARY",
+    "ANYFLEX_CUDA_BLACKWELL",
+    "ANYFLEX_RELEASE",
+    "ANYFLEX_TORCH",
+    "ANYFLEX_XPU_IPEX",
+)
+"""Variables of other parts of the project: builds, backends, torch's hook."""
+
+
+def variables_of_others() -> list[tuple[str, str]]:
+    """Return the name and the text of each variable that is set and that another part of the
+    project reads; whether it is allowed is known there."""
+    return [(name, os.environ[name]) for name in _OTHERS if os.environ.get(name)]
+
+
 def unknown_variables() -> list[tuple[str, str | None]]:
     """Return each variable ``ANYFLEX_*`` that is set and that nobody reads, with the nearest known
     name or None. Names that other parts of the project read (builds, backends, torch's hook) are
     known."""
     import difflib
 
-    others = {
-        "ANYFLEX_CPU_ISA",
-        "ANYFLEX_CPU_REQUIRE_LIBRARY",
-        "ANYFLEX_CUDA_BLACKWELL",
-        "ANYFLEX_RELEASE",
-        "ANYFLEX_TORCH",
-        "ANYFLEX_XPU_IPEX",
-    }
     found = []
     for name in sorted(os.environ):
-        if name.startswith("ANYFLEX_") and name not in _by_name and name not in others:
+        if name.startswith("ANYFLEX_") and name not in (*_by_name, *_OTHERS):
             near = difflib.get_close_matches(name, _by_name, n=1, cutoff=0.7)
             found.append((name, near[0] if near else None))
     return found

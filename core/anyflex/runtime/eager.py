@@ -27,6 +27,7 @@ from anyflex.registry.selection import names_in_force
 from anyflex.runtime.autograd import FlexAttention
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
+from anyflex.runtime.signs import shown
 
 __all__ = ["gather", "run"]
 
@@ -53,14 +54,16 @@ def run(
         # does (pure torch code shows it too).
         raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    # `shown` has another call, where a tensor is changed: autograd goes through its copies.
+    call = inputs.call = shown(inputs.call)
     if forward_ad._current_level != -1:
-        _refuse_tangents(inputs.call)
+        _refuse_tangents(call)
     try:
         plan = plan_for(inputs)
         if True not in inputs.gradients:
-            outputs = launch_forward(plan, inputs.call)
+            outputs = launch_forward(plan, call)
             return outputs.out, outputs.lse, outputs.max_scores
-        results = _apply(plan, inputs, query, key, value, *inputs.call.captured)
+        results = _apply(plan, inputs, call.query, call.key, call.value, *call.captured)
     except ModIndexError as error:
         raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
     except RuntimeError as error:

@@ -17,6 +17,7 @@ from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.readable import check_backward
 from anyflex.runtime.saved_bytes import cut
+from anyflex.runtime.signs import shown_backward
 from anyflex.runtime.workspace import allocate, give_back, take
 
 __all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
@@ -130,6 +131,7 @@ def launch_backward(
         AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
+    saved, grad = shown_backward(saved, grad)
     check_backward(call, saved, grad)
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value

@@ -27,10 +27,13 @@ LSE, MAXIMA = frozenset({"lse"}), frozenset({"max_scores"})
 
 _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 
-Layout = Literal["dense", "heads_last", "last_stride_2", "offset", "expanded_heads", "mixed"]
+Layout = Literal[
+    "dense", "heads_last", "last_stride_2", "offset", "expanded_heads", "mixed", "negated"
+]
 """How q, k, v and the gradients of out and lse lie in memory: contiguous; stored as (B, L, H, E);
 each second element of a wider last dimension; a view inside of a larger tensor; one head repeated
-by stride 0; key, value and the gradients in three of these ways."""
+by stride 0; key, value and the gradients in three of these ways; as their negatives, with torch's
+negative bit, like the imaginary part of a conjugated tensor."""
 
 _MIXED: dict[str, Layout] = {"key": "heads_last", "value": "offset", "dout": "last_stride_2"}
 
@@ -218,4 +221,6 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
         return longer[:, :, 2:-1, 1:]
     if layout == "expanded_heads":
         return tensor[:, :1].expand(tensor.shape)
+    if layout == "negated":
+        return torch._neg_view(-tensor)
     return tensor

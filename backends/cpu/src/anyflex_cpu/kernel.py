@@ -101,7 +101,6 @@ class CpuKernel(Kernel):
         Raises:
             ModIndexError: a live pair reads outside of a captured tensor.
         """
-        call = _without_lazy_signs(call)
         block = self._block()
         threads = torch.get_num_threads()
         lse, max_scores = out.lse, out.max_scores
@@ -127,11 +126,9 @@ class CpuKernel(Kernel):
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`."""
-        call = _without_lazy_signs(call)
         block = self._block()
         threads = torch.get_num_threads()
         # These names keep alive what a copy was needed of.
-        dout = grad.dout.resolve_neg()
         lse = saved.lse.contiguous()
         dlse, delta = _rows(grad.dlse), _rows(grad.delta)
         learned = len(call.captured) if self._learned else 0
@@ -147,7 +144,7 @@ class CpuKernel(Kernel):
                 *tensor_values(saved.out),
                 saved.extras[0].data_ptr() if saved.extras else 0,
                 lse.data_ptr(),
-                *tensor_values(dout),
+                *tensor_values(grad.dout),
                 0 if dlse is None else dlse.data_ptr(),
                 0 if delta is None else delta.data_ptr(),
                 *_target(grads.dq, tensor_values),
@@ -183,30 +180,8 @@ class CpuKernel(Kernel):
         return torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
 
 
-def _without_lazy_signs(call: Call) -> Call:
-    """Complex views may carry their sign in a bit that memory doesn't show."""
-    query, key, value, captured = call.query, call.key, call.value, call.captured
-    if not (
-        query.is_neg()
-        or key.is_neg()
-        or value.is_neg()
-        or (captured and any(tensor.is_neg() for tensor in captured))
-    ):
-        return call
-    return Call(
-        query.resolve_neg(),
-        key.resolve_neg(),
-        value.resolve_neg(),
-        call.mask,
-        tuple([tensor.resolve_neg() for tensor in captured]),
-        call.ints,
-        call.floats,
-        call.scale,
-    )
-
-
 def _rows(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.resolve_neg().contiguous()
+    return None if tensor is None else tensor.contiguous()
 
 
 def _aligned(workspace: Tensor) -> tuple[int, int]:
