@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,12 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
 }
 
 
-def read(paths: Sequence[Path]) -> Rows:
+def rows_of(reports: Iterable[Mapping[str, Any]]) -> Rows:
     """Rows by (case, direction), then by contender, of those that took it or refused it; what was
     measured last counts. A case that wasn't timed by the device's clock has the clock in its
     name."""
     rows: Rows = {}
-    for report in reports_of(paths):
+    for report in reports:
         for row in report["measurements"]:
             found = rows.setdefault((row["case"] + clock_of(report), row["direction"]), {})
             if row["median_ms"] or row["status"] == "refused":
@@ -248,10 +248,11 @@ def main() -> int:
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--backend", choices=sorted(GOALS), default="cuda")
     args = parser.parse_args()
-    rows = read(args.reports)
+    reports = reports_of(args.reports)
+    rows = rows_of(reports)
     print("\n".join(table(rows, args.backend)))
     reached, lines = shortfalls(rows, args.backend)
-    lines += doubts(reports_of(args.reports))
+    lines += doubts(reports)
     print(f"\n{reached} rows reach their target; what doesn't:" if lines else "\nall reached")
     print("\n".join(lines))
     return int(bool(lines))

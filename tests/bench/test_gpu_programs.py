@@ -34,7 +34,7 @@ def reports() -> list[dict[str, Any]]:
 
 def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Path) -> None:
     targets = program("gpu_targets")
-    rows = targets.read([REPORT])
+    rows = targets.rows_of(targets.reports_of([REPORT]))
     case = ("full B16 H16 S2048 D128 bfloat16", "forward")
     found = rows[case]
     for peer in ("torch.flex", "torch.flex.flash"):
@@ -131,7 +131,8 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
             reports.append({"clock": clock, "measurements": rows})
         path = tmp_path / "report.json"
         path.write_text(json.dumps(reports))
-        found = targets.shortfalls(targets.read([path]), "cuda")[1]
+        rows_by_case = targets.rows_of(targets.reports_of([path]))
+        found = targets.shortfalls(rows_by_case, "cuda")[1]
         return [line for line in found if line.startswith(targets.SMALL)]
 
     assert lines_of(0.044, 0.0109) == []
@@ -145,7 +146,8 @@ def test_the_committed_table_is_of_the_committed_report(backend: str) -> None:
     targets = program("gpu_targets")
     report = REPORT.with_name(f"h200_{backend.split('.')[-1]}.json")
     page = report.with_suffix(".md").read_text()
-    assert "\n".join(targets.table(targets.read([report]), backend)) in page
+    rows = targets.rows_of(targets.reports_of([report]))
+    assert "\n".join(targets.table(rows, backend)) in page
 
 
 def random_calls(*arguments: str) -> subprocess.CompletedProcess[str]:

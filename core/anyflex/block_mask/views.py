@@ -148,7 +148,7 @@ class MaskViews(_Referable):
 
         Nothing larger than these rows is made.
         """
-        host = self.on(torch.device("cpu"))
+        host = self.on(_HOST)
         batch, heads, _ = self.offsets.shape
         rows = q_block_end - q_block_begin
         if not 0 <= q_block_begin <= q_block_end <= self.q_blocks:
@@ -191,7 +191,7 @@ class MaskViews(_Referable):
         return runs
 
     def _transpose(self) -> MaskViews:
-        host = self.on(torch.device("cpu"))
+        host = self.on(_HOST)
         if host is not self:
             return host.transposed().on(self.device)
         batch, heads, _ = self.offsets.shape

@@ -1,4 +1,4 @@
-"""Whether captured tensors are read within: asked before another backend's forward."""
+"""Whether captured tensors are read within: asked before a backend's forward on a device."""
 
 from __future__ import annotations
 
