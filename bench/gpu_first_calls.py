@@ -40,22 +40,33 @@ CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
     "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
     "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (128, 2048, 4096)),
     "training, lengths within tiles": tuple((b, s, s) for b in (1, 2, 3) for s in (65, 1000)),
+    "training, up to 16 rows": tuple((b, s, s) for b in (1, 2, 3) for s in (1, 15, 16)),
+    "training, 17 rows": tuple((b, 17, 17) for b in (1, 2, 3)),
 }
 """(batch, queries, keys) of calls for which each kernel is compiled once."""
+SHORT_ROWS = 64
+"""Up to so many query rows take the kernels of decoding: one for Hopper, in the table one for each
+height of tiles."""
 HEADS, MULTIPROCESSORS = 8, 132
 """Of the calls; of an H100 or an H200."""
 
 
 def classes_of(backend: str) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Return CLASSES, each in two for the kernels for Hopper: where all tiles of 64 rows run at
-    once, forward has another."""
+    """Return CLASSES; for the kernels for Hopper those of short rows as one, and each of the
+    others in two: where all tiles of 64 rows run at once, forward has another."""
     if backend != "cuda":
         return CLASSES
     found: dict[str, list[tuple[int, int, int]]] = {}
     for name, sizes in CLASSES.items():
         for batch, queries, keys in sizes:
-            few = queries > 1 and batch * HEADS * -(-queries // 64) <= MULTIPROCESSORS
-            found.setdefault(name + ", few tiles" * few, []).append((batch, queries, keys))
+            if name == "decoding":
+                of = name
+            elif queries <= SHORT_ROWS:
+                of = f"training, up to {SHORT_ROWS} rows"
+            else:
+                few = batch * HEADS * -(-queries // 64) <= MULTIPROCESSORS
+                of = name + ", few tiles" * few
+            found.setdefault(of, []).append((batch, queries, keys))
     return found
 
 
@@ -122,8 +133,8 @@ def compiled_in_each_class(backend: str, device: str) -> dict[str, dict[str, int
             counted[src.name] += not cache_hit
 
         triton.knobs.compilation.listener = note
+        learns = name.startswith("training")
         for batch, queries, keys in sizes:
-            learns = queries > 1
             tensors = drawn(batch, queries, keys, device, learns=learns)
             mask = None
             if learns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -184,12 +185,15 @@ def test_a_first_call_above_its_limit_and_a_second_compile_fail() -> None:
     assert calls.faults(fast, {**once, "training": {}}) == ["training: nothing was compiled"]
 
 
-def test_hoppers_classes_are_those_of_all_in_two() -> None:
+def test_hoppers_classes_are_of_all_calls() -> None:
     calls = program("gpu_first_calls")
     assert calls.classes_of("cuda.triton") is calls.CLASSES
     hoppers = calls.classes_of("cuda")
-    for name, sizes in calls.CLASSES.items():
-        assert sorted(sizes) == sorted([*hoppers[name], *hoppers.get(f"{name}, few tiles", ())])
+    assert sorted(itertools.chain(*hoppers.values())) == sorted(
+        itertools.chain(*calls.CLASSES.values())
+    )
+    assert hoppers["decoding"] == list(calls.CLASSES["decoding"])
+    assert {queries for _, queries, _ in hoppers["training, up to 64 rows"]} == {1, 15, 16, 17}
     assert (1, 1000, 1000) in hoppers["training, lengths within tiles, few tiles"]
     assert (2, 1000, 1000) in hoppers["training, lengths within tiles"]
     assert "decoding, few tiles" not in hoppers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,34 +23,52 @@ GPU = torch.device("cuda", 1)
 
 
 class Pretended:
-    """A program that is compiled when another one is, and notes what it does."""
+    """A program that notes what it does. One that isn't cached is compiled when `together` others
+    are."""
 
-    def __init__(self, name: str, notes: list[str], together: threading.Barrier) -> None:
-        self.name, self.notes, self.together = name, notes, together
-        self.compiled: set[int | None] = set()
+    def __init__(
+        self, name: str, notes: list[str], together: threading.Barrier, *, cached: bool
+    ) -> None:
+        self.name, self.notes, self.together, self.cached = name, notes, together, cached
+        self.meanwhile: Callable[[object], None] | None = None
+        self.compiled: dict[int | None, threading.Thread] = {}
 
     def is_compiled(self, device: int | None) -> bool:
         return device in self.compiled
 
     def compile(self, device: int | None = None) -> None:
-        self.together.wait(timeout=20)
+        if not self.cached:
+            if self.meanwhile is not None:
+                with contextlib.suppress(RuntimeError):
+                    self.meanwhile("target")
+            self.together.wait(timeout=20)
         if self.name == "broken":
             raise RuntimeError("no such instruction")
-        self.compiled.add(device)
+        self.compiled[device] = threading.current_thread()
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
+        if device.type != "cpu" and not self.is_compiled(device.index):
+            self.compile(device.index)
         self.notes.append(f"{self.name} {grid} {device.index} {values}")
 
 
-def pretended(*names: str) -> tuple[list[launch.Launch], list[str]]:
+def pretended(*names: str, cached: int = 0) -> tuple[list[launch.Launch], list[str]]:
+    """Launches of programs, the first `cached` of which are, and what they note."""
     notes: list[str] = []
-    together = threading.Barrier(len(names))
-    programs = [Pretended(name, notes, together) for name in names]
+    together = threading.Barrier(max(1, len(names) - cached))
+    programs = [
+        Pretended(name, notes, together, cached=i < cached) for i, name in enumerate(names)
+    ]
     launches = [
         launch.Launch(cast(launch.Program, program), 3 + i, {"x": i})
         for i, program in enumerate(programs)
     ]
     return launches, notes
+
+
+def threads_of(launches: list[launch.Launch]) -> list[threading.Thread]:
+    """That compiled each."""
+    return [cast(Pretended, given.program).compiled[GPU.index] for given in launches]
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +92,30 @@ def test_what_is_not_compiled_is_compiled_side_by_side(
     # Each waits for the others.
     launch.launch_all(launches, GPU)
     assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}", "c 5 1 {'x': 2}"]
-    assert current_devices == [GPU] * 3
+    # The first one's is the caller's, whose device it is.
+    assert current_devices == [GPU] * 2
+    assert len(set(threads_of(launches))) == 3
     launch.launch_all(launches, GPU)
-    assert len(notes) == 6 and len(current_devices) == 3
+    assert len(notes) == 6 and len(current_devices) == 2
 
 
-def test_a_compilers_error_comes_before_any_launch() -> None:
-    launches, notes = pretended("a", "broken")
+def test_what_is_cached_is_loaded_in_the_callers_thread() -> None:
+    launches, notes = pretended("a", "b", "c", cached=3)
+    launch.launch_all(launches, GPU)
+    assert threads_of(launches) == [threading.current_thread()] * 3
+    assert len(notes) == 3
+    # What follows the first one that isn't is compiled beside it.
+    launches, notes = pretended("a", "b", "c", "d", cached=2)
+    launch.launch_all(launches, GPU)
+    *here, there = threads_of(launches)
+    assert here == [threading.current_thread()] * 3 and there not in here
+    assert all(cast(Pretended, given.program).meanwhile is None for given in launches)
+    assert len(notes) == 4
+
+
+@pytest.mark.parametrize("names", [("broken", "a"), ("a", "broken")])
+def test_a_compilers_error_comes_before_any_launch(names: tuple[str, str]) -> None:
+    launches, notes = pretended(*names)
     with pytest.raises(RuntimeError, match="no such instruction"):
         launch.launch_all(launches, GPU)
     assert not notes
@@ -98,12 +133,30 @@ def test_without_a_thread_one_is_compiled_after_the_other(
         cast(Pretended, given.program).together = threading.Barrier(1)
     launch.launch_all(launches, GPU)
     assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}"]
-    assert current_devices == [GPU] * 2
-    (broken,), _ = pretended("broken")
-    again, notes = pretended("c")
+    assert threads_of(launches) == [threading.current_thread()] * 2
+    assert current_devices == []
+    again, notes = pretended("c", "broken", cached=1)
     with pytest.raises(RuntimeError, match="no such instruction"):
-        launch.launch_all([*again, broken], GPU)
+        launch.launch_all(again, GPU)
     assert not notes
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_each_is_yielded_with_what_its_compiler_raised(
+    monkeypatch: pytest.MonkeyPatch, current_devices: list[torch.device], threads: bool
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    launches, _ = pretended("a", "broken", "c")
+    if not threads:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        for given in launches:
+            cast(Pretended, given.program).together = threading.Barrier(1)
+    programs = [given.program for given in launches]
+    found = dict(launch.compile_all(programs, GPU))
+    assert [str(found[program]) for program in programs] == ["None", "no such instruction", "None"]
+    assert current_devices == [GPU] * 3
 
 
 def test_nothing_is_compiled_for_the_interpreter() -> None:

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from anyflex_triton.arguments import enter_device
+from anyflex_triton.cache_keys import ask_for_keys, has_key
 
 if TYPE_CHECKING:
     from anyflex_triton.fixed_arguments import FixedArguments
@@ -201,6 +202,8 @@ class Program:
         """What ``triton.compile`` takes."""
         from triton.compiler import ASTSource
 
+        # Mods come in as constants.
+        ask_for_keys([self.function, *filter(has_key, self.constants.values())])
         signature: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for index, name in enumerate(self.order):
@@ -384,18 +387,12 @@ def compile_all(
 ) -> Iterator[tuple[Program, BaseException | None]]:
     """Compile side by side, for compilers hold no lock of Python's; where no thread is to be had,
     in this one. Yield each as soon as it is done, with what its compiler raised."""
-
-    def compile_there(program: Program) -> None:
-        # Which device is the current one is a thread's own.
-        with torch.get_device_module(device).device(device):
-            program.compile(device.index)
-
     futures = {}
     remaining = []
     with ThreadPoolExecutor(len(programs)) as pool:
         for program in programs:
             try:
-                futures[pool.submit(compile_there, program)] = program
+                futures[pool.submit(_compile_there, program, device)] = program
             except RuntimeError:
                 # Its thread couldn't be started.
                 remaining.append(program)
@@ -403,23 +400,51 @@ def compile_all(
             yield futures[future], future.exception()
     for program in remaining:
         try:
-            compile_there(program)
+            _compile_there(program, device)
         except Exception as error:  # noqa: BLE001  as a thread's, it is handed on
             yield program, error
         else:
             yield program, None
 
 
+def _compile_there(program: Program, device: torch.device) -> None:
+    # Which device is the current one is a thread's own.
+    with torch.get_device_module(device).device(device):
+        program.compile(device.index)
+
+
+def _compile_missing(programs: Sequence[Program], device: torch.device) -> None:
+    """Load one after the other what is in Triton's cache: threads that read files would wait for
+    Python's lock, each time for as long as another may keep it. The first that isn't there is
+    compiled, and what follows it side by side."""
+    beside: list[Future[None]] = []
+    with ThreadPoolExecutor(len(programs)) as pool:
+
+        def begin(rest: Sequence[Program], target: object) -> None:
+            for program in rest:
+                beside.append(pool.submit(_compile_there, program, device))
+
+        for place, program in enumerate(programs, 1):
+            program.meanwhile = partial(begin, programs[place:])
+            try:
+                program.compile(device.index)
+            finally:
+                program.meanwhile = None
+            if beside:
+                break
+    # Those for which there was no thread are compiled when they are launched.
+    for future in beside:
+        future.result()
+
+
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
-    """Run them one after the other on the current stream of the current device. What isn't
-    compiled yet is compiled side by side first."""
+    """Run them one after the other on the current stream of the current device. Before that all
+    are compiled."""
     missing = [
         launch.program for launch in launches if not launch.program.is_compiled(device.index)
     ]
     if len(missing) > 1 and device.type != "cpu":
-        for _, error in compile_all(missing, device):
-            if error is not None:
-                raise error
+        _compile_missing(missing, device)
     for launch in launches:
         launch.run(device)
 
