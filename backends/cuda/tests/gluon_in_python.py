@@ -40,9 +40,16 @@ class Stuck(AssertionError):
 class Tile(np.ndarray):  # type: ignore[type-arg]
     """A tensor."""
 
-    def to(self, dtype: object) -> Tile:
-        """Rounding isn't simulated."""
-        return self
+    def to(self, dtype: object, bitcast: bool = False) -> Tile:
+        """Rounding isn't simulated; of two halves in a word the lower one is an int16."""
+        return self.real if dtype == "i16" else self
+
+    def __rshift__(self, count: object) -> Tile:
+        """Of integers, or the higher one of two halves in a word."""
+        if np.iscomplexobj(self):
+            assert count == 16
+            return self.imag
+        return tile(np.right_shift(self, count))
 
     def permute(self, order: Sequence[int]) -> Tile:
         return self.transpose(order).view(Tile)
@@ -432,7 +439,12 @@ class Device:
 
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
         """Its first operand, after what it does at a barrier of several partitions; times the
-        second where a warp votes whether to multiply."""
+        second where a warp votes whether to multiply; both as one word, here a complex number,
+        where they are rounded to halves."""
+        if text.startswith("cvt.rn."):
+            words = np.empty(operands[0].shape, complex)
+            words.real, words.imag = operands
+            return tile(words)
         found = re.match(r"bar\.(sync|arrive) \$1, (\d+);", text)
         assert found or "bar" not in text
         if found:
@@ -515,8 +527,9 @@ class Device:
         nothing = lambda *_, **__: None  # noqa: E731
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
-            constexpr=lambda x: x, float16="f16", float32="f32", int1="i1", int32="i32",
-            int64="i64", static_assert=nothing,
+            constexpr=lambda x: x, float16="f16", bfloat16="bf16", float32="f32", int1="i1",
+            int16="i16", int32="i32", int64="i64", static_assert=nothing,
+            split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: tile(np.stack([x, y], -1)),
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
             arange=lambda a, b, layout: tile(np.arange(a, b)),

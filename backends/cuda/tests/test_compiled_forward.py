@@ -11,6 +11,8 @@ TRITON = pytest.importorskip("triton", reason="triton is not installed").__versi
 
 SHARED = 232_448
 """Bytes that a program can have on Hopper."""
+APART = ("causal 128", "alibi 128", "softcap 128", "causal 64", "window 64")
+"""Cases whose masks read nothing, of head dims that this pays for."""
 
 
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
@@ -24,7 +26,8 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
             # Which keys a thread has, read where a mask is evaluated: not in the other steps.
             most = 80
         assert facts["serialized"] == [] and facts["local"] <= most, facts
-        # Of one, two or three consumers.
-        assert facts["loops"] in ((1,) if "small" in facts["name"] else (2, 3)), facts
+        # Of each consumer one, or two where steps with dead pairs have their own.
+        several = (4,) if facts["name"] in APART else (2, 3)
+        assert facts["loops"] in ((1,) if "small" in facts["name"] else several), facts
         # Of a tile's begin and end.
         assert facts["spills"] <= (400 if most else 160) and facts["shared"] <= SHARED, facts

@@ -68,6 +68,8 @@ class Tiles(NamedTuple):
         stages: steps whose keys and values are in shared memory.
         pinned: a softmax runs beside the product of the weights before it.
         skips: sums are rescaled only where a row's largest score has grown.
+        apart: steps that may have dead pairs have a loop of their own, and the others one without
+            the mask's code.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -77,6 +79,7 @@ class Tiles(NamedTuple):
     stages: int
     pinned: bool
     skips: bool
+    apart: bool
     dynamic: bool
     registers: tuple[int, int]
 
@@ -89,16 +92,20 @@ class Tiles(NamedTuple):
 def tiles_for(spec: Spec) -> Tiles:
     """Return the spec's tiles."""
     dims = max(spec.head_dim, spec.value_head_dim)
+    # Rows under masks that read tensors have few steps, and most of these have dead pairs.
+    graph = spec.mask_graph
+    apart = graph is not None and all(node.operation != "load" for node in graph.nodes)
     if dims <= 64:
         # Where the mask's blocks let them, three consumers are faster.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds:
-            return Tiles(3, 128, 3, True, True, True, (160, 24))
-        return Tiles(2, 128, 3, False, False, True, (240, 24))
+            return Tiles(3, 128, 3, True, True, apart, True, (160, 24))
+        return Tiles(2, 128, 3, False, False, apart, True, (240, 24))
     # Steps of masks that read nothing are short, and most of them have no dead pair.
     light = spec.mask_kind == "runs" and spec.score_graph is None and not spec.captured
-    pinned = light and dims <= 128
-    return Tiles(2, 128 if dims <= 128 else 64, 2, pinned, pinned, True, (240, 24))
+    if dims <= 128:
+        return Tiles(2, 128, 2, light, light, apart, True, (240, 24))
+    return Tiles(2, 64, 2, False, False, False, True, (240, 24))
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
@@ -106,7 +113,7 @@ def small_tiles_for(spec: Spec) -> Tiles:
     multiprocessors work."""
     dims = max(spec.head_dim, spec.value_head_dim)
     stages = 3 if dims <= 64 else 2
-    return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, True, (240, 24))
+    return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, False, True, (240, 24))
 
 
 def tiles_at_once(query: Lengths, device: torch.device) -> bool:
@@ -231,6 +238,7 @@ def program_for(
             "DYNAMIC": tiles.dynamic,
             "PINNED": tiles.pinned,
             "SKIPS": tiles.skips,
+            "APART": tiles.apart,
             "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,

@@ -62,6 +62,39 @@ def pin(x):
     )
 
 
+@gluon.jit
+def halves_of(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
+    """Weights of S_LAYOUT as one loop hands them to its next step, or, where APART, to another
+    loop: two in a word. As halves ptxas would take them apart and put them together in each step.
+
+    Args:
+        dtype: of values; LAYOUT: of their products.
+    """
+    if APART:
+        low, high = gl.split(weights.reshape([ROWS, weights.shape[1] // 2, 2]))
+        two: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+        rounding: gl.constexpr = "cvt.rn." + two + ".f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(
+            rounding, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1,
+        )
+    else:
+        return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, LAYOUT, 2))
+
+
+@gluon.jit
+def operand_of(halves, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
+    """What `halves_of` returned, as a product takes it."""
+    if APART:
+        low = halves.to(gl.int16).to(dtype, bitcast=True)
+        high = (halves >> 16).to(gl.int16).to(dtype, bitcast=True)
+        both = gl.join(low, high).reshape([ROWS, halves.shape[1] * 2])
+        return gl.convert_layout(
+            both, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True,
+        )
+    else:
+        return halves
+
+
 # The producer
 
 @gluon.jit
@@ -314,8 +347,9 @@ def advance(
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, SKIPS: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr, S_LAYOUT: gl.constexpr,
+    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`halves`) meet their values;
     then its weights."""
@@ -331,7 +365,8 @@ def advance(
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
-    acc_later = warpgroup_mma(halves, v, acc, is_async=True)
+    before_weights = operand_of(halves, v_bufs.dtype, O_LAYOUT, APART)
+    acc_later = warpgroup_mma(before_weights, v, acc, is_async=True)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
@@ -346,9 +381,7 @@ def advance(
         acc = rescaled(acc, factors, DV // 2)
     else:
         acc = acc * factors
-    halves = gl.convert_layout(
-        weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
-    )
+    halves = halves_of(weights, v_bufs.dtype, O_LAYOUT, APART)
     return halves, acc, top, base, totals, nans
 
 
@@ -364,7 +397,7 @@ def consume(
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    SKIPS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SKIPS: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -425,25 +458,36 @@ def consume(
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
-            halves = gl.convert_layout(
-                weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
-            )
+            halves = halves_of(weights, v_bufs.dtype, O_LAYOUT, APART)
             step += 1
-            # One loop: two would hand the weights from one to the other as halves, which ptxas
-            # then takes apart and puts together in each step.
-            for i in range(1, steps):
+            # Steps that may have dead pairs come first. Where they have a loop of their own, the
+            # compiler isn't told that it has no others: behind a branch a mask is evaluated pair
+            # by pair, without it all pairs' conditions come first and are kept as bits.
+            last = said(tile_words, ME * WORDS + 3) if APART else steps
+            for i in range(1, last):
                 halves, acc, top, base, totals, nans = advance(
                     step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
-                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, S_LAYOUT,
+                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, APART, S_LAYOUT,
                     O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
+            if APART:
+                for _ in range(gl.maximum(masked, 1), steps):
+                    halves, acc, top, base, totals, nans = advance(
+                        step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full,
+                        k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
+                        kv_length, shifts, read, ints, floats, scale, False, True, READ_COLUMNS,
+                        ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS,
+                        APART, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    )
+                    step += 1
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
-            acc_later = warpgroup_mma(halves, v, acc, is_async=True)
+            weights = operand_of(halves, v_bufs.dtype, O_LAYOUT, APART)
+            acc_later = warpgroup_mma(weights, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
@@ -511,7 +555,7 @@ def forward_kernel(
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    APART: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
@@ -532,6 +576,7 @@ def forward_kernel(
         EVEN: kv_length, and KV_BLOCK, are multiples of BLOCK_N.
         PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
         SKIPS: products with factors of 1 are jumped over: see `rescaled`.
+        APART: steps that may have dead pairs have a loop of their own.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
         READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ: of `anyflex_triton.mods`, for
             the loops; the first two None where nothing is read early.
@@ -583,7 +628,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -603,7 +648,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -613,7 +658,7 @@ def forward_kernel(
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -633,7 +678,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -643,7 +688,7 @@ def forward_kernel(
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -653,7 +698,7 @@ def forward_kernel(
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
