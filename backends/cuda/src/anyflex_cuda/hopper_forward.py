@@ -358,6 +358,11 @@ def advance(
     zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
     first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, ALWAYS)
+    if APART and MASKED:
+        # In a loop of such steps alone compilers mustn't know that there are no others: behind a
+        # branch a mask is evaluated pair by pair, without it all pairs' conditions come before the
+        # scores are there, and are kept as bits.
+        masked = said(step_words, slot * WORDS + 2) >= 0
     tables = tables_of_step(
         tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
     )
@@ -460,11 +465,8 @@ def consume(
             )
             halves = halves_of(weights, v_bufs.dtype, O_LAYOUT, APART)
             step += 1
-            # Steps that may have dead pairs come first. Where they have a loop of their own, the
-            # compiler isn't told that it has no others: behind a branch a mask is evaluated pair
-            # by pair, without it all pairs' conditions come first and are kept as bits.
-            last = said(tile_words, ME * WORDS + 3) if APART else steps
-            for i in range(1, last):
+            # Steps that may have dead pairs come first.
+            for i in range(1, masked if APART else steps):
                 halves, acc, top, base, totals, nans = advance(
                     step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
