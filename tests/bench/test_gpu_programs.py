@@ -58,8 +58,10 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     assert less == reached - 1 and f"{name}: 0.500, wanted 0.95" in lines
     del slow[case]["cuda"]
     assert f"{name}: not measured" in targets.shortfalls(slow, "cuda")[1]
-    # Less precise than the one, though not than cuDNN.
+    # Less precise than the one, though not than cuDNN; in a report without the mean of squares.
     rough = copy.deepcopy(rows)
+    for contender in rough[case].values():
+        contender.pop("rms_error", None)
     error = 1.3 * found["cuda.flash4"]["error"]
     rough[case]["cuda"]["error"] = rough[case]["torch.sdpa.cudnn"]["error"] = error
     (line,) = [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
