@@ -40,14 +40,14 @@ MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
 }
 
 
-def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16) -> Spec:
+def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int = 128) -> Spec:
     score, mask, captured = MODS[name]
     return Spec(
         "cuda", "sm_90", dtype, dim, dim,
         score_graph=parse_graph(score) if score else None,
         mask_graph=parse_graph(mask) if mask else None,
         captured=tuple(replace(facts, needs_grad=False) for facts in captured),
-        mask_kind="runs" if mask else "none", block_size=(128, 128) if mask else (0, 0),
+        mask_kind="runs" if mask else "none", block_size=(block, 128) if mask else (0, 0),
     )  # fmt: skip
 
 
@@ -129,6 +129,10 @@ def main() -> int:
             spec = spec_of(name, dim)
             found = facts_of(spec, even, rest, tiles_for(spec))
             print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
+        for name in ("causal", "softcap"):
+            spec = spec_of(name, 64, block=192)
+            found = facts_of(spec, True, False, tiles_for(spec))
+            print(json.dumps({"name": f"{name} 64 of 192", **found}), flush=True)
         for name, dim, even, rest in small:
             spec = spec_of(name, dim)
             found = facts_of(spec, even, rest, small_tiles_for(spec))

@@ -11,14 +11,17 @@ TRITON = pytest.importorskip("triton", reason="triton is not installed").__versi
 
 SHARED = 232_448
 """Bytes that a program can have on Hopper."""
-APART = ("causal 128", "alibi 128", "softcap 128", "causal 64", "window 64")
+APART = (
+    "causal 128", "alibi 128", "softcap 128", "causal 64", "window 64", "causal 64 of 192",
+    "softcap 64 of 192",
+)  # fmt: skip
 """Cases whose masks read nothing, of head dims that this pays for."""
 
 
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
     lines = printed_by("compiling_forward.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == 12
+    assert len(found) == 14
     for facts in found:
         # Of about 600 instructions a loop three with Triton 3.9.
         most = 0 if TRITON.startswith("3.6.") else 8
@@ -27,7 +30,7 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
             most = 80
         assert facts["serialized"] == [] and facts["local"] <= most, facts
         # Of each consumer one, or two where steps with dead pairs have their own.
-        several = (4,) if facts["name"] in APART else (2, 3)
+        several = (4, 6) if facts["name"] in APART else (2, 3)
         assert facts["loops"] in ((1,) if "small" in facts["name"] else several), facts
         # Of a tile's begin and end.
         assert facts["spills"] <= (400 if most else 160) and facts["shared"] <= SHARED, facts

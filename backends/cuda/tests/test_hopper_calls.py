@@ -105,6 +105,21 @@ def weighed() -> Mod:
     return score_mod
 
 
+def everything(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """A mask whose blocks are all FULL."""
+    return (q >= 0) & (k >= 0)
+
+
+def of_every_kind(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Of five blocks of keys the first three are PARTIAL, and the last isn't whole."""
+    return (k % 128 < 100) | (k >= 384)
+
+
+def from_a_row_on(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """The first block of rows has no keys, the next ones PARTIAL and FULL ones."""
+    return (q >= 128) & ((k < 60) | (k >= 128))
+
+
 @dataclass(frozen=True)
 class Case:
     """A call of 4 heads, 2 of keys.
@@ -151,6 +166,11 @@ CASES = {
     "one consumer, documents, away": Case(
         200, 300, (128, 128), mask=documents(), offsets=AWAY, cores=16
     ),
+    # Steps with dead pairs have a loop of their own there, and here 0, some or all are such.
+    "all plain": Case(256, 384, (128, 128), mask=everything, batch=2),
+    "plain but for the end": Case(200, 300, (128, 128), mask=everything),
+    "of every kind": Case(130, 600, mask=of_every_kind),
+    "no step, some, all": Case(300, 300, (128, 128), weighed(), from_a_row_on),
     "documents": Case(300, 300, (128, 128), mask=documents(count=300)),
     "documents of int64": Case(130, 300, mask=documents(torch.int64)),
     "documents, whole steps": Case(256, 256, (128, 128), mask=documents(count=256)),
@@ -264,6 +284,16 @@ READ_EARLY = [
     ("documents", "if READ_ROWS is not None:", "if False:"),
     ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
 ]  # fmt: skip
+LOOPS = [
+    ("all plain", "range(gl.maximum(masked, 1), steps)", "range(masked, steps)"),
+    ("of every kind", "range(gl.maximum(masked, 1), steps)", "range(1, steps)"),
+    ("of every kind", "range(1, masked if APART else steps)", "range(1, 1)"),
+    (
+        "of every kind",
+        "masked = said(step_words, slot * WORDS + 2) >= 0",
+        "masked = False",
+    ),
+]
 PROTOCOL = [
     ("two consumers, mods", f"{piece}\n", "pass\n")
     for piece in (
@@ -280,7 +310,7 @@ PROTOCOL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "piece", "instead"), [*READ_EARLY, *PROTOCOL])
+@pytest.mark.parametrize(("name", "piece", "instead"), [*READ_EARLY, *LOOPS, *PROTOCOL])
 def test_without_a_piece_of_it_a_call_fails(name: str, piece: str, instead: str) -> None:
     for seed in range(12):
         case = replace(CASES[name], cores=1 + seed % 2)

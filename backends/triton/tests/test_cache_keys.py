@@ -62,21 +62,52 @@ def test_keys_are_the_same_in_any_order() -> None:
     assert sum(count for _, count, _ in found.values()) > 20
 
 
-def test_programs_ask_in_that_order() -> None:
-    """The source of a program has the key of a process that asked for no other before."""
-    one = "anyflex_triton.forward.forward_kernel"
-    program = """
-from types import SimpleNamespace
+PROGRAMS = """
+import sys
+from unittest import mock
+import torch
+from triton.runtime.jit import DependenciesFinder
+from anyflex.plugin import Spec, parse_graph
 from anyflex_triton import backward_keys, forward, launch
-backward_keys.key_kernel.cache_key
-function = forward.forward_kernel
-program = launch.Program(
-    function, dict.fromkeys(function.arg_names, "i32"), {}, (), launch.Options(4, 1)
-)
-program.source()
-print(function.cache_key)
+from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.module_files import load_module
+
+def mod_of(text):
+    spec = Spec("cuda", "sm_90", torch.float16, 64, 64, score_graph=parse_graph(text))
+    return load_module(source_for(write_source(spec), within=True, coarse=True))
+
+def program_of(module):
+    function = forward.forward_kernel
+    names = [name for name in function.arg_names if name != "SCORE_MOD"]
+    constants = {"SCORE_MOD": module.score_mod}
+    return launch.Program(
+        function, dict.fromkeys(names, "i32"), constants, (), launch.Options(4, 1)
+    )
+
+asked, update = [], DependenciesFinder._update_hash
+
+def note(finder, function):
+    asked.append(function.hash is not None)
+    update(finder, function)
+
+with mock.patch.object(DependenciesFinder, "_update_hash", note):
+    if "before" in sys.argv:
+        program_of(mod_of("input f32 - score;tanh f32 0 -;=1")).source()
+    program = program_of(mod_of("input f32 - score;tanh f32 0 -;sin f32 1 -;=2"))
+    print(program.source().hash())
+# Nobody's key is of a function that hasn't one yet.
+assert all(asked) and len(asked) > 10, asked.count(False)
 """
+
+
+def test_programs_ask_in_that_order_for_mods_too() -> None:
+    """A program's key is the same in a process that has made others before."""
     compiled = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=compiled, stdout=subprocess.PIPE, check=True, text=True)
-    assert done.stdout.strip() == keys_of(one)[one][0]
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAMS, *words],
+            env=compiled, stdout=subprocess.PIPE, check=True, text=True,
+        ).stdout
+        for words in ([], ["before"])
+    ]  # fmt: skip
+    assert found[0] == found[1] != ""

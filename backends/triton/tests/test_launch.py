@@ -37,6 +37,8 @@ class Pretended:
         return device in self.compiled
 
     def compile(self, device: int | None = None) -> None:
+        if self.is_compiled(device):
+            return
         if not self.cached:
             if self.meanwhile is not None:
                 with contextlib.suppress(RuntimeError):
@@ -139,6 +141,26 @@ def test_without_a_thread_one_is_compiled_after_the_other(
     with pytest.raises(RuntimeError, match="no such instruction"):
         launch.launch_all(again, GPU)
     assert not notes
+
+
+def test_what_one_thread_too_few_leaves_is_compiled_before_any_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, begun = threading.Thread.start, []
+
+    def once(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", once)
+    launches, notes = pretended("a", "b", "broken")
+    for given in launches:
+        cast(Pretended, given.program).together = threading.Barrier(1)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        launch.launch_all(launches, GPU)
+    assert not notes and len(begun) == 1
 
 
 @pytest.mark.parametrize("threads", [True, False])

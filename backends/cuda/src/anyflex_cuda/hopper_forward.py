@@ -64,8 +64,8 @@ def pin(x):
 
 @gluon.jit
 def halves_of(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
-    """Weights of S_LAYOUT as one loop hands them to its next step, or, where APART, to another
-    loop: two in a word. As halves ptxas would take them apart and put them together in each step.
+    """Weights as they are handed to the next step: halves, or, where that may be another loop's
+    (APART), words of two: halves ptxas would take apart and put together in each step.
 
     Args:
         dtype: of values; LAYOUT: of their products.
@@ -224,7 +224,8 @@ def produce(
             runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
         )
         first_step = step
-        # First what may have dead pairs, then the rest, whose loop has no mask's code.
+        # First what may have dead pairs, then the rest, whose loop, where APART, has no mask's
+        # code.
         for part in range(2):
             for r in range(run, last_run):
                 begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)

@@ -4,6 +4,10 @@ A function's key tells constants that it and all functions it calls read from th
 Triton 3.6 those of a called function are told only if somebody has asked for its key before: a
 process that makes its calls in another order, or whose threads do, gets other keys, finds nothing
 in the cache and compiles again. Later Tritons ask first themselves.
+
+A key that somebody has asked for already stays as it is: so whoever compiles, or hashes one of
+these functions, comes here first. Functions are found as a module's names and as attributes of
+modules, as this project calls them; not in closures, default arguments or attributes of those.
 """
 
 from __future__ import annotations

@@ -263,9 +263,10 @@ class Program:
         found, self._ahead = self._ahead, None
         if found is None:
             source = self.source()
-            if self.meanwhile is not None:
-                _call_after_front_end(source, self.meanwhile)
-                self.meanwhile = None
+            # Read once: another thread's `_compile_missing` may take it back.
+            meanwhile, self.meanwhile = self.meanwhile, None
+            if meanwhile is not None:
+                _call_after_front_end(source, meanwhile)
             found = triton.compile(source, options=keywords)
         if device is not None:
             stages = self.options.num_stages
@@ -432,9 +433,11 @@ def _compile_missing(programs: Sequence[Program], device: torch.device) -> None:
                 program.meanwhile = None
             if beside:
                 break
-    # Those for which there was no thread are compiled when they are launched.
     for future in beside:
         future.result()
+    for program in programs:
+        # Those for which there was no thread.
+        program.compile(device.index)
 
 
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
