@@ -43,13 +43,21 @@ print(json.dumps(found))
 """
 
 
+def printed_by(program: str, *words: str) -> str:
+    """What a program prints in a process of its own, which compiles, whatever this one does."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    ).stdout
+
+
 def keys_of(*order: str) -> dict[str, Any]:
     """What a process says that asks in this order, of each kernel: its key, how many constants it
     is of, and which of them are several of one name, whose order in the key is by address."""
-    command = [sys.executable, "-c", PROGRAM, *order]
-    compiled = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=compiled, stdout=subprocess.PIPE, check=True, text=True)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(printed_by(PROGRAM, *order))  # type: ignore[no-any-return]
 
 
 def test_keys_are_the_same_in_any_order() -> None:
@@ -102,12 +110,6 @@ assert all(asked) and len(asked) > 10, asked.count(False)
 
 def test_programs_ask_in_that_order_for_mods_too() -> None:
     """A program's key is the same in a process that has made others before."""
-    compiled = {**os.environ, "TRITON_INTERPRET": "0"}
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAMS, *words],
-            env=compiled, stdout=subprocess.PIPE, check=True, text=True,
-        ).stdout
-        for words in ([], ["before"])
-    ]  # fmt: skip
-    assert found[0] == found[1] != ""
+    alone = printed_by(PROGRAMS)
+    assert alone != ""
+    assert printed_by(PROGRAMS, "before") == alone
