@@ -23,8 +23,10 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == 14
     for facts in found:
-        # Of about 600 instructions a loop three with Triton 3.9.
-        most = 0 if TRITON.startswith("3.6.") else 8
+        # Of about 600 instructions a loop three with Triton 3.9; of three consumers' under masks,
+        # which have 160 registers a thread, up to 29.
+        newer = 30 * facts["loops"] if "of 192" in facts["name"] else 8
+        most = 0 if TRITON.startswith("3.6.") else newer
         if "documents" in facts["name"]:
             # Which keys a thread has, read where a mask is evaluated: not in the other steps.
             most = 80
