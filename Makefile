@@ -16,7 +16,7 @@ NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
@@ -29,6 +29,7 @@ help:
 	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
+	@echo "make test-nvidia  on a machine with a Hopper GPU: kit, random calls, sanitizer, first calls; bench-nvidia: all peers"
 	@echo "make test-newest-triton  what the newest Triton that was tried makes of Hopper's kernels, without a GPU"
 	@echo "make triton-compiles  what Triton makes of every configuration, without a GPU; fails where forward spills"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
@@ -79,6 +80,16 @@ test-xpu:
 	$(READY) test
 	@cd backends/xpu && ../../$(RUN) -m pytest -m xpu $(ARGS)
 	@$(RUN) -m anyflex conformance --backend xpu --require all
+
+# TORCH names a torch for CUDA. What they print and report is in build/nvidia.
+test-nvidia:
+	$(READY) test
+	@bash scripts/nvidia_checks.sh $(RUN) check build/nvidia/check
+	@bash scripts/nvidia_checks.sh $(RUN) first-calls build/nvidia/first-calls
+
+bench-nvidia:
+	$(READY) test
+	@bash scripts/nvidia_checks.sh $(RUN) measure build/nvidia/measure
 
 # Hopper's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
 test-newest-triton: $(NEWEST_TRITON)

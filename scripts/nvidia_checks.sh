@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
+#   check        `cuda`: the whole conformance kit, 500 random calls, compute-sanitizer, the device
+#                tests; `cuda.triton`: the kit's cases of layouts. Some 8 minutes on two H200s.
+#   first-calls  what first calls of both backends take, with and without kernels on disk
+#   measure      every preset of both beside the peers, then the targets. Kernels must lie in
+#                their caches on disk: the first run of two compiles them (some 4 and 8 minutes)
+# Each step's output is FOLDER/<step>.log, each report FOLDER/<step>.json; FOLDER/summary.txt has
+# the steps' exit statuses and seconds. Runs every step even if one fails, and fails if one did.
+# With two GPUs half of the steps run on each. PEERS names `cuda`'s contenders, JOBS the kit's
+# processes, ROUNDS those of a measurement.
+set -euo pipefail
+if (($# != 3)); then
+  sed -n '2,11p' "$0" >&2
+  exit 2
+fi
+python=$1 mode=$2
+mkdir -p "$3"
+folder=$(cd "$3" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+peers=${PEERS:-torch.sdpa.cudnn,torch.flex,torch.flex.flash,cuda.flash4}
+# Not all: the other steps need some processors beside the kit.
+jobs=${JOBS:-$(($(nproc) * 5 / 8 + 1))}
+rounds=${ROUNDS:-7}
+gpus=$(nvidia-smi --list-gpus | wc -l)
+if ((gpus == 0)); then
+  echo "no NVIDIA GPU is here" >&2
+  exit 3
+fi
+second=$((gpus > 1))
+: >"$folder/summary.txt"
+
+step() {  # name, GPU, command
+  local name=$1 gpu=$2 began=$SECONDS status=0
+  shift 2
+  # The other GPU too, as the second one: some tests want two.
+  CUDA_VISIBLE_DEVICES=$(visible "$gpu") "$@" >"$folder/$name.log" 2>&1 || status=$?
+  echo "$name: status $status, $((SECONDS - began)) s" | tee -a "$folder/summary.txt"
+}
+
+visible() {
+  if ((gpus == 1)); then echo 0; else echo "$1,$((1 - $1))"; fi
+}
+
+preset() {  # name, GPU, preset, contenders, options
+  step "$1" "$2" "$python" -m anyflex bench --preset "h200-$3" --backend "$4" \
+    --rounds "$rounds" --json "$folder/$1.json" "${@:5}"
+}
+
+targets() {  # backend, steps whose reports count
+  local backend=$1
+  shift
+  local reports=("${@/#/$folder/}")
+  step "targets-$backend" 0 "$python" bench/gpu_targets.py --backend "$backend" "${reports[@]/%/.json}"
+}
+
+# Two lists of steps: on two GPUs side by side, on one after the other, so that no measurement
+# shares its GPU.
+side_by_side() {
+  if ((second)); then
+    "$1" 0 &
+    "$2" 1
+    wait
+  else
+    "$1" 0
+    "$2" 0
+  fi
+}
+
+kit_on() {
+  step kit "$1" "$python" -m anyflex conformance --backend cuda --jobs "$jobs"
+}
+others_on() {
+  step device "$1" "$python" -m pytest -q -n 6 tests/device
+  step layouts "$1" "$python" -m anyflex conformance --backend cuda.triton --case 'layouts/*'
+  step random "$1" "$python" bench/gpu_random.py --backend cuda --count 500 --jobs 8
+  step sanitizer "$1" "$python" bench/gpu_sanitizer.py
+}
+
+first_calls() {  # GPU, backend
+  step "first-calls-$2" "$1" "$python" bench/gpu_first_calls.py --backend "$2" \
+    --json "$folder/first-calls-$2.json"
+}
+first_calls_of_cuda_on() { first_calls "$1" cuda; }
+first_calls_of_triton_on() { first_calls "$1" cuda.triton; }
+
+prefill_on() {
+  preset plain "$1" plain "cuda,$peers"
+  preset mods "$1" mods "cuda,$peers"
+}
+portable_prefill_on() {
+  preset decode-graph "$1" decode "cuda,$peers,cuda.triton" --clock graph
+  preset triton-plain "$1" plain cuda.triton,torch.flex,torch.sdpa.cudnn
+  preset triton-mods "$1" mods cuda.triton,torch.flex,torch.sdpa.cudnn
+}
+
+case $mode in
+  check) side_by_side kit_on others_on ;;
+  first-calls) side_by_side first_calls_of_cuda_on first_calls_of_triton_on ;;
+  measure)
+    side_by_side prefill_on portable_prefill_on
+    # By themselves: these wait for the host.
+    preset decode 0 decode "cuda,$peers,cuda.triton"
+    preset small-graph 0 small "cuda,$peers" --clock graph
+    preset small-wall 0 small "cuda,$peers" --clock wall
+    targets cuda plain mods decode decode-graph small-graph small-wall
+    targets cuda.triton triton-plain triton-mods decode decode-graph
+    ;;
+  *)
+    sed -n '2,11p' "$0" >&2
+    exit 2
+    ;;
+esac
+! grep -v ': status 0,' "$folder/summary.txt"
