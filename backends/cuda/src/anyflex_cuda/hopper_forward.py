@@ -63,7 +63,7 @@ def pin(x):
 
 
 @gluon.jit
-def halves_of(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
+def handed_over(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
     """Weights as they are handed to the next step: halves, or, where that may be another loop's
     (APART), words of two: halves ptxas would take apart and put together in each step.
 
@@ -82,17 +82,17 @@ def halves_of(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.cons
 
 
 @gluon.jit
-def operand_of(halves, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
-    """What `halves_of` returned, as a product takes it."""
+def operand_of(handed, dtype: gl.constexpr, LAYOUT: gl.constexpr, APART: gl.constexpr):
+    """What `handed_over` returned, as a product takes it."""
     if APART:
-        low = halves.to(gl.int16).to(dtype, bitcast=True)
-        high = (halves >> 16).to(gl.int16).to(dtype, bitcast=True)
-        both = gl.join(low, high).reshape([ROWS, halves.shape[1] * 2])
+        low = handed.to(gl.int16).to(dtype, bitcast=True)
+        high = (handed >> 16).to(gl.int16).to(dtype, bitcast=True)
+        both = gl.join(low, high).reshape([ROWS, handed.shape[1] * 2])
         return gl.convert_layout(
             both, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True,
         )
     else:
-        return halves
+        return handed
 
 
 # The producer
@@ -344,7 +344,7 @@ def weights_of(
 
 @gluon.jit
 def advance(
-    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+    step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
@@ -352,7 +352,7 @@ def advance(
     O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):
-    """One step: its scores, while the weights of the step before (`halves`) meet their values;
+    """One step: its scores, while the weights of the step before (`handed`) meet their values;
     then its weights."""
     slot = step % STAGES
     before = (step - 1) % STAGES
@@ -371,7 +371,7 @@ def advance(
     raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
     v = v_bufs.index(before).reshape([BLOCK_N, DV])
-    before_weights = operand_of(halves, v_bufs.dtype, O_LAYOUT, APART)
+    before_weights = operand_of(handed, v_bufs.dtype, O_LAYOUT, APART)
     acc_later = warpgroup_mma(before_weights, v, acc, is_async=True)
     raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
@@ -387,8 +387,8 @@ def advance(
         acc = rescaled(acc, factors, DV // 2)
     else:
         acc = acc * factors
-    halves = halves_of(weights, v_bufs.dtype, O_LAYOUT, APART)
-    return halves, acc, top, base, totals, nans
+    handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
+    return handed, acc, top, base, totals, nans
 
 
 @gluon.jit
@@ -464,12 +464,12 @@ def consume(
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
             )
-            halves = halves_of(weights, v_bufs.dtype, O_LAYOUT, APART)
+            handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
             step += 1
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):
-                halves, acc, top, base, totals, nans = advance(
-                    step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
+                handed, acc, top, base, totals, nans = advance(
+                    step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
                     SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, APART, S_LAYOUT,
@@ -478,8 +478,8 @@ def consume(
                 step += 1
             if APART:
                 for _ in range(gl.maximum(masked, 1), steps):
-                    halves, acc, top, base, totals, nans = advance(
-                        step, halves, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full,
+                    handed, acc, top, base, totals, nans = advance(
+                        step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full,
                         k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
                         kv_length, shifts, read, ints, floats, scale, False, True, READ_COLUMNS,
                         ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS,
@@ -489,7 +489,7 @@ def consume(
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
             v = v_bufs.index(slot).reshape([BLOCK_N, DV])
-            weights = operand_of(halves, v_bufs.dtype, O_LAYOUT, APART)
+            weights = operand_of(handed, v_bufs.dtype, O_LAYOUT, APART)
             acc_later = warpgroup_mma(weights, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
             mbarrier.arrive(v_empty.index(slot), count=1)
