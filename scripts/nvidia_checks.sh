@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
-#   check        `cuda`: the whole conformance kit, 500 random calls, compute-sanitizer, the device
-#                tests; `cuda.triton`: the kit's cases of layouts. Some 8 minutes on two H200s.
+#   check        `cuda`: the whole conformance kit, 500 random calls, six repeated 1,000 times,
+#                compute-sanitizer, the device tests; `cuda.triton`: the kit's cases of layouts
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 4 and 8 minutes)
 # Each step's output is FOLDER/<step>.log, each report FOLDER/<step>.json; FOLDER/summary.txt has
 # the steps' exit statuses and seconds. Runs every step even if one fails, and fails if one did.
-# With two GPUs half of the steps run on each. PEERS names `cuda`'s contenders, JOBS the kit's
-# processes, ROUNDS those of a measurement.
+# With two GPUs, the first two that CUDA_VISIBLE_DEVICES lets it see, half of the steps run on
+# each. PEERS names `cuda`'s contenders, JOBS the kit's processes, ROUNDS those of a measurement.
 set -euo pipefail
 if (($# != 3)); then
   sed -n '2,11p' "$0" >&2
@@ -22,24 +22,21 @@ peers=${PEERS:-torch.sdpa.cudnn,torch.flex,torch.flex.flash,cuda.flash4}
 # Not all: the other steps need some processors beside the kit.
 jobs=${JOBS:-$(($(nproc) * 5 / 8 + 1))}
 rounds=${ROUNDS:-7}
-gpus=$(nvidia-smi --list-gpus | wc -l)
-if ((gpus == 0)); then
-  echo "no NVIDIA GPU is here" >&2
+indices=$(nvidia-smi --query-gpu=index --format=csv,noheader || true)
+IFS=$', \n' read -r -d '' -a gpus <<<"${CUDA_VISIBLE_DEVICES-$indices}" || true
+if ((${#gpus[@]} == 0)); then
+  echo "no NVIDIA GPU is here, or CUDA_VISIBLE_DEVICES names none" >&2
   exit 3
 fi
-second=$((gpus > 1))
 : >"$folder/summary.txt"
 
-step() {  # name, GPU, command
-  local name=$1 gpu=$2 began=$SECONDS status=0
+step() {  # name, which of the two GPUs, command
+  local name=$1 visible=${gpus[$2]} began=$SECONDS status=0
+  # The other one too, as the second: some tests want two.
+  if ((${#gpus[@]} > 1)); then visible+=,${gpus[1 - $2]}; fi
   shift 2
-  # The other GPU too, as the second one: some tests want two.
-  CUDA_VISIBLE_DEVICES=$(visible "$gpu") "$@" >"$folder/$name.log" 2>&1 || status=$?
+  CUDA_VISIBLE_DEVICES=$visible "$@" >"$folder/$name.log" 2>&1 || status=$?
   echo "$name: status $status, $((SECONDS - began)) s" | tee -a "$folder/summary.txt"
-}
-
-visible() {
-  if ((gpus == 1)); then echo 0; else echo "$1,$((1 - $1))"; fi
 }
 
 preset() {  # name, GPU, preset, contenders, options
@@ -57,7 +54,7 @@ targets() {  # backend, steps whose reports count
 # Two lists of steps: on two GPUs side by side, on one after the other, so that no measurement
 # shares its GPU.
 side_by_side() {
-  if ((second)); then
+  if ((${#gpus[@]} > 1)); then
     "$1" 0 &
     "$2" 1
     wait
@@ -70,10 +67,14 @@ side_by_side() {
 kit_on() {
   step kit "$1" "$python" -m anyflex conformance --backend cuda --jobs "$jobs"
 }
+# Of Hopper's tiles, decoding and backward, three of them in deterministic mode.
+repeated=(7 83 90 92 286 435)
 others_on() {
   step device "$1" "$python" -m pytest -q -n 6 tests/device
   step layouts "$1" "$python" -m anyflex conformance --backend cuda.triton --case 'layouts/*'
   step random "$1" "$python" bench/gpu_random.py --backend cuda --count 500 --jobs 8
+  step repeats "$1" "$python" bench/gpu_random.py --backend cuda --repeat 1000 --jobs 6 \
+    "${repeated[@]/#/--number=}"
   step sanitizer "$1" "$python" bench/gpu_sanitizer.py
 }
 

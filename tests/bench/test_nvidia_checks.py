@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NVIDIA_SMI = '#!/bin/sh\nfor i in $(seq "$GPUS"); do echo "GPU $i"; done\n'
+NVIDIA_SMI = "#!/bin/sh\nseq 0 $((GPUS - 1))\n"
 PYTHON = '#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES: $@"\ncase "$*" in *"$FAILS"*) exit 7;; esac\n'
 
 
 def run(
-    tmp_path: Path, *arguments: str, gpus: int = 2, fails: str = "nothing"
+    tmp_path: Path,
+    *arguments: str,
+    gpus: int = 2,
+    visible: str | None = None,
+    fails: str = "nothing",
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
     """Run the script; return what came of it, and each step's log."""
     for name, text in (("nvidia-smi", NVIDIA_SMI), ("python", PYTHON)):
@@ -28,6 +32,9 @@ def run(
         "GPUS": str(gpus),
         "FAILS": fails,
     }
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
     script = ROOT / "scripts/nvidia_checks.sh"
     done = subprocess.run(
         ["bash", script, tmp_path / "python", *arguments],
@@ -56,6 +63,16 @@ def test_two_gpus_share_the_steps_and_one_runs_them_all(tmp_path: Path, mode: st
             assert (ROOT / words[0]).is_file()
 
 
+def test_it_keeps_to_the_gpus_that_it_may_see(tmp_path: Path) -> None:
+    folder = str(tmp_path / "out")
+    _, logs = run(tmp_path, "first-calls", folder, gpus=8, visible="5,3,1")
+    assert {log.partition(":")[0] for log in logs.values()} == {"5,3", "3,5"}
+    _, logs = run(tmp_path, "first-calls", folder, gpus=8, visible="GPU-6f")
+    assert {log.partition(":")[0] for log in logs.values()} == {"GPU-6f"}
+    done, _ = run(tmp_path, "first-calls", folder, gpus=8, visible="")
+    assert done.returncode == 3
+
+
 def test_every_report_that_is_made_is_held_to_its_targets(tmp_path: Path) -> None:
     _, logs = run(tmp_path, "measure", str(tmp_path / "out"))
     targets = [log for name, log in logs.items() if name.startswith("targets")]
@@ -68,7 +85,13 @@ def test_a_failing_step_fails_the_whole_after_all_have_run(tmp_path: Path) -> No
     _, whole = run(tmp_path, "check", str(tmp_path / "out"))
     done, logs = run(tmp_path, "check", str(tmp_path / "out"), fails="gpu_random")
     assert done.returncode == 1
-    assert logs.keys() == whole.keys() == {"kit", "device", "layouts", "random", "sanitizer"}
+    assert (
+        logs.keys()
+        == whole.keys()
+        == {
+            *("kit", "device", "layouts", "random", "repeats", "sanitizer"),
+        }
+    )
     assert "random: status 7" in (tmp_path / "out/summary.txt").read_text()
 
 
