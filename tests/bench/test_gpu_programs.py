@@ -145,9 +145,10 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
 
 
 @pytest.mark.parametrize("backend", ["cuda", "cuda.triton"])
-def test_the_committed_table_is_of_the_committed_report(backend: str) -> None:
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_the_committed_table_is_of_the_committed_report(device: str, backend: str) -> None:
     targets = program("gpu_targets")
-    report = REPORT.with_name(f"h200_{backend.split('.')[-1]}.json")
+    report = REPORT.with_name(f"{device}_{backend.split('.')[-1]}.json")
     page = report.with_suffix(".md").read_text()
     rows = targets.rows_of(targets.reports_of([report]))
     assert "\n".join(targets.table(rows, backend)) in page
