@@ -4,14 +4,15 @@
 #                compute-sanitizer, the device tests; `cuda.triton`: the kit's cases of layouts
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
-#                their caches on disk: the first run of two compiles them (some 4 and 8 minutes)
+#                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
 # Each step's output is FOLDER/<step>.log, each report FOLDER/<step>.json; FOLDER/summary.txt has
 # the steps' exit statuses and seconds. Runs every step even if one fails, and fails if one did.
 # With two GPUs, the first two that CUDA_VISIBLE_DEVICES lets it see, half of the steps run on
-# each. PEERS names `cuda`'s contenders, JOBS the kit's processes, ROUNDS those of a measurement.
+# each. PEERS names `cuda`'s contenders, JOBS the processes of kit and random calls, ROUNDS those of
+# a measurement.
 set -euo pipefail
 if (($# != 3)); then
-  sed -n '2,11p' "$0" >&2
+  sed -n '2,12p' "$0" >&2
   exit 2
 fi
 python=$1 mode=$2
@@ -64,15 +65,17 @@ side_by_side() {
   fi
 }
 
-kit_on() {
+kit_and_random_on() {
   step kit "$1" "$python" -m anyflex conformance --backend cuda --jobs "$jobs"
+  # If it is stopped, its report has the calls that had ended.
+  step random "$1" "$python" bench/gpu_random.py --backend cuda --count 500 --jobs "$jobs" \
+    --json "$folder/random.json"
 }
 # Of Hopper's tiles, decoding and backward, three of them in deterministic mode.
 repeated=(7 83 90 92 286 435)
 others_on() {
   step device "$1" "$python" -m pytest -q -n 6 tests/device
   step layouts "$1" "$python" -m anyflex conformance --backend cuda.triton --case 'layouts/*'
-  step random "$1" "$python" bench/gpu_random.py --backend cuda --count 500 --jobs 8
   step repeats "$1" "$python" bench/gpu_random.py --backend cuda --repeat 1000 --jobs 6 \
     "${repeated[@]/#/--number=}"
   step sanitizer "$1" "$python" bench/gpu_sanitizer.py
@@ -96,7 +99,7 @@ portable_prefill_on() {
 }
 
 case $mode in
-  check) side_by_side kit_on others_on ;;
+  check) side_by_side kit_and_random_on others_on ;;
   first-calls) side_by_side first_calls_of_cuda_on first_calls_of_triton_on ;;
   measure)
     side_by_side prefill_on portable_prefill_on
@@ -108,7 +111,7 @@ case $mode in
     targets cuda.triton triton-plain triton-mods decode decode-graph
     ;;
   *)
-    sed -n '2,11p' "$0" >&2
+    sed -n '2,12p' "$0" >&2
     exit 2
     ;;
 esac

@@ -23,6 +23,7 @@ from anyflex.failing import fail
 from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
 from anyflex.runtime.ops import flex_attention_op
+from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.request import write_request
 from anyflex.runtime.saved_bytes import NOTHING, saved_bytes
 
@@ -229,7 +230,6 @@ def _own_mask(block_mask: Any) -> Any:
     )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
@@ -237,7 +237,7 @@ _functorch_level = torch._C._functorch.peek_interpreter_stack
 def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
     who watches the dispatcher."""
-    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return False
     if _dispatch_modes() != 0:
         return False

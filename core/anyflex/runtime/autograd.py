@@ -12,7 +12,7 @@ from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.readable import captured_name
-from anyflex.runtime.unpacked import as_saved, facts_of
+from anyflex.runtime.unpacked import Usual, are_aligned, as_saved, facts_of
 
 __all__ = ["FlexAttention", "not_twice"]
 
@@ -35,13 +35,18 @@ class FlexAttention(torch.autograd.Function):
         out, lse = outputs.out, outputs.lse
         assert lse is not None
         ctx.set_materialize_grads(False)
-        saved = (query, key, value, out, lse, *captured, *outputs.saved)
+        others = (*captured, *outputs.saved)
+        saved = (query, key, value, out, lse, *others)
         ctx.save_for_backward(*saved)
-        ctx.facts = facts_of(saved)
-        ctx.plan = plan
+        usual: Usual | None = None
+        if plan.usual and are_aligned(others):  # the first five are anyway
+            dtypes = (*plan.dtypes, *[tensor.dtype for tensor in others])
+            usual = [tensor.shape for tensor in saved], dtypes, plan.device
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
         ctx.rest = (
+            plan,
+            usual or facts_of(saved),
             call.mask,
             len(captured),
             call.ints,
@@ -49,11 +54,11 @@ class FlexAttention(torch.autograd.Function):
             call.scale,
             call.score_function,
             call.mask_function,
+            # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
+            _read_by(call) if call.score_function or call.mask_function else None,
             inputs.lse,
             inputs.names,
         )
-        # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
-        ctx.read = _read_by(call) if call.score_function or call.mask_function else None
         if not inputs.lse and not inputs.max_scores:
             return out
         results = [out]
@@ -67,18 +72,20 @@ class FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
-        views, count, ints, floats, scale, score_function, mask_function, with_lse, names = (
-            ctx.rest
-        )
-        query, key, value, out, lse, *others = as_saved(
-            ctx.saved_tensors, ctx.facts, lambda position: _name(position, count, names)
+        (
+            plan, facts, views, count, ints, floats, scale, score_function, mask_function, read,
+            with_lse, names,
+        ) = ctx.rest  # fmt: skip
+        (query, key, value, out, lse, *others), looked = as_saved(
+            ctx.saved_tensors, facts, lambda position: _name(position, count, names)
         )
         if views is not None:
             views.check_unchanged()
         captured = tuple(others[:count])
-        if ctx.read is not None:
-            _check_unchanged(ctx.read[1])
-            captured = ctx.read[0]
+        if read is not None:
+            _check_unchanged(read[1])
+            captured = read[0]
+            looked = False
         call = Call(
             query,
             key,
@@ -96,7 +103,11 @@ class FlexAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         try:
             dq, dk, dv, dcaptured = launch_backward(
-                ctx.plan, call, Saved(out, lse, tuple(others[count:])), GradInputs(dout, dlse)
+                plan,
+                call,
+                Saved(out, lse, tuple(others[count:])),
+                GradInputs(dout, dlse),
+                looked=looked,
             )
         except (PluginError, ArgumentError) as error:
             if not _is_batched(dout):

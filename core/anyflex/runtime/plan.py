@@ -71,6 +71,10 @@ class Plan:
         own_backward: the kernel's own backward is used, not core's.
         saves, works: the kernel declares saved outputs, or workspace.
         accumulate: dtype of lse.
+        device: of the call's tensors.
+        usual: query, key and value are contiguous and begin at multiples of 16 bytes, and so does
+            what is allocated for out and lse.
+        dtypes: of query, key, value, out and lse.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
         checks_reads: core looks before forward whether captured tensors are read within.
@@ -88,7 +92,9 @@ class Plan:
         "casts",
         "checks_reads",
         "compiled",
+        "device",
         "device_type",
+        "dtypes",
         "gradients",
         "guard",
         "kernel",
@@ -97,11 +103,14 @@ class Plan:
         "same_dims",
         "saves",
         "spec",
+        "usual",
         "works",
     )
 
-    def __init__(self, compiled: CompiledKernel, device: torch.device) -> None:
+    def __init__(self, compiled: CompiledKernel, device: torch.device, usual: bool) -> None:
         self._mark = 0
+        self.device = device
+        self.usual = usual
         self.compiled = compiled
         self.spec = compiled.spec
         self.device_type = device.type
@@ -111,6 +120,7 @@ class Plan:
         self.saves = kind.saved_outputs is not Kernel.saved_outputs
         self.works = kind.workspace is not Kernel.workspace
         self.accumulate = torch.float64 if self.spec.dtype is torch.float64 else torch.float32
+        self.dtypes = (*(self.spec.dtype,) * 4, self.accumulate)
         self.same_dims = self.spec.head_dim == self.spec.value_head_dim
         self.max_scores = "max_scores" in self.spec.aux
         self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
@@ -182,6 +192,7 @@ def plan_for(inputs: Inputs) -> Plan:
     batch, heads, length, head_dim = query.shape
     kv_batch, kv_heads, _, _ = key.shape
     dtype = query.dtype
+    layouts = memories(query, key, value)
     facts = (
         history,  # stands for both texts
         bound,
@@ -194,7 +205,7 @@ def plan_for(inputs: Inputs) -> Plan:
         heads // kv_heads,
         kv_batch != batch,
         "long" if length > 64 else q_class(length),
-        memories(query, key, value),
+        layouts,
         inputs.gradients,
         inputs.lse,
         inputs.max_scores,
@@ -217,7 +228,7 @@ def plan_for(inputs: Inputs) -> Plan:
         compiled = kernel_for(
             spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
         )
-        plan = Plan(compiled, query.device)
+        plan = Plan(compiled, query.device, layouts is None)
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]

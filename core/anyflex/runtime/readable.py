@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anyflex.contract.call import Call, GradInputs, Saved
 
 __all__ = [
+    "PLAIN",
     "captured_name",
     "check_backward",
     "check_captured",
@@ -25,7 +26,8 @@ __all__ = [
     "why_unreadable",
 ]
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that hold their numbers themselves."""
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
@@ -49,7 +51,7 @@ def check_captured(
     for tensor in captured:
         # `_is_usual` without a call: every attention with mods comes here.
         try:
-            if type(tensor) in _PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
+            if type(tensor) in PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
                 storage = tensor.untyped_storage()
                 if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
                     continue
@@ -66,13 +68,18 @@ def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> 
     return f"captured tensor {name!r}" if name else f"captured tensor {position}"
 
 
-def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
+def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool = False) -> None:
     """Check what backward reads: a storage may have been resized since forward.
+
+    Args:
+        looked: all but what arrives is known to lie inside of its memory.
 
     Raises:
         ArgumentError: a tensor can't be read.
     """
-    read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    read: tuple[Tensor, ...] = (grad.dout,)
+    if not looked:
+        read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
     for position, tensor in enumerate(read):
         if not _is_usual(tensor):
             _refuse(_READ_BY_BACKWARD[position], tensor)
@@ -80,7 +87,7 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs) -> None:
         check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
     if grad.delta is not None:
         check_readable("delta", grad.delta)
-    if call.captured:
+    if call.captured and not looked:
         check_captured(call.captured)
 
 
@@ -97,7 +104,7 @@ _READ_BY_BACKWARD = (
 def _is_usual(tensor: Tensor) -> bool:
     """Whether the tensor is a plain one inside of its memory."""
     # FakeTensor warns when it is asked for its address.
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         return False
     try:
         begin = tensor.data_ptr()  # with the tensor's offset in its storage

@@ -46,11 +46,13 @@ def shown(call: Call) -> Call:
 def shown_backward(saved: Saved, grad: GradInputs) -> tuple[Saved, GradInputs]:
     """Return what arrives at backward likewise. out and lse come from the user where softmax was
     completed elsewhere."""
-    given = (grad.dout, grad.dlse, grad.delta, saved.out, saved.lse)
-    for tensor in given:
-        if tensor is not None and tensor.is_neg():
-            break
-    else:
+    if not (
+        grad.dout.is_neg()
+        or saved.out.is_neg()
+        or saved.lse.is_neg()
+        or (grad.dlse is not None and grad.dlse.is_neg())
+        or (grad.delta is not None and grad.delta.is_neg())
+    ):
         return saved, grad
     dlse, delta = (
         None if tensor is None else tensor.resolve_neg() for tensor in (grad.dlse, grad.delta)
