@@ -40,7 +40,9 @@ class FlexAttention(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         usual: Usual | None = None
         if plan.usual and are_aligned(others):  # the first five are anyway
-            dtypes = (*plan.dtypes, *[tensor.dtype for tensor in others])
+            dtypes = plan.dtypes
+            if outputs.saved:
+                dtypes = (*dtypes, *[tensor.dtype for tensor in outputs.saved])
             usual = [tensor.shape for tensor in saved], dtypes, plan.device
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.

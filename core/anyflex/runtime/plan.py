@@ -74,7 +74,7 @@ class Plan:
         device: of the call's tensors.
         usual: query, key and value are contiguous and begin at multiples of 16 bytes, and so does
             what is allocated for out and lse.
-        dtypes: of query, key, value, out and lse.
+        dtypes: of query, key, value, out, lse and each captured tensor.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
         checks_reads: core looks before forward whether captured tensors are read within.
@@ -120,12 +120,14 @@ class Plan:
         self.saves = kind.saved_outputs is not Kernel.saved_outputs
         self.works = kind.workspace is not Kernel.workspace
         self.accumulate = torch.float64 if self.spec.dtype is torch.float64 else torch.float32
-        self.dtypes = (*(self.spec.dtype,) * 4, self.accumulate)
         self.same_dims = self.spec.head_dim == self.spec.value_head_dim
         self.max_scores = "max_scores" in self.spec.aux
         self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
         self.guard = _device_guard(device)
         captured = self.spec.captured
+        self.dtypes = (
+            *((self.spec.dtype,) * 4), self.accumulate, *[facts.dtype for facts in captured]
+        )  # fmt: skip
         wide = {torch.float64: torch.float64}
         self.accumulators = tuple(
             [
