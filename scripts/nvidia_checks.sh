@@ -20,8 +20,9 @@ mkdir -p "$3"
 folder=$(cd "$3" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 peers=${PEERS:-torch.sdpa.cudnn,torch.flex,torch.flex.flash,cuda.flash4}
-# Not all: the other steps need some processors beside the kit.
-jobs=${JOBS:-$(($(nproc) * 5 / 8 + 1))}
+# Not all: the other steps need some processors beside the kit. And each has memory of the GPU.
+share=$(($(nproc) * 5 / 8 + 1))
+jobs=${JOBS:-$((share < 32 ? share : 32))}
 rounds=${ROUNDS:-7}
 indices=$(nvidia-smi --query-gpu=index --format=csv,noheader || true)
 IFS=$', \n' read -r -d '' -a gpus <<<"${CUDA_VISIBLE_DEVICES-$indices}" || true

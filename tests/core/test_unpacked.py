@@ -21,6 +21,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
+from anyflex.runtime import autograd, unpacked
 
 __all__: list[str] = []
 
@@ -180,6 +181,110 @@ def test_what_a_hook_lays_out_anew_reaches_the_kernel_as_it_was_saved(
         assert tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
     for position, tensor in enumerate(saved.extras):
         assert (tensor == position).all()
+
+
+def shrunk(size: int) -> Callable[[Tensor], Tensor]:
+    """Whose storage is smaller than its shape: of `size` bytes."""
+
+    def change(tensor: Tensor) -> Tensor:
+        made = tensor.detach().clone()
+        made.untyped_storage().resize_(size)
+        return made
+
+    return change
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "change",
+    [shrunk(0), shrunk(4), lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype)],
+    ids=["freed", "smaller", "zero tensor"],
+)
+def test_a_tensor_outside_of_its_memory_reaches_no_kernel(
+    name: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    out, _ = hooked(change, name)
+    with pytest.raises(ArgumentError, match=f"^{re.escape(name)} (of shape|is a zero tensor)"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.parametrize("position", range(len(NAMES)))
+@pytest.mark.parametrize("size", [0, 4])
+def test_nor_does_one_that_is_no_usual_one_of_forward(position: int, size: int) -> None:
+    """As above, of a call whose query isn't contiguous."""
+    given = leaves()
+    count = iter(range(len(NAMES)))
+
+    def pack(tensor: Tensor) -> Tensor:
+        return shrunk(size)(tensor) if next(count) == position else tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = attend(given[0].mT.contiguous().mT, *given[1:])
+    with pytest.raises(ArgumentError, match="needs a storage of"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_negative_bit_reaches_no_kernel(name: str) -> None:
+    """Equal for every operation of torch's, and other numbers in memory."""
+    inputs = leaves()
+    wanted = torch.autograd.grad(attend(*inputs).square().sum(), [*inputs, SLOPES])
+    out, inputs = hooked(lambda tensor: torch._neg_view((-tensor.detach()).clone()), name)
+    found = torch.autograd.grad(out.square().sum(), [*inputs, SLOPES])
+    torch.testing.assert_close(found, wanted)
+    call, saved = KeepingBackend.found[-1]
+    given = (call.query, call.key, call.value, saved.out, saved.lse, *call.captured)
+    for tensor in (*given, *saved.extras):
+        assert not tensor.is_neg()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_nested_tensor_is_refused(name: str) -> None:
+    out, _ = hooked(lambda tensor: torch.nested.nested_tensor([tensor.detach()]), name)
+    with pytest.raises(ArgumentError, match=f"^{re.escape(name)} must be one dense tensor"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fake_tensor_is_refused_without_being_asked_for_its_address(name: str) -> None:
+    mode = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+    out, _ = hooked(lambda tensor: mode.from_tensor(tensor.detach()), name)
+    with pytest.raises(ArgumentError, match=f"^{re.escape(name)} is a FakeTensor"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided query", "expanded", "odd", "negative"])
+def test_tensors_that_are_all_contiguous_are_looked_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those no strides are kept; of a call with another one all are."""
+    asked: list[int] = []
+    plainly = unpacked.facts_of
+    for module in (autograd, unpacked):
+        monkeypatch.setattr(module, "facts_of", lambda t: (asked.append(len(t)), plainly(t))[1])
+    inputs = leaves()
+    slopes = {
+        "expanded": torch.rand(1).expand(2),
+        "odd": torch.rand(3)[1:],
+        "negative": torch._neg_view(torch.rand(2)),
+    }.get(kind, torch.rand(2))
+    if kind == "strided query":
+        inputs[0] = inputs[0].detach().mT.contiguous().mT.requires_grad_()
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + slopes[h]
+
+    out = anyflex.flex_attention(*inputs, mod, enable_gqa=True, backend="cpu.keeping")
+    torch.autograd.grad(out.sum(), inputs)
+    # A negative one was copied before it was saved.
+    assert asked == ([] if kind in ("contiguous", "negative") else [8, 8])
+    call, _ = KeepingBackend.found[-1]
+    assert call.captured[0].stride() == (slopes.stride() if kind != "negative" else (1,))
 
 
 def test_an_expanded_tensor_that_a_hook_makes_whole_is_expanded_again() -> None:

@@ -11,8 +11,8 @@ from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
-from anyflex.runtime.readable import captured_name
-from anyflex.runtime.unpacked import Usual, are_aligned, as_saved, facts_of
+from anyflex.runtime.readable import captured_name, kept_name
+from anyflex.runtime.unpacked import Contiguous, are_contiguous, as_saved, facts_of
 
 __all__ = ["FlexAttention", "not_twice"]
 
@@ -38,17 +38,17 @@ class FlexAttention(torch.autograd.Function):
         others = (*captured, *outputs.saved)
         saved = (query, key, value, out, lse, *others)
         ctx.save_for_backward(*saved)
-        usual: Usual | None = None
-        if plan.usual and are_aligned(others):  # the first five are anyway
+        contiguous: Contiguous | None = None
+        if plan.contiguous and are_contiguous(others):  # out and lse were allocated so
             dtypes = plan.dtypes
             if outputs.saved:
                 dtypes = (*dtypes, *[tensor.dtype for tensor in outputs.saved])
-            usual = [tensor.shape for tensor in saved], dtypes, plan.device
+            contiguous = [tensor.shape for tensor in saved], dtypes, plan.device
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
         ctx.rest = (
             plan,
-            usual or facts_of(saved),
+            contiguous or facts_of(saved),
             call.mask,
             len(captured),
             call.ints,
@@ -135,7 +135,7 @@ def _name(position: int, captured: int, names: tuple[list[str], list[str]]) -> s
     position -= len(_SAVED)
     if position < captured:
         return captured_name(position, names)
-    return f"tensor {position - captured} of those that the kernel keeps for backward"
+    return kept_name(position - captured)
 
 
 def _is_batched(tensor: Tensor) -> bool:

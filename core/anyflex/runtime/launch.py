@@ -15,7 +15,7 @@ from anyflex.runtime.allocation import no_memory_for, total_bytes
 from anyflex.runtime.facts import empty_dense
 from anyflex.runtime.kernels import kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
-from anyflex.runtime.readable import check_backward
+from anyflex.runtime.readable import check_backward, check_readable
 from anyflex.runtime.saved_bytes import cut
 from anyflex.runtime.signs import shown_backward
 from anyflex.runtime.workspace import allocate, give_back, take
@@ -54,16 +54,17 @@ def launch_forward(
             out = torch.empty_like(query, memory_format=_CONTIGUOUS)
         else:
             out = empty_dense(query, spec.value_head_dim)
-        if spec.needs_lse:
+        if spec.needs_lse or plan.max_scores:
             batch, heads, length, _ = query.shape
             # Not a torch.Size: torch takes a microsecond longer to read one than a tuple.
             rows = (batch, heads, length)
-            if query.dtype is plan.accumulate:
-                lse = query.new_empty(rows)
-            else:
-                lse = query.new_empty(rows, dtype=plan.accumulate)
-        if plan.max_scores:
-            max_scores = query.new_empty(query.shape[:3], dtype=plan.accumulate)
+            if spec.needs_lse:
+                if query.dtype is plan.accumulate:
+                    lse = query.new_empty(rows)
+                else:
+                    lse = query.new_empty(rows, dtype=plan.accumulate)
+            if plan.max_scores:
+                max_scores = query.new_empty(rows, dtype=plan.accumulate)
     except (RuntimeError, MemoryError) as error:
         if failure := _no_outputs(plan, query, error):
             raise failure from error
@@ -138,6 +139,8 @@ def launch_backward(
     """
     saved, grad = shown_backward(saved, grad)
     check_backward(call, saved, grad, looked=looked)
+    if saved_bytes is not None:
+        check_readable(_KEPT, saved_bytes)
     for_query, for_key, for_value = plan.gradients
     query, key, value = call.query, call.key, call.value
     dq = dk = dv = None

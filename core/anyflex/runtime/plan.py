@@ -71,9 +71,9 @@ class Plan:
         own_backward: the kernel's own backward is used, not core's.
         saves, works: the kernel declares saved outputs, or workspace.
         accumulate: dtype of lse.
+        contiguous: query, key and value are, begin at multiples of 16 bytes, and have less than
+            2^31 bytes each.
         device: of the call's tensors.
-        usual: query, key and value are contiguous and begin at multiples of 16 bytes, and so does
-            what is allocated for out and lse.
         dtypes: of query, key, value, out, lse and each captured tensor.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
@@ -92,6 +92,7 @@ class Plan:
         "casts",
         "checks_reads",
         "compiled",
+        "contiguous",
         "device",
         "device_type",
         "dtypes",
@@ -103,14 +104,13 @@ class Plan:
         "same_dims",
         "saves",
         "spec",
-        "usual",
         "works",
     )
 
-    def __init__(self, compiled: CompiledKernel, device: torch.device, usual: bool) -> None:
+    def __init__(self, compiled: CompiledKernel, device: torch.device, contiguous: bool) -> None:
         self._mark = 0
         self.device = device
-        self.usual = usual
+        self.contiguous = contiguous
         self.compiled = compiled
         self.spec = compiled.spec
         self.device_type = device.type

@@ -23,6 +23,7 @@ __all__ = [
     "check_backward",
     "check_captured",
     "check_readable",
+    "kept_name",
     "why_unreadable",
 ]
 
@@ -68,6 +69,11 @@ def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> 
     return f"captured tensor {name!r}" if name else f"captured tensor {position}"
 
 
+def kept_name(position: int) -> str:
+    """What a message calls a tensor that the kernel left in forward."""
+    return f"tensor {position} of those that the kernel keeps for backward"
+
+
 def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool = False) -> None:
     """Check what backward reads: a storage may have been resized since forward.
 
@@ -87,8 +93,11 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool =
         check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
     if grad.delta is not None:
         check_readable("delta", grad.delta)
-    if call.captured and not looked:
-        check_captured(call.captured)
+    if not looked:
+        if call.captured:
+            check_captured(call.captured)
+        for position, tensor in enumerate(saved.extras or ()):
+            check_readable(kept_name(position), tensor)
 
 
 _READ_BY_BACKWARD = (
