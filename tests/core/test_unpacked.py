@@ -333,6 +333,27 @@ def test_a_compiled_program_names_the_tensor(name: str) -> None:
     assert not KeepingBackend.found
 
 
+@pytest.mark.parametrize("size", [0, 4])
+def test_the_memory_that_a_compiled_program_keeps_for_the_kernel_is_checked(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeepingBackend, "saved_bytes", lambda self, dtype: (0, 64))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    found: list[Tensor] = []
+
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.uint8:
+            return tensor
+        found.append(tensor)
+        return shrunk(size)(tensor)
+
+    out, _ = hooked(change, call=compiled)
+    assert len(found) == 1
+    with pytest.raises(ArgumentError, match="^what the kernel keeps for backward of shape"):
+        out.sum().backward()
+    assert not KeepingBackend.found
+
+
 def test_a_compiled_programs_runs_are_checked_too() -> None:
     mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
 

@@ -96,7 +96,7 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool =
     if not looked:
         if call.captured:
             check_captured(call.captured)
-        for position, tensor in enumerate(saved.extras or ()):
+        for position, tensor in enumerate(saved.extras):
             check_readable(kept_name(position), tensor)
 
 
