@@ -211,8 +211,8 @@ def test_a_tensor_outside_of_its_memory_reaches_no_kernel(
 
 @pytest.mark.parametrize("position", range(len(NAMES)))
 @pytest.mark.parametrize("size", [0, 4])
-def test_nor_does_one_that_is_no_usual_one_of_forward(position: int, size: int) -> None:
-    """As above, of a call whose query isn't contiguous."""
+def test_nor_does_one_of_a_call_whose_query_is_not_contiguous(position: int, size: int) -> None:
+    """All of its tensors are compared by strides, and looked at afterwards."""
     given = leaves()
     count = iter(range(len(NAMES)))
 
