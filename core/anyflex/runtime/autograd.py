@@ -110,6 +110,7 @@ class FlexAttention(torch.autograd.Function):
                 Saved(out, lse, tuple(others[count:])),
                 GradInputs(dout, dlse),
                 looked=looked,
+                names=names,
             )
         except (PluginError, ArgumentError) as error:
             if not _is_batched(dout):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -120,6 +120,7 @@ def launch_backward(
     *,
     saved_bytes: Tensor | None = None,
     looked: bool = False,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
     """Run backward and return the gradients of query, key, value and each captured tensor, None
     where the spec asks for none.
@@ -130,7 +131,7 @@ def launch_backward(
         saved: what forward left; extras may lack, and are then cut from `saved_bytes` or computed.
         grad: the gradients that arrive.
         saved_bytes: memory in which this plan's forward left its saved outputs.
-        looked: as `check_backward`'s.
+        looked, names: as `check_backward`'s.
 
     Raises:
         ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
@@ -138,7 +139,7 @@ def launch_backward(
         PluginError: the kernel raised; what it raised is the cause.
     """
     saved, grad = shown_backward(saved, grad)
-    check_backward(call, saved, grad, looked=looked)
+    check_backward(call, saved, grad, looked=looked, names=names)
     if saved_bytes is not None:
         check_readable(_KEPT, saved_bytes)
     for_query, for_key, for_value = plan.gradients

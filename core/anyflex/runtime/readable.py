@@ -74,11 +74,19 @@ def kept_name(position: int) -> str:
     return f"tensor {position} of those that the kernel keeps for backward"
 
 
-def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool = False) -> None:
+def check_backward(
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    *,
+    looked: bool = False,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> None:
     """Check what backward reads: a storage may have been resized since forward.
 
     Args:
         looked: all but what arrives is known to lie inside of its memory.
+        names: as for `check_captured`.
 
     Raises:
         ArgumentError: a tensor can't be read.
@@ -95,7 +103,7 @@ def check_backward(call: Call, saved: Saved, grad: GradInputs, *, looked: bool =
         check_readable("delta", grad.delta)
     if not looked:
         if call.captured:
-            check_captured(call.captured)
+            check_captured(call.captured, names)
         for position, tensor in enumerate(saved.extras):
             check_readable(kept_name(position), tensor)
 
