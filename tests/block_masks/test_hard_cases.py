@@ -54,6 +54,28 @@ def test_a_number_that_a_tables_type_cannot_hold_wraps(term: Callable[[Any], Any
     blocks_are_those_of_the_elements(lambda b, h, q, k: term(table[q]) & (k >= 0))
 
 
+def through_int8(b: Any, h: Any, q: Any, k: Any) -> Any:
+    wrapped = q.to(torch.uint8) - 5  # 251 to 255 where q is below 5
+    return wrapped.long().to(torch.int8) == wrapped.long()
+
+
+def through_a_float(b: Any, h: Any, q: Any, k: Any) -> Any:
+    wrapped = q.to(torch.uint8) - 5
+    return wrapped.float().long().to(torch.int8) == wrapped.long()
+
+
+def hashed(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """int64 wraps, and its range without that is more than a tensor holds."""
+    return ((q * 0x5DEECE66D * k * 0x5DEECE66D).float() * 2.0**-64 * 10).long() < 3
+
+
+@pytest.mark.parametrize("mask_mod", [through_int8, through_a_float, hashed])
+def test_what_is_made_of_an_integer_that_wraps_is_that_of_the_wrapped_one(
+    mask_mod: Callable[..., Any],
+) -> None:
+    blocks_are_those_of_the_elements(mask_mod)
+
+
 def each_and(live: Tensor, term: Tensor) -> Tensor:
     return live & term
 

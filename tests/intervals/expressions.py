@@ -93,6 +93,24 @@ class Operands:
         comparison = self.random.choice(("lt", "le", "gt", "ge", "eq", "ne"))
         return add(comparison, BOOL, (self.integer(), self.integer()))
 
+    def wrapping(self, depth: int) -> int:
+        """An int64 that has been through types which may not hold it, and through floats."""
+        add, draw = self.builder.add, self.random
+        found = [self.integer()]
+        for _ in range(depth):
+            dtype = draw.choice((torch.int8, torch.uint8, torch.int16, torch.int32, INT))
+            sides = [add("cast", dtype, (draw.choice(found),)) for _ in range(2)]
+            large = (0x5DEECE66D,) if dtype is INT else ()
+            constant = add("const", dtype, (), draw.choice((3, 5, 100, *large)))
+            by = draw.choice((*sides[1:], constant))
+            made = add(draw.choice(("add", "sub", "mul", "minimum")), dtype, (sides[0], by))
+            if draw.random() < 0.3:
+                made = add("where", dtype, (self.boolean(), made, sides[1]))
+            if draw.random() < 0.3:
+                made = add("cast", torch.float64, (made,))
+            found.append(add("cast", INT, (made,)))
+        return found[-1]
+
     def expression(
         self, operation: str, dtype: torch.dtype, arguments: tuple[int, ...]
     ) -> Expression:

@@ -85,6 +85,17 @@ def test_ranges_of_integers_hold_all_values_and_attained_ones_all_are(operation:
     assert claims > 24 * len(SEEDS) // 4, "nearly nothing was claimed"
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_what_follows_integers_that_wrap_sees_them_wrapped(depth: int) -> None:
+    claims = 0
+    for seed in range(40):
+        make = Operands(seed)
+        arguments = tuple(make.wrapping(depth) for _ in range(2))
+        operation = make.random.choice(("eq", "ne", "lt", "ge"))
+        claims += check(make.expression(operation, BOOL, arguments), seed)
+    assert claims > 24 * 40 // 8, "nearly nothing was claimed"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operation", sorted(FLOAT_RULES))
 def test_ranges_of_floats_hold_all_values(operation: str, dtype: torch.dtype) -> None:

@@ -164,7 +164,8 @@ class Analysis:
             self.forms[position] = AffineForm(0, ((position, 1),))
             found = evaluation.nested(evaluation.range, position)
             if found is None or not _fits(found.low, found.high, node.dtype):
-                evaluation.forget(position)
+                # What follows must not see the range that it would have without wrapping.
+                evaluation.settle(position, None)
                 self.forms[position] = None
                 continue
             self._ranges[position] = found
@@ -173,8 +174,9 @@ class Analysis:
                 self.forms[position] = form
                 if not form.is_atom(position):
                     # Terms that cancel make it narrower.
-                    evaluation.forget(position)
-                    self._ranges[position] = evaluation.range(position)
+                    found = evaluation.form_range(form)
+                    evaluation.settle(position, found)
+                    self._ranges[position] = found
 
     def _size(self, form: AffineForm) -> int:
         """Return a bound of every partial sum of a form."""
@@ -212,9 +214,9 @@ class Evaluation:
             self._range_of[position] = self._range(position)
         return self._range_of[position]
 
-    def forget(self, position: int) -> None:
-        """Take back a range; it is computed again, or found unknown."""
-        self._range_of.pop(position, None)
+    def settle(self, position: int, range_: Range | None) -> None:
+        """Set what `range` returns from now on."""
+        self._range_of[position] = range_
 
     def verdict(self, position: int) -> Verdict:
         """Return what is known of a bool."""
@@ -242,7 +244,31 @@ class Evaluation:
     def difference(self, left: int, right: int) -> Range | None:
         """Return the range of left - right, of two integers."""
         form = self.analysis.difference(left, right)
-        return None if form is None else self._form_range(form)
+        return None if form is None else self.form_range(form)
+
+    def form_range(self, form: AffineForm) -> Range | None:
+        """Return the range of a form, None where an atom's is unknown."""
+        low: End = form.constant
+        high: End = form.constant
+        attained: Flag = True
+        seen: frozenset[str] = frozenset()
+        for atom, coefficient in form.terms:
+            found = self.range(atom)
+            if found is None:
+                return None
+            moving = self.analysis.moving[atom]
+            if coefficient == 1:
+                low, high = low + found.low, high + found.high
+            elif coefficient == -1:
+                low, high = low - found.high, high - found.low
+            else:
+                ends = (found.low, found.high) if coefficient > 0 else (found.high, found.low)
+                low, high = low + coefficient * ends[0], high + coefficient * ends[1]
+            # Sums of independent attained ranges are attained, multiples are not.
+            steps = not moving or (abs(coefficient) == 1 and not moving & seen)
+            attained = both(attained, found.attained, steps)
+            seen |= moving
+        return Range(low, high, attained)
 
     def moving(self, position: int) -> bool:
         """Tell whether a node depends on q_idx or kv_idx."""
@@ -307,7 +333,7 @@ class Evaluation:
             return Range(value, value, True)
         form = self.analysis.forms[position]
         if form is not None and not form.is_atom(position):
-            return self._form_range(form)
+            return self.form_range(form)
         if node.operation == "load":
             return load_range(self, node)
         rule = (FLOAT_RULES if is_float else INTEGER_RULES).get(node.operation)
@@ -327,29 +353,6 @@ class Evaluation:
             point = cells.b if name == "b" else cells.h
             return Range(point, point, True)
         return None
-
-    def _form_range(self, form: AffineForm) -> Range | None:
-        low: End = form.constant
-        high: End = form.constant
-        attained: Flag = True
-        seen: frozenset[str] = frozenset()
-        for atom, coefficient in form.terms:
-            found = self.range(atom)
-            if found is None:
-                return None
-            moving = self.analysis.moving[atom]
-            if coefficient == 1:
-                low, high = low + found.low, high + found.high
-            elif coefficient == -1:
-                low, high = low - found.high, high - found.low
-            else:
-                ends = (found.low, found.high) if coefficient > 0 else (found.high, found.low)
-                low, high = low + coefficient * ends[0], high + coefficient * ends[1]
-            # Sums of independent attained ranges are attained, multiples are not.
-            steps = not moving or (abs(coefficient) == 1 and not moving & seen)
-            attained = both(attained, found.attained, steps)
-            seen |= moving
-        return Range(low, high, attained)
 
     def _verdict(self, position: int) -> Verdict:
         node = self.nodes[position]
