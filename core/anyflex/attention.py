@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anyflex.arguments import (
     check_aux,
@@ -34,6 +35,8 @@ __all__ = [
     "flex_attention",
     "is_plain",
     "op_arguments",
+    "refuse_forward_mode",
+    "refuse_transforms",
 ]
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -249,14 +252,47 @@ def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
             reasons={"reference": "device meta holds no numbers"},
         )
     if _functorch_level() is not None:
-        transform = str(_functorch_level().key()).rpartition(".")[2]
-        fail(
-            "BackendRefused",
-            f"flex_attention inside of the functorch transform {transform.lower()} is not "
-            "supported: use torch.autograd.grad for gradients, and the batch dimension for vmap.",
-            reasons={"reference": f"functorch transform {transform}"},
-        )
+        _refuse_transform(_transform())
     return True
+
+
+def _transform() -> str:
+    """The innermost functorch transform, or ""."""
+    level = _functorch_level()
+    return "" if level is None else str(level.key()).rpartition(".")[2]
+
+
+def _refuse_transform(transform: str) -> NoReturn:
+    fail(
+        "BackendRefused",
+        f"flex_attention inside of the functorch transform {transform.lower()} is not "
+        "supported: use torch.autograd.grad for gradients, and the batch dimension for vmap.",
+        reasons={"reference": f"functorch transform {transform}"},
+    )
+
+
+def refuse_transforms() -> None:
+    """Raise BackendRefused where the static op might lose a tangent without a word, or be refused
+    by torch in words of its own. Dynamo runs this while it traces, inside of the transforms."""
+    transform = _transform()
+    compiling = torch.compiler.is_compiling()
+    if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
+        _refuse_transform(transform)
+    if forward_ad._current_level != -1:
+        refuse_forward_mode()
+
+
+# The same mark as in anyflex.failing.
+refuse_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Raise BackendRefused: a kernel would compute the value and lose the tangent."""
+    fail(
+        "BackendRefused",
+        "flex_attention has no forward-mode derivative: use torch.autograd.grad",
+        reasons={"reference": "forward-mode derivatives are not implemented"},
+    )
 
 
 def _through_op(
@@ -271,6 +307,7 @@ def _through_op(
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Call the static op: torch.compile and export see one node."""
+    refuse_transforms()
     arguments, _ = op_arguments(
         query, key, value, score_mod, block_mask, scale, aux, options, backend
     )
@@ -304,6 +341,12 @@ def op_arguments(
     block_size: tuple[int, ...] = ()
     if block_mask is not None:
         structure = [block_mask.offsets, block_mask.runs]
+        if block_mask.offsets.is_meta and not query.is_meta:
+            fail(
+                "BlockMaskError",
+                f"this block mask is on meta, where it has no values, and can't move to "
+                f"{query.device}",
+            )
         block_size = block_mask.BLOCK_SIZE
         if block_mask.traced is not None:
             mask = block_mask.traced
@@ -342,7 +385,7 @@ def op_arguments(
         saved,
     )
     # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
-    one = torch.ones((), dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64, device="cpu")
     numbers = [one * number for number in [scale, *score.floats, *mask.floats]]
     ints = [*score.ints, *mask.ints, *block_size]
     return (structure, captured, ints, numbers, request), gradients

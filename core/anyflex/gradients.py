@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.attention import ScoreMod, check, is_plain, op_arguments
+from anyflex.attention import ScoreMod, check, is_plain, op_arguments, refuse_transforms
 from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentTypeError
 from anyflex.runtime.eager import gather
@@ -136,6 +136,7 @@ def _through_op(
     """Call the static op, and return the captured tensors, and the gradients of query, key, value
     and of each of these, None where none is wanted."""
     dout, dlse, delta, query, key, value, out, lse = tensors
+    refuse_transforms()
     with torch.enable_grad():
         score_mod, block_mask, scale, aux, options, backend = call
         arguments, wanted = op_arguments(

@@ -81,8 +81,9 @@ def selu(t: Tracer, x: Any, inplace: bool = False) -> Symbol:
 
 def celu(t: Tracer, x: Any, alpha: float = 1.0, inplace: bool = False) -> Symbol:
     x = _float(t, x)
-    low = _expm1_below_zero(t, x / alpha) * alpha
-    return t.where(x > _const(t, x, 0.0), x, low)
+    zero = _const(t, x, 0.0)
+    below = t.where(x > zero, zero, x)  # where x / alpha is positive if alpha isn't
+    return t.where(x > zero, x, t.floating("expm1", below / alpha) * alpha)
 
 
 def gelu(t: Tracer, x: Any, approximate: str = "none") -> Symbol:
@@ -217,8 +218,13 @@ def nan_to_num(
 
 
 def lerp(t: Tracer, x: Any, y: Any, weight: Any) -> Symbol:
-    x = _float(t, x)
-    return x + t.as_kind(t.operand(weight), x.kind) * (y - x)
+    x, y = _float(t, x), t.symbol(y)
+    weight = t.as_kind(t.operand(weight), x.kind)
+    # From the nearer end, as torch: what is infinite at the other one may be its product with 0.
+    near = t.unary("abs", weight) < _const(t, x, 0.5)
+    end = t.where(near, x, y)
+    part = t.where(near, weight, weight - _const(t, x, 1.0))
+    return end + part * (y - x)
 
 
 def heaviside(t: Tracer, x: Any, values: Any) -> Symbol:
@@ -306,7 +312,12 @@ def hypot(t: Tracer, x: Any, y: Any) -> Symbol:
 
 
 def ldexp(t: Tracer, x: Any, y: Any) -> Symbol:
-    return _float(t, x) * t.floating("exp2", _float(t, y))
+    x, y = _float(t, x), t.symbol(y)
+    if CATEGORY[y.kind] == FLOAT:
+        return x * t.floating("exp2", y)
+    # An integer leaves the type as it is: two to its power is computed in float32 at least.
+    wide = x.kind if x.kind == "f64" else "f32"
+    return t.as_kind(t.as_kind(x, wide) * t.floating("exp2", t.as_kind(y, wide)), x.kind)
 
 
 def sinc(t: Tracer, x: Any) -> Symbol:

@@ -263,10 +263,14 @@ def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
     for *_, bound in bounds:
         if bound is not None:
             kind = t.common_kind(t.add("const", kind, "-", "0"), t.operand(bound))
-    for operation, inside, outside, bound in bounds:
+    low, high = (None if bound is None else t.operand(bound) for bound in (min, max))
+    if isinstance(low, Symbol) and isinstance(high, Symbol):
+        # Where the bounds meet, torch gives neither a gradient for what lies below.
+        apart = t.binary("lt", low, high, kind, "bool")
+        low = t.where(apart, low, t.unary("detach", low))
+    for (operation, inside, outside, _), bound in zip(bounds, (low, high), strict=True):
         if bound is None:
             continue
-        bound = t.operand(bound)
         if not isinstance(bound, Symbol):
             t.must_hold(kind, bound, "torch.clamp")
             x = t.binary(operation, x, bound, kind)
@@ -336,8 +340,15 @@ def round_to(t: Tracer, x: Any, *, decimals: int = 0) -> Symbol:
         return x
     if isinstance(decimals, int) and decimals == 0:
         return t.unary("round", x)
-    power_of_ten = t.constant(float(10 ** fixed(decimals)), x.kind)
-    return divide(t, t.unary("round", multiply(t, x, power_of_ten)), power_of_ten)
+    kind = x.kind
+    x = t.as_kind(x, kind if kind == "f64" else "f32")  # torch rounds 16 bits in 32
+    places = fixed(decimals)
+    power_of_ten = t.constant(float(10 ** abs(places)), x.kind)
+    if places > 0:
+        rounded = divide(t, t.unary("round", multiply(t, x, power_of_ten)), power_of_ten)
+    else:
+        rounded = multiply(t, t.unary("round", divide(t, x, power_of_ten)), power_of_ten)
+    return t.as_kind(rounded, kind)
 
 
 def sign(t: Tracer, x: Any) -> Symbol:

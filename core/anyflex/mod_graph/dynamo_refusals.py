@@ -22,7 +22,13 @@ from torch import Tensor
 
 from anyflex.failing import fail_while_compiling
 from anyflex.mod_graph.conversions import FACTORIES
-from anyflex.mod_graph.refusal import BRANCH, MIN_MAX_HINT, PLAIN_REFUSED, change_in_place
+from anyflex.mod_graph.refusal import (
+    BRANCH,
+    CUSTOM_FUNCTION,
+    MIN_MAX_HINT,
+    PLAIN_REFUSED,
+    change_in_place,
+)
 
 __all__ = ["Handler", "in_mod", "is_symbol", "mend_refusals", "refuse_in_words", "wrap"]
 
@@ -83,6 +89,7 @@ def mend_refusals() -> None:
     wrap("builtin", "BuiltinVariable", "call_setattr", _watching_attributes)  # before torch 2.13
     wrap("tensor", "TensorVariable", "mp_ass_subscript_impl", _watching_items)  # since torch 2.14
     wrap("misc", "DelayGraphBreakVariable", "call_function", _watching_calls)
+    wrap("misc", "AutogradFunctionVariable", "call_apply", _watching_functions)
 
 
 def _changes(value: Any) -> bool:
@@ -204,6 +211,18 @@ def _watching_calls(otherwise: Handler) -> Handler:
         method = getattr(Tensor, getattr(self.source, "member", ""), None)
         if method is not None and in_mod(tx):
             _refuse_change(method)
+        return otherwise(self, tx, args, kwargs)
+
+    return call
+
+
+def _watching_functions(otherwise: Handler) -> Handler:
+    """Of a custom ``autograd.Function``: as in an eager call."""
+
+    @functools.wraps(otherwise)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if any(map(is_symbol, (*args, *kwargs.values()))):
+            refuse_in_words(*CUSTOM_FUNCTION)
         return otherwise(self, tx, args, kwargs)
 
     return call

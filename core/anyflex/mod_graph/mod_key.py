@@ -234,7 +234,10 @@ def traced(
             reader.value(function)
     except (_Uncacheable, RecursionError):  # the reader follows functions into each other
         return _with_names(trace_mod(function, kind, score_dtype, device), function)
-    reader.key += (kind, score_dtype, device, torch.get_default_dtype())
+    # A trace has no_grad inside of the mod only where gradients are recorded outside of it.
+    reader.key += (
+        kind, score_dtype, device, torch.get_default_dtype(), torch.is_grad_enabled()
+    )  # fmt: skip
     key = tuple(reader.key)
     entry = _entries.get(key)
     tensors = reader.tensors

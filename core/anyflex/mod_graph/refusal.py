@@ -17,6 +17,7 @@ from anyflex.failing import fail
 __all__ = [
     "BRANCH",
     "BRANCH_HINT",
+    "CUSTOM_FUNCTION",
     "MIN_MAX_HINT",
     "NUMPY",
     "PLAIN_REFUSED",
@@ -24,6 +25,7 @@ __all__ = [
     "branch_hint",
     "change_in_place",
     "refuse",
+    "refuse_custom_function",
     "refuse_function",
     "refuse_index",
     "torch_function",
@@ -36,11 +38,30 @@ OWN = tuple(
     os.path.join(_PACKAGE, part)
     for part in "attention gradients explanation mod_graph block_mask reference runtime".split()
 )
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 def refuse(problem: str, operation: str, hint: str = "", pure: bool = False) -> NoReturn:
     """Raise ModTraceError, with the user's source line where frames can be inspected."""
+    refuse_custom_function()
+    _refuse(problem, operation, hint, pure)
+
+
+def refuse_custom_function() -> None:
+    """Raise ModTraceError inside of a custom ``autograd.Function``, where frames can be inspected:
+    a graph would hold what its forward does, and be differentiated instead of its backward being
+    called. ``vmap`` calls it."""
+    if torch.compiler.is_compiling():  # Dynamo's own entry is in `dynamo_refusals`
+        return
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "anyflex.mod_graph.calling":
+        if frame.f_code is _APPLY:
+            _refuse(*CUSTOM_FUNCTION, pure=True)
+        frame = frame.f_back
+
+
+def _refuse(problem: str, operation: str, hint: str, pure: bool) -> NoReturn:
     file, line = (None, None) if torch.compiler.is_compiling() else user_location()
     fail(
         "ModTraceError",
@@ -86,6 +107,12 @@ NUMPY = (
     "instead of a NumPy table.",
 )
 """(problem, operation, cure)."""
+CUSTOM_FUNCTION = (
+    "a torch.autograd.Function in a mod",
+    "torch.autograd.Function",
+    "Write its forward as the mod, with x.detach() where no gradient is to pass: a straight-"
+    "through estimator is `x + (torch.round(x) - x).detach()`.",
+)
 
 
 def branch_hint() -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.errors import ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
-from anyflex.mod_graph.refusal import NUMPY, refuse
+from anyflex.mod_graph.refusal import NUMPY, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 
 __all__ = ["Tracer"]
@@ -48,6 +48,8 @@ class Tracer:
         self.name_of: Callable[[Tensor], str] | None = None
         # How deep functorch's transforms are nested, where that can be asked.
         self.transform_level: Callable[[], int | None] | None = None
+        # Under no_grad inside of the mod torch records no gradients.
+        self.records_gradients = torch.is_grad_enabled()
 
     def describe(self, tensor: Tensor) -> str:
         """A captured tensor, for an error message."""
@@ -58,6 +60,17 @@ class Tracer:
         return f"captured tensor{called} of shape {list(tensor.shape)}"
 
     def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
+        symbol = self._node(operation, kind, arguments, attribute)
+        if not self.records_gradients or torch.is_grad_enabled():
+            return symbol
+        refuse_custom_function()  # its forward runs so, too
+        if CATEGORY[kind] != FLOAT or operation in ("const", "number"):
+            return symbol
+        return self._node("detach", kind, str(symbol.position))
+
+    def _node(
+        self, operation: str, kind: str, arguments: str = "-", attribute: str = "-"
+    ) -> Symbol:
         line = f"{operation} {kind} {arguments} {attribute}"
         position = self.positions.get(line)
         if position is None:

@@ -113,7 +113,7 @@ class FlexAttention(torch.autograd.Function):
                 names=names,
             )
         except (PluginError, ArgumentError) as error:
-            if not _is_batched(dout):
+            if not (_is_batched(dout) or (dlse is not None and _is_batched(dlse))):
                 raise
             raise BackendRefused(
                 "gradients of flex_attention can't be batched (is_grads_batched=True, "
@@ -122,7 +122,8 @@ class FlexAttention(torch.autograd.Function):
             ) from error
         gradients = [dq, dk, dv, *dcaptured]
         if torch.is_grad_enabled():
-            gradients = not_twice(gradients, [query, key, value, dout, *captured])
+            arrived = [dout] if dlse is None else [dout, dlse]
+            gradients = not_twice(gradients, [query, key, value, *arrived, *captured])
         return (None, None, *gradients)
 
 

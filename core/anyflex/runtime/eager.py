@@ -82,14 +82,12 @@ def run(
 
 
 def _refuse_tangents(call: Call) -> None:
-    """A kernel would compute the value and lose the tangent."""
+    from anyflex.attention import refuse_forward_mode
+
     for tensor in (call.query, call.key, call.value, *call.captured):
         dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
         if dual.tangent is not None:
-            raise BackendRefused(
-                "flex_attention has no forward-mode derivative: use torch.autograd.grad",
-                {"reference": "forward-mode derivatives are not implemented"},
-            )
+            refuse_forward_mode()
 
 
 def _named(error: ModIndexError, names: list[str]) -> ModIndexError:

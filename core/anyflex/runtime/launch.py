@@ -153,6 +153,11 @@ def launch_backward(
             dk = _gradient_of(key)
         if for_value:
             dv = _gradient_of(value)
+        if plan.spec.kv_broadcast and not query.shape[0]:
+            # An empty batch is no work of any kernel's; the keys that it shares have gradients.
+            for gradient in (dk, dv):
+                if gradient is not None:
+                    gradient.zero_()
         for tensor, dtype in zip(call.captured, plan.accumulators, strict=True):
             if dtype is None:
                 accumulators.append(None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.runtime.facts import empty_dense
+from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
 from anyflex.runtime.saved_bytes import NOTHING, size
@@ -75,7 +76,9 @@ def _forward(
         nothing if outputs.lse is None else outputs.lse,
         nothing.clone() if outputs.max_scores is None else outputs.max_scores,
         saved,
-        torch.tensor([plan.mark if outputs.saved else 0] if saves else [], dtype=torch.int64),
+        torch.tensor(
+            [plan.mark if outputs.saved else 0] if saves else [], dtype=torch.int64, device="cpu"
+        ),
     )
 
 
@@ -89,6 +92,7 @@ def _fake_forward(
     floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_fake(query)
     wanted = read_request(request)
     rows, dtype = query.shape[:3], _accumulate(query)
     return (
@@ -98,6 +102,16 @@ def _fake_forward(
         query.new_empty(size(query, value, wanted.saved_bytes), dtype=torch.uint8),
         torch.empty(1 if wanted.saved_bytes != NOTHING else 0, dtype=torch.int64, device="cpu"),
     )
+
+
+def _check_fake(query: Tensor) -> None:
+    """torch's dispatcher comes to a fake implementation with plain tensors too, where one of the
+    call's is on meta: what it allocates would be taken for results."""
+    if type(query) in PLAIN and not query.is_meta:
+        raise ArgumentError(
+            f"query is on {query.device}, and another tensor of the call on meta, which holds no "
+            "numbers: move all of them to one device."
+        )
 
 
 def _backward(
@@ -251,6 +265,7 @@ def _fake_backward(
     floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    _check_fake(query)
     flags = read_request(request).gradients
     dq, dk, dv = (
         empty_dense(tensor) if flag else tensor.new_empty(0)

@@ -177,7 +177,7 @@ class CpuKernel(Kernel):
                 f"the native library asks for a workspace of {size} bytes and finds "
                 f"{workspace.numel()} too few"
             )
-        return torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        return torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

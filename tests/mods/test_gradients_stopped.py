@@ -1,0 +1,166 @@
+"""`torch.no_grad` and custom autograd Functions inside of a score mod: gradients as dense torch
+has them, or a refusal, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.errors import ModTraceError, PerformanceWarning
+from anyflex.mod_graph.trace import trace_mod
+from anyflex.registry.fallback import forget_warnings
+
+__all__: list[str] = []
+
+TABLE = torch.randn(20, generator=torch.Generator().manual_seed(4)).requires_grad_()
+Attention = Callable[..., Tensor]
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+class Reversed(Rounded):
+    """Passes the value as it is and the gradient with the other sign."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    forget_warnings()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def leaves() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(1, 2, 20, 8, generator=generator, requires_grad=True) for _ in range(3)]
+
+
+def by_anyflex(mod: Callable[..., Any], compiled: bool) -> Attention:
+    def attend(*inputs: Tensor) -> Tensor:
+        out = anyflex.flex_attention(*inputs, mod)
+        assert isinstance(out, Tensor)
+        return out
+
+    return torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+
+
+def by_torch(mod: Callable[..., Any]) -> Attention:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT / 8**0.5
+        scores = mod(scores, 0, 0, torch.arange(20)[:, None], torch.arange(20))
+        return torch.softmax(scores, -1) @ value
+
+    return attend
+
+
+def gradients_of(attend: Attention) -> tuple[Tensor, ...]:
+    inputs = [*leaves(), TABLE]
+    found = torch.autograd.grad(
+        attend(*inputs[:3]).square().sum(), inputs, allow_unused=True, materialize_grads=True
+    )
+    return tuple(found)
+
+
+def agree(attend: Attention, mod: Callable[..., Any]) -> None:
+    for found, wanted in zip(gradients_of(attend), gradients_of(by_torch(mod)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def with_a_part(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    with torch.no_grad():
+        part = TABLE[k] * s
+    return s + part * 0.5
+
+
+def with_nested_modes(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    with torch.no_grad():
+        part = torch.tanh(s)
+        with torch.enable_grad():
+            learned = TABLE[q] * part
+    return s * part + learned
+
+
+@torch.no_grad()
+def decorated(s: Any) -> Any:
+    return torch.sigmoid(s) + TABLE[3]
+
+
+def with_a_decorated_function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * decorated(s) + (q - k) * 0.1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("mod", [with_a_part, with_nested_modes, with_a_decorated_function])
+def test_no_grad_inside_of_a_mod_stops_gradients(mod: Callable[..., Any], compiled: bool) -> None:
+    agree(by_anyflex(mod, compiled), mod)
+
+
+def test_a_trace_that_was_made_without_gradients_is_none_for_a_call_with_them() -> None:
+    with torch.no_grad():
+        by_anyflex(with_a_part, False)(*leaves())
+    agree(by_anyflex(with_a_part, False), with_a_part)
+    with torch.no_grad():
+        out = by_anyflex(with_a_part, False)(*leaves())
+        torch.testing.assert_close(out, by_torch(with_a_part)(*leaves()))
+
+
+FUNCTIONS = {
+    "of the score": lambda s, b, h, q, k: Rounded.apply(s * 3),
+    "of a captured tensor's element": lambda s, b, h, q, k: s + Rounded.apply(TABLE[k] * 2),
+    "of what it returns": lambda s, b, h, q, k: Reversed.apply(s * 3),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_custom_function_runs_on_the_reference_with_its_own_backward(name: str) -> None:
+    mod = FUNCTIONS[name]
+    with pytest.warns(PerformanceWarning, match=r"torch\.autograd\.Function in a mod"):
+        agree(by_anyflex(mod, False), mod)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_custom_function_is_refused_where_it_would_be_compiled(name: str) -> None:
+    with pytest.raises(ModTraceError, match=r"Function in a mod.*\n?.*\.detach\(\)"):
+        by_anyflex(FUNCTIONS[name], True)(*leaves())
+
+
+def test_the_refusal_of_a_custom_function_tells_the_line() -> None:
+    with pytest.raises(ModTraceError, match=r"Function in a mod \(.*test_gradients_stopped") as e:
+        trace_mod(FUNCTIONS["of the score"], "score")
+    assert e.value.pure
+
+
+def test_a_custom_function_of_a_whole_table_is_none_of_the_mods_business() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + Rounded.apply(TABLE * 2)[k]
+
+    agree(by_anyflex(mod, False), mod)
