@@ -7,13 +7,18 @@ meta, on which any value that is read raises.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import anyflex
 from anyflex import masks
+from anyflex.attention import op_arguments
+from anyflex.errors import ArgumentError, BlockMaskError
+from anyflex.runtime.ops import flex_attention_op
 
 __all__: list[str] = []
 
@@ -102,3 +107,52 @@ def test_attention_with_a_mask_is_what_it_is() -> None:
     with torch.device("meta"):
         found = anyflex.flex_attention(query, query, query, bias, block_mask=mask)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["compiled", "watched"])
+def test_attention_through_the_static_op_is_what_it_is(way: str) -> None:
+    query = torch.linspace(-1, 1, 20 * 8).view(1, 1, 20, 8).requires_grad_()
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        out = anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: s - (q - k) * 0.1)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    wanted = attend(query)
+    (gradient,) = torch.autograd.grad(wanted.square().sum(), query)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with torch.device("meta"):
+        if way == "compiled":
+            found = compiled(query)
+        else:
+            with FlopCounterMode(display=False):
+                found = attend(query)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        (again,) = torch.autograd.grad(found.square().sum(), query)
+    torch.testing.assert_close(again, gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["eager", "watched", "compiled"])
+def test_a_mask_on_meta_is_refused(way: str) -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20).to("meta")
+    query = torch.ones(1, 1, 20, 8)
+    torch._dynamo.reset()
+    attend = anyflex.flex_attention
+    if way == "compiled":
+        attend = torch.compile(attend, backend="aot_eager")
+    watching = FlopCounterMode(display=False) if way == "watched" else nullcontext()
+    with watching, pytest.raises(BlockMaskError, match="on meta, where it has no values"):
+        attend(query, query, query, block_mask=mask)
+
+
+def test_the_static_op_takes_no_tensor_of_meta_among_others() -> None:
+    query = torch.ones(1, 1, 20, 8)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20)
+    arguments, _ = op_arguments(
+        query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None
+    )
+    structure, *rest = arguments
+    moved = [tensor.to("meta") for tensor in structure]
+    with pytest.raises(ArgumentError, match="another tensor of the call on meta"):
+        flex_attention_op(query, query, query, moved, *rest)

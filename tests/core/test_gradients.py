@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 import anyflex
 from anyflex.contract.artifacts import Artifacts
@@ -247,6 +248,41 @@ def test_batched_gradients_are_refused() -> None:
         torch.vmap(lambda dout: part(dout, *given[1:]))(given[0][None])
 
 
+def test_batched_gradients_of_lse_alone_are_refused() -> None:
+    query, key, value = tensors(1, 2, 6, 4)
+    _, lse = anyflex.flex_attention(query, key, value, return_lse=True)
+    with pytest.raises(BackendRefused, match="batched.*one at a time"):
+        torch.autograd.grad(lse, query, torch.ones(3, *lse.shape).double(), is_grads_batched=True)
+
+
+def test_second_derivatives_by_what_arrives_at_lse_are_refused() -> None:
+    query, key, value = tensors(1, 2, 6, 4)
+    weights = torch.ones(1, 2, 6, dtype=torch.float64, requires_grad=True)
+    _, lse = anyflex.flex_attention(query, key, value, return_lse=True)
+    (first,) = torch.autograd.grad((weights * lse).sum(), query, create_graph=True)
+    with pytest.raises(BackendRefused, match="not differentiable twice"):
+        torch.autograd.grad(first.square().sum(), weights)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shapes", [((0, 4, 20, 8), (1, 2, 30, 8)), ((2, 4, 0, 8), (2, 2, 30, 8))])
+def test_keys_of_no_queries_have_gradients_of_zero(
+    shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype, backend: str | None
+) -> None:
+    of_query, of_key = shapes
+    leaves = [torch.ones(s, dtype=dtype, requires_grad=True) for s in (of_query, of_key, of_key)]
+    table = torch.ones(40, requires_grad=True)
+    spoilt = [torch.full(of_key, torch.nan, dtype=dtype) for _ in range(8)]
+    del spoilt  # its memory is what gradients are allocated in
+    out = anyflex.flex_attention(
+        *leaves, lambda s, b, h, q, k: s + table[k], backend=backend, enable_gqa=True
+    )
+    out.sum().backward()
+    for tensor in (*leaves, table):
+        assert tensor.grad is not None and not tensor.grad.any()
+
+
 def test_second_derivatives_by_a_captured_tensor_are_refused() -> None:
     query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
     out = anyflex.flex_attention(query, key, value, alibi)
@@ -267,6 +303,42 @@ def test_a_forward_mode_derivative_is_refused(position: int, recorded: bool) -> 
         query, key, value, slopes = given
         with pytest.raises(BackendRefused, match="forward-mode"):
             anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s + slopes[h] * q)
+
+
+TRANSFORMS: dict[str, Any] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["in parts", "in one graph"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_inside_of_a_compiled_program_is_refused(transform: str, whole: bool) -> None:
+    query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
+    torch._dynamo.reset()
+
+    def transformed(x: Tensor) -> Tensor:
+        found = TRANSFORMS[transform](lambda x: anyflex.flex_attention(x, key, value), x)
+        assert isinstance(found, Tensor)
+        return found
+
+    with pytest.raises(BackendRefused, match=f"functorch transform {transform}"):
+        torch.compile(transformed, backend="aot_eager", fullgraph=whole)(query)
+
+
+@pytest.mark.parametrize("way", ["compiled", "watched"])
+def test_a_tangent_is_refused_on_the_way_through_the_static_op(way: str) -> None:
+    query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
+    torch._dynamo.reset()
+    with forward_ad.dual_level():
+        query = forward_ad.make_dual(query, torch.ones_like(query))
+        with pytest.raises(BackendRefused, match="forward-mode"):
+            if way == "compiled":
+                torch.compile(anyflex.flex_attention, backend="aot_eager")(query, key, value)
+            else:
+                with FlopCounterMode(display=False):
+                    anyflex.flex_attention(query, key, value)
 
 
 def untraceable(slopes: Tensor) -> Any:
