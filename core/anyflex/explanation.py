@@ -14,6 +14,7 @@ from anyflex.errors import AnyflexError
 from anyflex.registry.choice import Selection, explain_selection
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.eager import gather
+from anyflex.runtime.kernels import described
 from anyflex.runtime.plan import plan_for, spec_for
 from anyflex.runtime.signs import shown
 
@@ -145,7 +146,7 @@ def explain(
         posed=inputs.posed is not None,
     )
     try:
-        variant = plan_for(inputs).kernel.describe(inputs.call)
+        variant = described(plan_for(inputs).compiled, inputs.call)
     except AnyflexError as error:
         return Explanation(selection, "", str(error))
     return Explanation(selection, variant, "")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
+from anyflex.contract.option import Option
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, parse_graph
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
@@ -194,3 +195,54 @@ def test_every_field_that_may_be_unknown_is_tried() -> None:
 def test_a_graph_holds_no_name_that_generated_source_could_not(name: str) -> None:
     with pytest.raises(ValueError, match=r"a name that is none|not enough|too many"):
         parse_graph(f"input f32 - {name};=0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"dtypes": frozenset({"float32"})}, TypeError, "dtypes=.*frozenset of torch.dtype"),
+        ({"dtypes": torch.float32}, TypeError, "dtypes=.*frozenset of torch.dtype, got torch.fl"),
+        ({"captured_dtypes": [torch.int32]}, TypeError, "captured_dtypes=.*frozenset"),
+        ({"gradients": frozenset({"query"})}, ValueError, r"gradients=.*\['query'\]; there are"),
+        ({"aux": "lse"}, TypeError, "aux=.*frozenset of str, got 'lse'"),
+        ({"aux": frozenset({"LSE"})}, ValueError, r"aux=.*\['LSE'\]; there are"),
+        ({"head_dim_max": 64.0}, TypeError, "head_dim_max.*must be int"),
+        ({"head_dim_multiple": 0}, ValueError, "allow no head dim"),
+        ({"head_dim_min": 128, "head_dim_max": 64}, ValueError, "allow no head dim"),
+        (
+            {"head_dim_min": 33, "head_dim_max": 63, "head_dim_multiple": 32},
+            ValueError,
+            "allow no",
+        ),
+    ],
+)
+def test_capabilities_that_cannot_be_meant_are_refused(
+    wrong: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Capabilities(**{"dtypes": frozenset({torch.float32}), **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"type": "int"}, TypeError, "type=.*int, float, bool or str, got 'int'"),
+        ({"type": list}, TypeError, "type=.*int, float, bool or str"),
+        ({"doc": ""}, TypeError, "doc=.*say what the option does"),
+        ({"default": "7"}, TypeError, "default=.*of type int, got '7'"),
+        ({"default": True}, TypeError, "default=.*of type int, got True"),
+        ({"default": 8}, ValueError, "default=8.*none of its choices"),
+        ({"choices": 16}, TypeError, "choices=.*must be a tuple"),
+        ({"choices": (16, "32")}, TypeError, "choices=.*of type int, got '32'"),
+        ({"torch_key": 3}, TypeError, "torch_key=.*must be a str"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_refused(
+    wrong: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    right = {"type": int, "default": 16, "doc": "rows of a tile", "choices": (16, 32)}
+    with pytest.raises(error, match=said):
+        Option(**{**right, **wrong})
+    assert Option(**right).default == 16
+    assert Option(float, 1, "a factor").default == 1
+    assert Option(str, None, "a name").default is None

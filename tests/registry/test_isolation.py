@@ -6,21 +6,29 @@ import logging
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
+import anyflex
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.backend import Kernel
+from anyflex.contract.spec import Spec
 from anyflex.errors import (
     ArgumentError,
     BackendRefused,
     PerformanceWarning,
     PluginError,
 )
-from anyflex.registry import isolated, register
+from anyflex.registry import isolated, register, register_hooks
+from anyflex.registry.hook_specs import hookimpl
 from anyflex.registry.inventory import backend_rows
 from anyflex.runtime.kernels import kernel_failed, kernel_for
 from tests.registry.packages import BACKEND, HEADER, install
-from tests.registry.stubs import Reference, make_spec, make_stub
+from tests.registry.stubs import NullKernel, Reference, Stub, make_spec, make_stub
 
 __all__: list[str] = []
 
@@ -72,6 +80,39 @@ BREAKAGES = {
     "a probe that answers True": (
         HEADER + "class Mine(Good):\n    def probe(self):\n        return True\n",
         r"probe\(\) must return Accepted\(\) or Rejected\(reason\), got True \(bool\)",
+    ),
+    "a probe that refuses by raising": (
+        HEADER + "from anyflex.errors import BackendRefused\n"
+        "class Mine(Good):\n    def probe(self):\n        raise BackendRefused('no driver.')\n",
+        r"probe\(\) raised BackendRefused: no driver\. Upgrade",
+    ),
+    "a call of anyflex that fails at import": (
+        "import anyflex\nanyflex.masks.causal_window(-3)\n",
+        "importing broken_module raised ArgumentError: causal_window: size must be at least 1",
+    ),
+    "a device without memory": (
+        HEADER + "import torch\nclass Mine(Good):\n    def __init__(self, *arguments):\n"
+        "        raise torch.OutOfMemoryError('none')\n",
+        "creating broken_module:Mine raised OutOfMemoryError: none",
+    ),
+    "capabilities that raise": (
+        HEADER + "class Mine(Good):\n    @property\n    def capabilities(self):\n"
+        "        raise OSError('libacme.so')\n",
+        r"reading its declarations raised OSError: libacme\.so",
+    ),
+    "capabilities of another type": (
+        HEADER + "class Mine(Good):\n"
+        "    capabilities = Capabilities(dtypes=frozenset({'float32'}))\n",
+        r"raised TypeError: Capabilities\(dtypes=...\) must be a frozenset of torch.dtype, got",
+    ),
+    "an option of no type": (
+        HEADER + "class Mine(Good):\n    options = {'tile': Option('int', 16, 'a tile')}\n",
+        r"raised TypeError: Option\(type=...\) must be int, float, bool or str, got 'int'",
+    ),
+    "supports that refuses by raising": (
+        HEADER + "from anyflex.errors import BackendRefused\n"
+        "class Mine(Good):\n    def supports(self, spec):\n        raise BackendRefused('odd')\n",
+        r"supports\(spec\) raised BackendRefused: odd",
     ),
     "supports that raises": (
         HEADER + "class Mine(Good):\n    def supports(self, spec):\n        raise KeyError('x')\n",
@@ -158,6 +199,39 @@ def test_a_kernel_that_raises_is_named_with_its_plugin_and_spec() -> None:
         "raised RuntimeError: illegal memory access. "
     )
     assert "backend='reference'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("describe", "said"),
+    [
+        (lambda self, call: {}["variant"], "describe(call) raised KeyError: 'variant'"),
+        (lambda self, call: None, "describe(call) raised TypeError: it must return a str"),
+    ],
+)
+def test_a_description_that_breaks_stops_no_call(
+    describe: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Indescribable(NullKernel):
+        pass
+
+    Indescribable.describe = describe  # type: ignore[method-assign]
+
+    class Mine(Stub):
+        def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+            return Indescribable()
+
+    told: list[str] = []
+    with isolated(reference=Reference), caplog.at_level(logging.WARNING, "anyflex"):
+        register("cpu", Mine)
+        listener = types.SimpleNamespace(
+            anyflex_launched=hookimpl(lambda spec, backend, variant: told.append(variant))
+        )
+        register_hooks(listener, "listener")
+        query = torch.ones(1, 1, 8, 16)
+        assert not anyflex.flex_attention(query, query, query).any()
+        assert told == [""]
+        assert anyflex.explain(query, query, query).variant == ""
+    assert said in caplog.text and "plugin 'cpu' of" in caplog.text
 
 
 def test_a_compile_may_refuse_late() -> None:

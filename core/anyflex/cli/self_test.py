@@ -74,7 +74,7 @@ def self_test(
         )
         case = _Case(name, dtype, _head_dim(capabilities), device_type, mods, backward)
         try:
-            with plugin_code(name, distribution, "the self-test"):
+            with plugin_code(name, distribution, "the self-test", may_refuse=True):
                 error = case.error()
         except BackendRefused as refusal:
             problem = first_line(refusal)

@@ -22,6 +22,8 @@ CONTRACT_1_FIELDS = frozenset(
     ).split()
 )
 """The spec fields that every backend of contract 1 knows."""
+_AUX = frozenset(("lse", "max_scores"))
+_GRADIENTS = frozenset(("q", "k", "v", "captured", "lse"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,29 @@ class Capabilities:
     deterministic: bool = False
     operations: frozenset[str] = frozenset(OPERATIONS)
     known_fields: frozenset[str] = CONTRACT_1_FIELDS
+
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError for a declaration that can't be meant."""
+        for name in ("dtypes", "captured_dtypes"):
+            _check_set(name, getattr(self, name), torch.dtype, "torch.dtype")
+        for name in ("aux", "gradients", "operations", "known_fields"):
+            _check_set(name, getattr(self, name), str, "str")
+        for name, known in (("aux", _AUX), ("gradients", _GRADIENTS)):
+            if strange := getattr(self, name) - known:
+                raise ValueError(
+                    f"Capabilities({name}=...) has {sorted(strange)}; there are {sorted(known)}"
+                )
+        low, high, step = self.head_dim_min, self.head_dim_max, self.head_dim_multiple
+        if not all(type(dim) is int for dim in (low, high, step)):
+            raise TypeError(
+                "Capabilities(head_dim_min, head_dim_max, head_dim_multiple) must be int, got "
+                f"{low!r}, {high!r}, {step!r}"
+            )
+        if step < 1 or low < 1 or high // step * step < low:
+            raise ValueError(
+                f"Capabilities(head_dim_min={low}, head_dim_max={high}, head_dim_multiple={step}) "
+                "allow no head dim"
+            )
 
     def refusal(self, spec: Spec) -> str | None:
         """Return the first reason why `spec` is outside of these capabilities, or None."""
@@ -132,6 +157,11 @@ class Capabilities:
             if node.operation not in self.operations:
                 return f"operation {node.operation} in the derivative of a mod is not supported"
         return None
+
+
+def _check_set(name: str, found: object, kind: type, called: str) -> None:
+    if not isinstance(found, (frozenset, set)) or not all(isinstance(i, kind) for i in found):
+        raise TypeError(f"Capabilities({name}=...) must be a frozenset of {called}, got {found!r}")
 
 
 def _name(dtype: torch.dtype) -> str:

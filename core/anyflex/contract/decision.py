@@ -34,7 +34,10 @@ class Rejected:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str) or not self.reason.strip():
-            raise TypeError("Rejected(reason): a refusal needs a reason, got an empty one")
+            raise TypeError(
+                f"Rejected(reason): a refusal needs a reason, a str that says it, got "
+                f"{self.reason!r}"
+            )
 
 
 Decision: TypeAlias = Accepted | Rejected

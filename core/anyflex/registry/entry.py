@@ -144,7 +144,11 @@ class Entry:
                 )
             with plugin_code(self.name, self.distribution, f"creating {self.value}"):
                 backend = backend_class(self.name, self.device_type)
-            self._check(backend)
+            with plugin_code(self.name, self.distribution, "reading its declarations"):
+                declared = (
+                    getattr(backend, "capabilities", None), backend.priority, backend.options
+                )  # fmt: skip
+            self._check(*declared)
             with plugin_code(self.name, self.distribution, "probe()"):
                 decision: Decision = backend.probe()
             self.check_decision(decision, "probe()")
@@ -170,17 +174,16 @@ class Entry:
             )
         return target
 
-    def _check(self, backend: Backend) -> None:
+    def _check(self, capabilities: object, priority: object, options: object) -> None:
         """Hold the declarations to the contract: a wrong type shows here, not in a call."""
-        if not isinstance(getattr(backend, "capabilities", None), Capabilities):
+        if not isinstance(capabilities, Capabilities):
             raise self.error(
                 "is broken: its `capabilities` must be an anyflex.plugin.Capabilities"
             )
-        if not isinstance(backend.priority, int):
-            raise self.error(f"is broken: its `priority` must be an int, got {backend.priority!r}")
-        if not isinstance(backend.options, Mapping) or not all(
-            isinstance(key, str) and isinstance(option, Option)
-            for key, option in backend.options.items()
+        if not isinstance(priority, int):
+            raise self.error(f"is broken: its `priority` must be an int, got {priority!r}")
+        if not isinstance(options, Mapping) or not all(
+            isinstance(key, str) and isinstance(option, Option) for key, option in options.items()
         ):
             raise self.error(
                 "is broken: its `options` must map names to anyflex.plugin.Option objects"

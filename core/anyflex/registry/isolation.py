@@ -27,25 +27,26 @@ _reported: set[tuple[str, str, str]] = set()
 
 
 @contextmanager
-def plugin_code(plugin: str, distribution: str, doing: str) -> Iterator[None]:
+def plugin_code(
+    plugin: str, distribution: str, doing: str, *, may_refuse: bool = False
+) -> Iterator[None]:
     """Run a plugin's code in the body; turn what it raises into a `PluginError`.
-
-    anyflex's own errors pass, because a plugin may refuse a call or an argument, and so does a
-    device that ran out of memory.
 
     Args:
         plugin: entry-point name.
         distribution: ``"name version"``.
         doing: what was being done, for the message: ``"importing anyflex_cuda.backend"``.
+        may_refuse: it is about the user's call, which it may refuse by anyflex's own errors: they
+            pass, and so does a device that ran out of memory.
     """
     try:
         yield
-    except (AnyflexError, torch.OutOfMemoryError):
-        raise
     except (Exception, SystemExit) as cause:  # The wall: see the module's docstring.
+        if may_refuse and isinstance(cause, (AnyflexError, torch.OutOfMemoryError)):
+            raise
         raise PluginError(
             f"plugin {plugin!r} of {distribution} is broken: {doing} raised "
-            f"{first_line(cause)}. {_cure(plugin, distribution)}",
+            f"{first_line(cause).rstrip('.')}. {_cure(plugin, distribution)}",
             plugin=plugin,
             distribution=distribution,
         ) from cause

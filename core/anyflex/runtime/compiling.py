@@ -177,7 +177,10 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
     )
     start = time.perf_counter()
     with isolation.plugin_code(
-        entry.name, entry.distribution, f"compile(spec {digest[:12]}: {summary(spec)})"
+        entry.name,
+        entry.distribution,
+        f"compile(spec {digest[:12]}: {summary(spec)})",
+        may_refuse=True,
     ):
         kernel = backend.compile(spec, artifacts)
     if not isinstance(kernel, Kernel):

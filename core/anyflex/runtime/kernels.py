@@ -18,11 +18,13 @@ from anyflex.registry.hot_path import generation, hooks_in_force
 from anyflex.runtime.recent import Recent
 
 if TYPE_CHECKING:
+    from anyflex.contract.call import Call
     from anyflex.registry.choice import Selection, TraceLine
     from anyflex.registry.freeze_options import KernelOptions
 
 __all__ = [
     "CompiledKernel",
+    "described",
     "explain_selection",
     "forget",
     "kernel_failed",
@@ -135,6 +137,23 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
     )
     broken.__cause__ = error
     return broken
+
+
+def described(compiled: CompiledKernel, call: Call) -> str:
+    """Return what the kernel says of a call, or "" where its `describe` is broken: that is
+    reported, and stops no call."""
+    from anyflex.registry.isolation import plugin_code, report
+
+    plugin, distribution = compiled.backend.name, compiled.distribution
+    try:
+        with plugin_code(plugin, distribution, "describe(call)"):
+            variant: object = compiled.kernel.describe(call)
+            if not isinstance(variant, str):
+                raise TypeError(f"it must return a str, got {variant!r}")
+            return variant
+    except PluginError as error:
+        report(error, "what it computes is used")
+        return ""
 
 
 def listeners() -> bool:

@@ -13,7 +13,7 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.errors import AllocationError, AnyflexError
 from anyflex.runtime.allocation import no_memory_for, total_bytes
 from anyflex.runtime.facts import empty_dense
-from anyflex.runtime.kernels import kernel_failed, launched, listeners
+from anyflex.runtime.kernels import described, kernel_failed, launched, listeners
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.readable import check_backward, check_readable
 from anyflex.runtime.saved_bytes import cut
@@ -98,7 +98,7 @@ def launch_forward(
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
     if listeners():
-        launched(spec, plan.compiled.backend, plan.kernel.describe(call))
+        launched(spec, plan.compiled.backend, described(plan.compiled, call))
     return outputs
 
 
@@ -187,7 +187,7 @@ def launch_backward(
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
     if plan.own_backward and listeners():
-        launched(plan.spec, plan.compiled.backend, plan.kernel.describe(call))
+        launched(plan.spec, plan.compiled.backend, described(plan.compiled, call))
     if plan.casts:
         accumulators = [
             None if accumulator is None else accumulator.to(tensor.dtype)
