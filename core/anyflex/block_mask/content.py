@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
 from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
+from anyflex.forking import free_in_child
 from anyflex.mod_graph.trace import TracedMod
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ __all__ = ["MaskContent"]
 # One lock for all masks: it is held only while a mask is looked at for the first time, and an
 # object with a lock of its own could not be made under torch.compile.
 _LOCK = threading.RLock()
+free_in_child(sys.modules[__name__], "_LOCK")
 
 _STRUCTURE = ("offsets", "runs")
 

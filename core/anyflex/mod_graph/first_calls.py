@@ -8,16 +8,18 @@ doesn't show (https://github.com/pytorch/pytorch/issues/188792, MKL before 2025.
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 
 import torch
 
+from anyflex.forking import free_in_child
 from anyflex.mod_graph.operations import FUNCTIONS
 
 __all__ = ["make_first_calls"]
 
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 _made = False
 
 
@@ -38,13 +40,3 @@ def make_first_calls() -> None:
             for name in FUNCTIONS:
                 getattr(torch, name)(one)
         _made = True
-
-
-def _after_fork() -> None:
-    # Another thread of the parent may have held it.
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

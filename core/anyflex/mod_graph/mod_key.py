@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from anyflex.forking import free_in_child
 from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.spellings import SPELLINGS
@@ -217,6 +219,7 @@ class _Entry:
 
 _entries: dict[tuple[Any, ...], _Entry] = {}
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 
 
 def traced(

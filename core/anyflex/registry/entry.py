@@ -17,6 +17,7 @@ from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
+from anyflex.forking import free_in_child
 from anyflex.registry import hot_path
 from anyflex.registry.isolation import plugin_code
 
@@ -90,6 +91,7 @@ class Entry:
         self._state: State | None = None
         self._asked_while_loading = False
         self._publish = threading.Lock()
+        free_in_child(self, "_publish")
         self._loading = threading.local()
 
     @property

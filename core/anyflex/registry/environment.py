@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from anyflex.errors import ArgumentError
+from anyflex.forking import free_in_child
 
 __all__ = [
     "VARIABLES",
@@ -179,6 +181,7 @@ VARIABLES: tuple[Variable, ...] = (
 )
 
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 # name -> (the text that was read or None, its value)
 _read: dict[str, tuple[str | None, Any]] = {}
 _by_name = {variable.name: variable for variable in VARIABLES}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import warnings
 
 from anyflex.errors import BackendRefused, PerformanceWarning
+from anyflex.forking import free_in_child
 from anyflex.registry import environment, isolation
 from anyflex.registry.choice import Answer, Choice, TraceLine
 from anyflex.registry.table import REFERENCE
@@ -22,6 +24,7 @@ __all__ = [
 
 _log = logging.getLogger("anyflex")
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 _warned: set[str] = set()
 
 

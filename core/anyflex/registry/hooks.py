@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
+from anyflex.forking import free_in_child
 from anyflex.registry.isolation import plugin_code, report
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Hooks:
         self._manager: pluggy.PluginManager | None = None
         self._distributions: dict[str, str] = {}
         self._lock = threading.RLock()
+        free_in_child(self)
 
     def names(self) -> list[str]:
         """Return the names of the plugins in use."""

@@ -17,12 +17,14 @@ from contextlib import contextmanager
 import torch
 
 from anyflex.errors import AnyflexError, PluginError
+from anyflex.forking import free_in_child
 from anyflex.registry import environment
 
 __all__ = ["again", "first_line", "forget_reports", "plugin_code", "report", "user_stacklevel"]
 
 _log = logging.getLogger("anyflex")
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 _reported: set[tuple[str, str, str]] = set()
 
 

@@ -3,7 +3,6 @@ process, and which of it may be used."""
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from anyflex.contract import CONTRACT
 from anyflex.contract.backend import Backend
 from anyflex.errors import ArgumentTypeError, PluginError
+from anyflex.forking import free_in_child
 from anyflex.registry import discovery, environment, hot_path, isolation, selection
 from anyflex.registry.blocking import (
     REFERENCE,
@@ -59,6 +59,7 @@ class Table:
         # Under ANYFLEX_STRICT=1: what every call raises.
         self._fatal: PluginError | None = None
         self._lock = threading.RLock()
+        free_in_child(self)
 
     def ready(self) -> None:
         """Scan the metadata and load the hook plugins, at the first call."""
@@ -292,12 +293,3 @@ def _replace(table: Table) -> None:
     _table = table
     hot_path.use_hooks(table.hooks)
     hot_path.changed()
-
-
-def _after_fork() -> None:
-    # A thread that doesn't exist in the child may have held the lock.
-    _table._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
+from anyflex.forking import free_in_child
 from anyflex.registry import environment
 from anyflex.registry.isolation import user_stacklevel
 
@@ -107,6 +108,7 @@ class Store:
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder / FOLDER
         self._lock = threading.Lock()
+        free_in_child(self)
         self._problem: str | None = None
         self._checked = False
         self._memory: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
@@ -333,6 +335,7 @@ def artifacts_for(
 
 _store: Store | None = None
 _store_lock = threading.Lock()
+free_in_child(sys.modules[__name__], "_store_lock")
 
 
 def store() -> Store:
@@ -349,14 +352,3 @@ def forget() -> None:
     """Look for the folder again at the next use: for tests."""
     global _store
     _store = None
-
-
-def _after_fork() -> None:
-    global _store_lock
-    _store_lock = threading.Lock()
-    if _store is not None:
-        _store._lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,6 @@ Nothing of this is on the hot path: a call whose plan is known doesn't come here
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -176,14 +175,3 @@ def forget() -> None:
     compiling = sys.modules.get("anyflex.runtime.compiling")
     if compiling is not None:
         compiling.forget()
-
-
-def _after_fork() -> None:
-    # A thread that doesn't exist in the child may hold the lock.
-    global _decisions
-    old, _decisions = _decisions, Recent(DECISIONS)
-    _decisions.copy_from(old)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

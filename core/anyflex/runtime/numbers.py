@@ -7,7 +7,10 @@ thirty layers whose mods differ in their numbers share two kernels.
 
 from __future__ import annotations
 
+import sys
 import threading
+
+from anyflex.forking import free_in_child
 
 __all__ = ["Bound", "NumberHistory", "bind_numbers", "forget_numbers"]
 
@@ -20,7 +23,7 @@ HISTORIES = 4096
 class NumberHistory:
     """What was seen of the numbers of one structure."""
 
-    __slots__ = ("_first", "_lock", "_varying", "bound", "last")
+    __slots__ = ("__weakref__", "_first", "_lock", "_varying", "bound", "last")
 
     def __init__(self) -> None:
         self._first: tuple[int | float, ...] | None = None
@@ -28,6 +31,7 @@ class NumberHistory:
         self.bound: Bound = ()
         self._varying: set[int] = set()
         self._lock = threading.Lock()
+        free_in_child(self)
 
     def note(self, values: tuple[int | float, ...]) -> Bound:
         """Note these values, and return the constants among them."""
@@ -50,6 +54,7 @@ class NumberHistory:
 
 _histories: dict[tuple[str, str], NumberHistory] = {}
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 
 
 def bind_numbers(

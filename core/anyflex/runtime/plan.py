@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.forking import free_in_child
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.registry.environment import check_indices
@@ -175,6 +177,7 @@ def _device_guard(device: torch.device) -> Callable[[], Any] | None:
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 
 
 def plan_for(inputs: Inputs) -> Plan:

@@ -6,6 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
+from anyflex.forking import free_in_child
+
 __all__ = ["Recent"]
 
 Key = TypeVar("Key")
@@ -19,6 +21,7 @@ class Recent(Generic[Key, Value]):
         self._size = size
         self._items: OrderedDict[Key, Value] = OrderedDict()
         self._lock = threading.Lock()
+        free_in_child(self)
 
     def get(self, key: Key) -> Value | None:
         """Return the value, or None."""

@@ -1,0 +1,81 @@
+"""A process that is forked while another thread holds one of anyflex's locks goes on."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import anyflex
+
+__all__: list[str] = []
+
+ROOT = Path(anyflex.__file__).parent
+OTHERWISE = {
+    "runtime/compiling.py": "its state is made anew after a fork",
+    "testing/absent_device.py": "with the blocks that the lock guards",
+    "testing/pool.py": "of a pool, which belongs to the process that made it",
+}
+"""Where a lock is not given to `free_in_child`, and why."""
+
+CHILD = """
+import os, signal, threading
+import torch
+import anyflex
+from anyflex import forking
+
+torch.set_num_threads(1)
+query = torch.ones(1, 1, 1, 4)
+
+def attend(factor):
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q * factor >= k, None, None, 1, 1)
+    return anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: s * factor, mask)
+
+attend(1.0), attend(2.0)
+held = threading.Event()
+
+def hold():
+    for owner, name in list(forking._owners.items()):
+        getattr(owner, name).acquire()
+    held.set()
+    threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    attend(3.0)
+    anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: torch.special.i0(s))
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+print(len(forking._owners), status)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_goes_on_whatever_locks_were_held() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD], capture_output=True, text=True, timeout=120
+    )
+    owners, status = map(int, done.stdout.split())
+    assert owners > 10 and status == 0, done.stderr
+
+
+def test_each_lock_is_free_in_a_child() -> None:
+    found = 0
+    for path in sorted(ROOT.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        locks = sum(isinstance(f, ast.Attribute) and f.attr in ("Lock", "RLock") for f in calls)
+        freed = sum(isinstance(f, ast.Name) and f.id == "free_in_child" for f in calls)
+        name = path.relative_to(ROOT).as_posix()
+        if locks and name not in OTHERWISE and name != "forking.py":
+            assert locks == freed, name
+            found += locks
+    assert found > 10
