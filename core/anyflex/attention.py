@@ -115,7 +115,7 @@ def flex_attention(
         return_aux,
         backend,
     )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         out, lse, max_scores = _through_op(
             query, key, value, score_mod, block_mask, scale, aux, options, backend
         )
@@ -207,7 +207,7 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 def _own_mask(block_mask: Any) -> Any:
     """Return the mask as anyflex's, converting torch's."""
-    if torch.compiler.is_compiling():  # Dynamo follows import statements
+    if torch.compiler.is_dynamo_compiling():  # Dynamo follows import statements
         from anyflex.block_mask.block_mask import BlockMask
 
         own: Any = BlockMask
@@ -273,17 +273,25 @@ def _refuse_transform(transform: str) -> NoReturn:
 
 def refuse_transforms() -> None:
     """Raise BackendRefused where the static op might lose a tangent without a word, or be refused
-    by torch in words of its own. Dynamo runs this while it traces, inside of the transforms."""
-    transform = _transform()
-    compiling = torch.compiler.is_compiling()
-    if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
-        _refuse_transform(transform)
-    if forward_ad._current_level != -1:
+    by torch in words of its own."""
+    found = _unfit_transform(torch.compiler.is_dynamo_compiling())
+    if found == "dual level":
         refuse_forward_mode()
+    if found:
+        _refuse_transform(found)
+
+
+def _unfit_transform(compiling: bool) -> str:
+    """The transform, or "dual level", that the static op can't be in, or "". Dynamo runs this while
+    it traces, inside of the transforms."""
+    transform = _transform()
+    if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
+        return transform
+    return "" if forward_ad._current_level == -1 else "dual level"
 
 
 # The same mark as in anyflex.failing.
-refuse_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_unfit_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_forward_mode() -> NoReturn:

@@ -18,7 +18,7 @@ __all__ = ["fail", "fail_while_compiling"]
 
 def fail(name: str, message: str, **attributes: Any) -> NoReturn:
     """Raise ``errors.<name>(message, **attributes)``."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         fail_while_compiling(name, message, attributes)
     raise getattr(errors, name)(message, **attributes) from None
 

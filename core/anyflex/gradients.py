@@ -98,7 +98,7 @@ def flex_attention_backward(
     _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
     given = (dout, dlse, delta, query, key, value, out, lse)
     call = (score_mod, block_mask, scale, aux, options, backend)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         captured, found = _through_op(given, call)
     elif not is_plain(query, key, value):
         from anyflex.tensor_subclasses import naming_subclasses

@@ -75,7 +75,7 @@ def create_block_mask(
         ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
             What building needn't look at is checked when the mask is used.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _create_uncompiled(
             mask_mod,
             B,

@@ -24,7 +24,7 @@ def outside_graphs(method: Method) -> Method:
 
     @functools.wraps(method)
     def called(*arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return disabled(*arguments, **options)
         return method(*arguments, **options)
 

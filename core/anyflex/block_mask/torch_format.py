@@ -92,7 +92,7 @@ def converted(mask: Any) -> BlockMask:
     """
     from anyflex.block_mask.block_mask import BlockMask
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _converted_while_compiling(mask)
     found = _CONVERTED.get(mask)
     facts = _facts(mask)

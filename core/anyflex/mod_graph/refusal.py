@@ -52,7 +52,7 @@ def refuse_custom_function() -> None:
     """Raise ModTraceError inside of a custom ``autograd.Function``, where frames can be inspected:
     a graph would hold what its forward does, and be differentiated instead of its backward being
     called. ``vmap`` calls it."""
-    if torch.compiler.is_compiling():  # Dynamo's own entry is in `dynamo_refusals`
+    if torch.compiler.is_dynamo_compiling():  # Dynamo's own entry is in `dynamo_refusals`
         return
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != "anyflex.mod_graph.calling":
@@ -62,7 +62,7 @@ def refuse_custom_function() -> None:
 
 
 def _refuse(problem: str, operation: str, hint: str, pure: bool) -> NoReturn:
-    file, line = (None, None) if torch.compiler.is_compiling() else user_location()
+    file, line = (None, None) if torch.compiler.is_dynamo_compiling() else user_location()
     fail(
         "ModTraceError",
         problem,
@@ -76,7 +76,7 @@ def _refuse(problem: str, operation: str, hint: str, pure: bool) -> NoReturn:
 
 def refuse_index(problem: str, hint: str = "") -> NoReturn:
     """Raise ModIndexError, with the user's source line where frames can be inspected."""
-    file, line = (None, None) if torch.compiler.is_compiling() else user_location()
+    file, line = (None, None) if torch.compiler.is_dynamo_compiling() else user_location()
     fail("ModIndexError", problem, operation="indexing", hint=hint, file=file, line=line)
 
 
@@ -117,7 +117,7 @@ CUSTOM_FUNCTION = (
 
 def branch_hint() -> str:
     """Return the cure for a branch, from the user's line where it can be read."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return BRANCH_HINT
     import linecache
 

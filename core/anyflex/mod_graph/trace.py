@@ -142,7 +142,7 @@ def trace_mod(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
     )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         mend_comparisons()
         mend_symbols()
     else:
@@ -153,7 +153,7 @@ def trace_mod(
     if kind == "score":
         score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
         symbols = [score, *symbols]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         with TraceMode(tracer):
             result = function(*symbols)
     else:
@@ -279,7 +279,7 @@ def check_signature(function: Any, kind: Literal["score", "mask"]) -> None:
         if least <= wanted <= most:
             return
         count: int | None = least
-    elif torch.compiler.is_compiling():
+    elif torch.compiler.is_dynamo_compiling():
         return
     else:
         count = positional_count(function, argument)
