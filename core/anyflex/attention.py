@@ -282,8 +282,8 @@ def refuse_transforms() -> None:
 
 
 def _unfit_transform(compiling: bool) -> str:
-    """The transform, or "dual level", that the static op can't be in, or "". Dynamo runs this while
-    it traces, inside of the transforms."""
+    """The transform, or "dual level", that the static op can't be in, or "". Dynamo runs this, as
+    it traces inside of the transforms."""
     transform = _transform()
     if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
         return transform

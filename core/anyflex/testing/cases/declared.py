@@ -116,9 +116,10 @@ def _captured(session: Session) -> str | None:
         return "mods that read captured tensors aren't declared"
     case = plain(session, "captured_dtypes", score_mod="identity")
     drawn = case.draw(session.device)
-    values = torch.randint(0, 4, (case.kv_length,), generator=torch.Generator().manual_seed(5))
+    values = torch.randint(-3, 4, (case.kv_length,), generator=torch.Generator().manual_seed(5))
     for dtype in sorted(can.captured_dtypes, key=str):
-        given = with_mod(drawn, "score", case, _table, table_=values.to(dtype))
+        held = values if dtype.is_signed else values.abs()
+        given = with_mod(drawn, "score", case, _table, table_=held.to(dtype))
         compare(session, case, given)
     return None
 
@@ -153,6 +154,7 @@ def _features(session: Session) -> str | None:
     if can.gqa:
         _accepted(session, plain(session, "gqa", heads=6, kv_heads=2))
         _accepted(session, plain(session, "mqa", heads=5, kv_heads=1))
+        _accepted(session, plain(session, "many", heads=16, kv_heads=2))
     if can.kv_broadcast:
         _accepted(session, plain(session, "kv_broadcast", batch=3, kv_batch=1))
     if can.decode:

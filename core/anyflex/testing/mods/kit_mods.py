@@ -58,12 +58,12 @@ def constant_true() -> MaskMod:
 
 
 def _wide_ids(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """int64 [M], multiples of 2^32: their low halves are equal."""
-    shape = shape_of("M", sizes)
-    return torch.randint(0, 4, shape, generator=generator, dtype=torch.int64) << 32
+    """int64 [M]: some are equal in their low halves, some to a float32, some to a float64."""
+    some = torch.tensor([0, 1 << 32, 1 << 24, (1 << 24) + 1, 1 << 53, (1 << 53) + 1], device="cpu")
+    return some[torch.randint(0, len(some), shape_of("M", sizes), generator=generator)]
 
 
 @mask_mod("M+1", ids=Leaf(_wide_ids))
 def wide_ids(ids: Any) -> MaskMod:
-    """Ids that differ past 32 bits only."""
+    """Ids that only 64 bits of an integer tell apart."""
     return lambda b, h, q, k: ids[q] == ids[k]
