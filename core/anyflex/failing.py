@@ -23,15 +23,24 @@ def fail(name: str, message: str, **attributes: Any) -> NoReturn:
     raise getattr(errors, name)(message, **attributes) from None
 
 
-def fail_while_compiling(name: str, message: str, attributes: dict[str, Any]) -> NoReturn:
-    """Raise the error as Dynamo has to get it; also for code that Dynamo itself calls."""
-    from torch._dynamo.exc import Unsupported
+def fail_while_compiling(
+    name: str, message: str, attributes: dict[str, Any], *, breaks_graph: bool = True
+) -> NoReturn:
+    """Raise the error as Dynamo has to get it; also for code that Dynamo itself calls.
+
+    Args:
+        name: of a class of `anyflex.errors`; `message` and `attributes` are its arguments.
+        breaks_graph: without ``fullgraph=True`` Dynamo goes on in Python, which meets the error
+            itself. Otherwise the user gets it at once.
+    """
+    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
 
     plain = getattr(errors, name)
+    final: Any = Unsupported if breaks_graph else UncapturedHigherOrderOpError
 
-    class Raised(plain, Unsupported):  # type: ignore[misc,valid-type]
+    class Raised(plain, final):  # type: ignore[misc]
         def __init__(self) -> None:
-            Unsupported.__init__(self, message)
+            final.__init__(self, message)
             self.__dict__.update(plain(message, **attributes).__dict__)
             self.args = plain(message, **attributes).args
 

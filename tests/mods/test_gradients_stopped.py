@@ -147,10 +147,14 @@ def test_a_custom_function_runs_on_the_reference_with_its_own_backward(name: str
         agree(by_anyflex(mod, False), mod)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["in parts", "in one graph"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_custom_function_is_refused_where_it_would_be_compiled(name: str) -> None:
+def test_a_custom_function_is_refused_where_it_would_be_compiled(name: str, whole: bool) -> None:
+    attend = torch.compile(
+        by_anyflex(FUNCTIONS[name], False), backend="aot_eager", fullgraph=whole
+    )
     with pytest.raises(ModTraceError, match=r"Function in a mod.*\n?.*\.detach\(\)"):
-        by_anyflex(FUNCTIONS[name], True)(*leaves())
+        attend(*leaves())
 
 
 def test_the_refusal_of_a_custom_function_tells_the_line() -> None:

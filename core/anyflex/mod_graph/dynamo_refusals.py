@@ -222,7 +222,8 @@ def _watching_functions(otherwise: Handler) -> Handler:
     @functools.wraps(otherwise)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if any(map(is_symbol, (*args, *kwargs.values()))):
-            refuse_in_words(*CUSTOM_FUNCTION)
+            # Python would call what it applies to a symbol, and nobody would see it pass.
+            refuse_in_words(*CUSTOM_FUNCTION, breaks_graph=False)
         return otherwise(self, tx, args, kwargs)
 
     return call
@@ -234,6 +235,9 @@ def _refuse_change(function: Any) -> None:
         refuse_in_words(*refused)
 
 
-def refuse_in_words(problem: str, operation: str, hint: str) -> NoReturn:
-    """Raise ModTraceError from code that Dynamo calls."""
-    fail_while_compiling("ModTraceError", problem, {"operation": operation, "hint": hint})
+def refuse_in_words(
+    problem: str, operation: str, hint: str, *, breaks_graph: bool = True
+) -> NoReturn:
+    """Raise ModTraceError from code that Dynamo calls; see `fail_while_compiling`."""
+    attributes = {"operation": operation, "hint": hint}
+    fail_while_compiling("ModTraceError", problem, attributes, breaks_graph=breaks_graph)
