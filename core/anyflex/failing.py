@@ -38,7 +38,7 @@ def fail_while_compiling(
     plain = getattr(errors, name)
     final: Any = Unsupported if breaks_graph else UncapturedHigherOrderOpError
 
-    class Raised(plain, final):  # type: ignore[misc]
+    class Raised(plain, final):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             final.__init__(self, message)
             self.__dict__.update(plain(message, **attributes).__dict__)

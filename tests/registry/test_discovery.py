@@ -194,3 +194,27 @@ def test_a_stale_egg_info_hides_no_plugin_and_is_reported(
 def test_a_missing_backend_of_a_known_name_is_refused(site: pathlib.Path, scanned: None) -> None:
     with pytest.raises(BackendRefused, match="not installed"):
         kernel_for(make_spec("mps"), ("mps",), "mps", ())
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["anyflex.backends", "anyflex.backend.v1", "anyflex.backends.V1", "anyflex.hooks.v1.0"],
+)
+def test_a_misspelt_group_is_named(
+    group: str, site: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(site, "warp-kernels", entry("warp", "warp_lost", group), {"warp_lost": BACKEND}, "2.5")
+    with caplog.at_level(logging.WARNING, "anyflex"):
+        assert not [found for found in scan() if found.distribution == "warp-kernels"]
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert f"warp-kernels 2.5 offers 'warp' in the entry-point group {group!r}" in line
+    assert "anyflex.backends.v1" in line
+
+
+def test_a_group_of_somebody_else_is_his(
+    site: pathlib.Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(site, "other", "[anyflex.examples]\nwarp = warp_other:Mine\n", {})
+    with caplog.at_level(logging.WARNING, "anyflex"):
+        scan()
+    assert not caplog.records

@@ -141,7 +141,8 @@ def _notes(row: BackendRow, backend: Backend) -> list[str]:
     """What the backend has to say beside its state."""
     try:
         with isolation.plugin_code(row.name, row.distribution, "notes()"):
-            return [str(note) for note in backend.notes()]
+            notes = backend.notes()
+            return [notes] if isinstance(notes, str) else [str(note) for note in notes]
     except AnyflexError as error:
         return [first_line(error)]
 

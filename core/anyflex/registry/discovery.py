@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Copy", "Found", "hidden_copies", "normalized", "scan"]
 
 _GROUP = re.compile(r"anyflex\.(backends|hooks)\.v(\d+)")
+_MISSPELT = re.compile(r"anyflex\.?(backend|hook)s?\b.*", re.IGNORECASE)
 _log = logging.getLogger("anyflex")
 
 
@@ -89,11 +90,21 @@ def _entries(distribution: Distribution) -> list[Found]:
             return []
         name = distribution.metadata["Name"] or "unknown"
         version = distribution.version or "unknown"
-        return [
-            Found(_kind(match[1]), int(match[2]), point.name, point.value, name, version)
-            for point in distribution.entry_points
-            if (match := _GROUP.fullmatch(point.group))
-        ]
+        found = []
+        for point in distribution.entry_points:
+            if match := _GROUP.fullmatch(point.group):
+                kind = _kind(match[1])
+                found.append(Found(kind, int(match[2]), point.name, point.value, name, version))
+            elif _MISSPELT.fullmatch(point.group):
+                _log.warning(
+                    "%s %s offers %r in the entry-point group %r, which nobody reads: backends "
+                    "belong in anyflex.backends.v1, hooks in anyflex.hooks.v1",
+                    name,
+                    version,
+                    point.name,
+                    point.group,
+                )
+        return found
     except Exception as error:  # noqa: BLE001  one damaged package must not hide the others
         _log.warning(
             "the metadata of a distribution at %s can't be read (%s: %s); its plugins are not "
