@@ -177,6 +177,13 @@ def test_a_broken_backend_is_named_and_the_next_one_computes(
         kernel_for(make_spec("warp"), (), None, ())
 
 
+def test_an_entry_point_without_a_class_is_told_its_form(site: pathlib.Path) -> None:
+    entry_points = "[anyflex.backends.v1]\nwarp = broken_module\n"
+    install(site, "broken-plugin", entry_points, {"broken_module": BACKEND})
+    with pytest.raises(PluginError, match="entry point 'broken_module' must be 'module:Class'"):
+        kernel_for(make_spec("warp"), ("warp",), "warp", ())
+
+
 def test_the_inventory_shows_the_traceback_of_a_broken_backend(site: pathlib.Path) -> None:
     entry_points = "[anyflex.backends.v1]\nwarp = broken_module:Mine\n"
     install(site, "broken-plugin", entry_points, {"broken_module": "\n\nimport no_such_module\n"})

@@ -164,6 +164,8 @@ class Entry:
         target: Any = self._target
         if isinstance(target, str):
             module_name, _, attribute = target.partition(":")
+            if not attribute:
+                raise self.error(f"is broken: its entry point {target!r} must be 'module:Class'")
             with plugin_code(self.name, self.distribution, f"importing {module_name}"):
                 target = importlib.import_module(module_name.strip())
             with plugin_code(self.name, self.distribution, f"looking up {self._target}"):
