@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import anyflex
 from anyflex.errors import ModTraceError, PerformanceWarning
@@ -161,6 +162,20 @@ def test_the_refusal_of_a_custom_function_tells_the_line() -> None:
     with pytest.raises(ModTraceError, match=r"Function in a mod \(.*test_gradients_stopped") as e:
         trace_mod(FUNCTIONS["of the score"], "score")
     assert e.value.pure
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_around_the_attention_changes_no_refusal(reentrant: bool) -> None:
+    def attend(mod: Callable[..., Any]) -> Tensor:
+        out = checkpoint(by_anyflex(mod, False), *leaves(), use_reentrant=reentrant)
+        assert isinstance(out, Tensor)
+        return out
+
+    with pytest.raises(ModTraceError, match="returns a bool"):
+        attend(lambda s, b, h, q, k: s > 0)
+    with pytest.raises(ModTraceError, match="reduction"):
+        attend(lambda s, b, h, q, k: s + TABLE.sum() * s.sum())
+    torch.testing.assert_close(attend(with_a_part), by_torch(with_a_part)(*leaves()))
 
 
 def test_a_custom_function_of_a_whole_table_is_none_of_the_mods_business() -> None:

@@ -38,6 +38,7 @@ OWN = tuple(
     os.path.join(_PACKAGE, part)
     for part in "attention gradients explanation mod_graph block_mask reference runtime".split()
 )
+_TRACE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
@@ -54,10 +55,16 @@ def refuse_custom_function() -> None:
     called. ``vmap`` calls it."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo's own entry is in `dynamo_refusals`
         return
+    inside = False
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "anyflex.mod_graph.calling":
-        if frame.f_code is _APPLY:
-            _refuse(*CUSTOM_FUNCTION, pure=True)
+    while frame is not None:
+        code = frame.f_code
+        inside = inside or code is _APPLY
+        if code.co_name == "trace_mod" and code.co_filename == _TRACE:
+            # One around the attention, as a checkpoint is, is none of the mod's.
+            if inside:
+                _refuse(*CUSTOM_FUNCTION, pure=True)
+            return
         frame = frame.f_back
 
 
