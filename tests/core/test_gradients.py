@@ -327,15 +327,18 @@ def test_a_transform_inside_of_a_compiled_program_is_refused(transform: str, who
         torch.compile(transformed, backend="aot_eager", fullgraph=whole)(query)
 
 
-@pytest.mark.parametrize("way", ["compiled", "watched"])
+@pytest.mark.parametrize("way", ["compiled", "compiled before", "watched"])
 def test_a_tangent_is_refused_on_the_way_through_the_static_op(way: str) -> None:
     query, key, value = (tensor.detach() for tensor in tensors(1, 2, 6, 4))
     torch._dynamo.reset()
+    compiled = torch.compile(anyflex.flex_attention, backend="aot_eager")
+    if way == "compiled before":
+        compiled(query, key, value)
     with forward_ad.dual_level():
         query = forward_ad.make_dual(query, torch.ones_like(query))
         with pytest.raises(BackendRefused, match="forward-mode"):
-            if way == "compiled":
-                torch.compile(anyflex.flex_attention, backend="aot_eager")(query, key, value)
+            if way != "watched":
+                compiled(query, key, value)
             else:
                 with FlopCounterMode(display=False):
                     anyflex.flex_attention(query, key, value)

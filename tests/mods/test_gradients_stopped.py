@@ -164,6 +164,39 @@ def test_the_refusal_of_a_custom_function_tells_the_line() -> None:
     assert e.value.pure
 
 
+class Older(torch.autograd.Function):
+    """In the form that vmap can't call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def test_a_function_that_vmap_cannot_call_is_refused_with_the_cure() -> None:
+    with pytest.raises(ModTraceError, match=r"Function in a mod.*\.detach\(\)") as caught:
+        by_anyflex(lambda s, b, h, q, k: Older.apply(s), False)(*leaves())
+    assert "setup_context" in str(caught.value.__cause__)
+
+
+def test_where_no_gradient_is_recorded_a_function_is_what_its_forward_does() -> None:
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return Older.apply(s * 3)
+
+    with torch.no_grad():
+        wanted = by_torch(mod)(*leaves())
+        for compiled in (False, True):
+            torch.testing.assert_close(by_anyflex(mod, compiled)(*leaves()), wanted)
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: Older.apply((q - k) * 1.0) > 0, None, None, 40, 40
+    )
+    plain = anyflex.create_block_mask(lambda b, h, q, k: q > k, None, None, 40, 40)
+    assert torch.equal(mask.runs, plain.runs)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_function_around_the_attention_changes_no_refusal(reentrant: bool) -> None:
     def attend(mod: Callable[..., Any]) -> Tensor:

@@ -264,7 +264,7 @@ def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
         if bound is not None:
             kind = t.common_kind(t.add("const", kind, "-", "0"), t.operand(bound))
     low, high = (None if bound is None else t.operand(bound) for bound in (min, max))
-    if isinstance(low, Symbol) and isinstance(high, Symbol):
+    if isinstance(low, Symbol) and isinstance(high, Symbol) and CATEGORY[kind] == FLOAT:
         # Where the bounds meet, torch gives neither a gradient for what lies below.
         apart = t.binary("lt", low, high, kind, "bool")
         low = t.where(apart, low, t.unary("detach", low))

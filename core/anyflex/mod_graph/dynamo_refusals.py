@@ -221,7 +221,7 @@ def _watching_functions(otherwise: Handler) -> Handler:
 
     @functools.wraps(otherwise)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if any(map(is_symbol, (*args, *kwargs.values()))):
+        if torch.is_grad_enabled() and any(map(is_symbol, (*args, *kwargs.values()))):
             # Python would call what it applies to a symbol, and nobody would see it pass.
             refuse_in_words(*CUSTOM_FUNCTION, breaks_graph=False)
         return otherwise(self, tx, args, kwargs)

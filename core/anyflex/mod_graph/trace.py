@@ -151,6 +151,7 @@ def trace_mod(
         tracer.transform_level = functorch_level
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":
+        tracer.records_gradients = torch.is_grad_enabled()
         score = tracer.add("input", DTYPE_NAMES[score_dtype], "-", "score")
         symbols = [score, *symbols]
     if torch.compiler.is_dynamo_compiling():

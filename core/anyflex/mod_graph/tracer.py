@@ -48,8 +48,8 @@ class Tracer:
         self.name_of: Callable[[Tensor], str] | None = None
         # How deep functorch's transforms are nested, where that can be asked.
         self.transform_level: Callable[[], int | None] | None = None
-        # Under no_grad inside of the mod torch records no gradients.
-        self.records_gradients = torch.is_grad_enabled()
+        # Of a score mod; under no_grad inside of it torch records none.
+        self.records_gradients = False
 
     def describe(self, tensor: Tensor) -> str:
         """A captured tensor, for an error message."""

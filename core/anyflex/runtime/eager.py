@@ -21,6 +21,7 @@ from anyflex.errors import (
     ModTraceError,
 )
 from anyflex.mod_graph.mod_key import traced
+from anyflex.mod_graph.refusal import CUSTOM_FUNCTION
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.registry.hot_path import posed_as
 from anyflex.registry.selection import names_in_force
@@ -202,6 +203,8 @@ def _opaque(
     except AnyflexError:
         raise
     except Exception as raised:
+        if error.operation == CUSTOM_FUNCTION[1] and "autograd.Function" in str(raised):
+            raise error from raised  # one that vmap can't call
         _add_note(raised, score_mod)
         raise
     _allow_opaque("score_mod", str(error), error.operation, backend)

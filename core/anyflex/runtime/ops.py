@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.mod_graph.graph import parse_graph
@@ -62,6 +63,10 @@ def _forward(
     from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
     from anyflex.runtime.plan import plan_for
 
+    if forward_ad._current_level != -1:  # a program that was compiled outside of the level
+        from anyflex.attention import refuse_forward_mode
+
+        refuse_forward_mode()
     wanted = read_request(request)
     inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
     plan = plan_for(inputs)
