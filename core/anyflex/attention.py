@@ -352,7 +352,7 @@ def op_arguments(
         if block_mask.offsets.is_meta and not query.is_meta:
             fail(
                 "BlockMaskError",
-                f"this block mask is on meta, where it has no values, and can't move to "
+                "this block mask is on meta, where it has no values, and can't move to "
                 f"{query.device}",
             )
         block_size = block_mask.BLOCK_SIZE

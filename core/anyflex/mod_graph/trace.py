@@ -137,11 +137,11 @@ def trace_mod(
         BlockMaskError: a mask function whose result is not a bool scalar.
         Whatever `function` itself raises.
     """
-    check_signature(function, kind)
     tracer = Tracer(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
     )
+    check_signature(function, kind)
     if torch.compiler.is_dynamo_compiling():
         mend_comparisons()
         mend_symbols()
