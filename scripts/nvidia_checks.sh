@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
-#   check        `cuda`: the whole conformance kit, 500 random calls, six repeated 1,000 times,
-#                compute-sanitizer, the device tests; `cuda.triton`: the kit's cases of layouts
+#   check        the whole conformance kit on `cuda`, on `cuda.triton`, and on that with the
+#                configurations of Intel's GPUs; of `cuda` 500 random calls, six repeated 1,000
+#                times, compute-sanitizer; the device tests
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
 # Each step's output is FOLDER/<step>.log, each report FOLDER/<step>.json; FOLDER/summary.txt has
 # the steps' exit statuses and seconds. Runs every step even if one fails, and fails if one did.
-# With two GPUs, the first two that CUDA_VISIBLE_DEVICES lets it see, half of the steps run on
-# each. PEERS names `cuda`'s contenders, JOBS the processes of kit and random calls, ROUNDS those of
-# a measurement.
+# With two GPUs, the first two that CUDA_VISIBLE_DEVICES lets it see, half of the steps of check and
+# measure run on each. PEERS names `cuda`'s contenders, JOBS the processes of a kit and of random
+# calls, ROUNDS those of a measurement.
 set -euo pipefail
 if (($# != 3)); then
-  sed -n '2,12p' "$0" >&2
+  sed -n '2,14p' "$0" >&2
   exit 2
 fi
 python=$1 mode=$2
@@ -76,18 +77,17 @@ kit_and_random_on() {
 repeated=(7 83 90 92 286 435)
 others_on() {
   step device "$1" "$python" -m pytest -q -n 6 tests/device
-  step layouts "$1" "$python" -m anyflex conformance --backend cuda.triton --case 'layouts/*'
+  step kit-triton "$1" "$python" -m anyflex conformance --backend cuda.triton --jobs "$jobs"
+  step kit-intel "$1" "$python" backends/xpu/tests/on_nvidia.py --jobs "$jobs"
   step repeats "$1" "$python" bench/gpu_random.py --backend cuda --repeat 1000 --jobs 6 \
     "${repeated[@]/#/--number=}"
   step sanitizer "$1" "$python" bench/gpu_sanitizer.py
 }
 
-first_calls() {  # GPU, backend
-  step "first-calls-$2" "$1" "$python" bench/gpu_first_calls.py --backend "$2" \
-    --json "$folder/first-calls-$2.json"
+first_calls() {  # backend
+  step "first-calls-$1" 0 "$python" bench/gpu_first_calls.py --backend "$1" \
+    --json "$folder/first-calls-$1.json"
 }
-first_calls_of_cuda_on() { first_calls "$1" cuda; }
-first_calls_of_triton_on() { first_calls "$1" cuda.triton; }
 
 prefill_on() {
   preset plain "$1" plain "cuda,$peers"
@@ -101,7 +101,11 @@ portable_prefill_on() {
 
 case $mode in
   check) side_by_side kit_and_random_on others_on ;;
-  first-calls) side_by_side first_calls_of_cuda_on first_calls_of_triton_on ;;
+  # One after the other: what they time is the host's work.
+  first-calls)
+    first_calls cuda
+    first_calls cuda.triton
+    ;;
   measure)
     side_by_side prefill_on portable_prefill_on
     # By themselves: these wait for the host.
@@ -112,7 +116,7 @@ case $mode in
     targets cuda.triton triton-plain triton-mods decode decode-graph
     ;;
   *)
-    sed -n '2,12p' "$0" >&2
+    sed -n '2,14p' "$0" >&2
     exit 2
     ;;
 esac
