@@ -2,7 +2,7 @@
 
 A thread that holds a lock while another one forks doesn't exist in the child, where the lock would
 stay held for ever (https://docs.python.org/3/library/os.html#os.register_at_fork). What the locks
-guard here is a mapping that is whole between any two of its changes: the child may go on with it.
+guard is whole between any two changes of it: the child may go on with it.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ from typing import Any
 
 __all__ = ["free_in_child"]
 
-_owners: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _REENTRANT = type(threading.RLock())
 
 
-def free_in_child(owner: Any, name: str = "_lock") -> None:
-    """Give the owner, an object or a module, a new lock in each process that is forked.
+def free_in_child(owner: Any, *names: str) -> None:
+    """Give the owner, an object or a module, new locks in each process that is forked.
+
+    A process that is forked while another thread holds a lock goes on then; what the lock guards
+    is as that thread left it.
 
     Args:
-        owner: hashed by its identity, and referred to weakly.
-        name: of the attribute that is its lock, a `threading.Lock` or `RLock`.
+        owner: hashed by its identity, and referred to weakly. Called once for each.
+        names: of the attributes that are its locks, each a `threading.Lock` or `RLock`; of none,
+            ``"_lock"``.
     """
-    _owners[owner] = name
+    _owners[owner] = names or ("_lock",)
 
 
 def _after_fork() -> None:
-    for owner, name in list(_owners.items()):
-        reentrant = isinstance(getattr(owner, name), _REENTRANT)
-        setattr(owner, name, threading.RLock() if reentrant else threading.Lock())
+    for owner, names in list(_owners.items()):
+        for name in names:
+            reentrant = isinstance(getattr(owner, name), _REENTRANT)
+            setattr(owner, name, threading.RLock() if reentrant else threading.Lock())
 
 
 if hasattr(os, "register_at_fork"):

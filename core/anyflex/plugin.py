@@ -32,6 +32,7 @@ from anyflex.errors import (
     PerformanceWarning,
     PluginError,
 )
+from anyflex.forking import free_in_child
 from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.first_calls import make_first_calls
@@ -85,6 +86,7 @@ __all__ = [
     "TensorSpec",
     "differentiate",
     "evaluate",
+    "free_in_child",
     "hookimpl",
     "isolated",
     "make_first_calls",

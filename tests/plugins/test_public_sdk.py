@@ -19,8 +19,9 @@ NAMES = """
     AnyflexError ArgumentError Artifacts Backend BackendRefused Call Capabilities CapturedFacts
     Decision Derivative GradInputs Grads IndexLists Kernel Lowering MaskViews ModGraph
     ModIndexError Node Option Outputs PerformanceWarning PluginError ProgressLine Rejected Saved
-    Scatter Spec TensorSpec differentiate evaluate hookimpl isolated make_first_calls
-    operand_classes parse_graph register register_hooks simplify simplify_nodes type_class
+    Scatter Spec TensorSpec differentiate evaluate free_in_child hookimpl isolated
+    make_first_calls operand_classes parse_graph register register_hooks simplify simplify_nodes
+    type_class
 """.split()
 
 FIELDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from torch import Tensor
 
 import anyflex
 from anyflex_cpu import library
+from anyflex_cpu.index_ranges import LIMITS, Limits
+from anyflex_cpu.programs import Programs
 
 pytestmark = pytest.mark.usefixtures("threads")
 
@@ -200,6 +203,39 @@ def test_a_forked_child_computes_the_same() -> None:
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert same([anyflex.flex_attention(*some(2), softcap, backend="cpu")], wanted)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_forked_while_programs_for_any_size_are_made_makes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = (torch.ones(1, heads, 1, 4) for heads in (1, LIMITS.heads + 1))
+    anyflex.flex_attention(small, small, small, softcap, backend="cpu")
+    begun, go_on = threading.Event(), threading.Event()
+    make = Programs._make
+
+    def make_late(programs: Programs, limits: Limits) -> Any:
+        if threading.current_thread() is making:
+            begun.set()
+            go_on.wait()
+        return make(programs, limits)
+
+    monkeypatch.setattr(Programs, "_make", make_late)
+    making = threading.Thread(
+        target=anyflex.flex_attention, args=(large,) * 3 + (softcap,), kwargs={"backend": "cpu"}
+    )
+    making.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        out = anyflex.flex_attention(large, large, large, softcap, backend="cpu")
+        os._exit(0 if same([out], [large]) else 1)
+    go_on.set()
+    making.join()
+    _, status = os.waitpid(child, 0)
+    assert status == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

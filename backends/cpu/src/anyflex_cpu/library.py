@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import anyflex_cpu
-from anyflex.plugin import ArgumentError
+from anyflex.plugin import ArgumentError, free_in_child
 from anyflex_cpu.structs import ABI
 
 __all__ = [
@@ -187,6 +188,7 @@ def find() -> Path | None:
 
 
 _lock = threading.Lock()
+free_in_child(sys.modules[__name__])
 _loaded: Library | None = None
 
 
@@ -208,13 +210,3 @@ def load() -> Library:
                 )
             _loaded = Library(path)
         return _loaded
-
-
-def _after_fork() -> None:
-    # A thread that doesn't exist in the child may hold it.
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

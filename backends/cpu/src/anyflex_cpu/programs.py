@@ -9,7 +9,7 @@ import logging
 import threading
 from typing import Protocol
 
-from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate
+from anyflex.plugin import Artifacts, Derivative, ModGraph, Spec, differentiate, free_in_child
 from anyflex_cpu import bytecode, structs
 from anyflex_cpu.bytecode_steps import numbers
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
@@ -158,6 +158,7 @@ class Programs:
         self._option = option
         self._mods = mods_of(spec)
         self._lock = threading.Lock()
+        free_in_child(self)
         self._wide: _Made | None = None
         self.how = self.reason = ""
         if self._mods:

@@ -7,6 +7,7 @@ answer. Here the class is said once, by types, so that a new length or stride ne
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
+from anyflex.plugin import free_in_child
 from anyflex_triton.arguments import enter_device
 from anyflex_triton.cache_keys import ask_for_keys, has_key
 
@@ -76,6 +78,7 @@ with the launcher, and a hook may make a call of its own."""
 
 _preparing: list[threading.Thread] = []
 _prepares = threading.Lock()
+free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers", "_prepares")
 
 
 def prepare() -> None:
@@ -181,6 +184,7 @@ class Program:
         self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
         self._lock = threading.Lock()
+        free_in_child(self)
         named = set(self.types) | set(self.constants)
         if named != set(function.arg_names):
             raise TypeError(

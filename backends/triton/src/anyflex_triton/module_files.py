@@ -11,9 +11,13 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
+from anyflex.plugin import free_in_child
+
 __all__ = ["load_module"]
 
 _LOCK = threading.Lock()
+free_in_child(sys.modules[__name__], "_LOCK")
+_loaded: dict[str, ModuleType] = {}
 _FOLDER: list[tempfile.TemporaryDirectory[str]] = []
 
 
@@ -25,7 +29,7 @@ def load_module(text: str) -> ModuleType:
     """
     name = "anyflex_triton_mods_" + hashlib.sha256(text.encode()).hexdigest()[:24]
     with _LOCK:
-        found = sys.modules.get(name)
+        found = _loaded.get(name)
         if found is not None:
             return found
         path = _folder() / f"{name}.py"
@@ -40,6 +44,8 @@ def load_module(text: str) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
+        # Whole by now; a child forked before makes it anew.
+        _loaded[name] = module
         return module
 
 

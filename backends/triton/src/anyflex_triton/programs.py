@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from anyflex.plugin import ArgumentError, Call, Spec
+from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
 from anyflex_triton.arguments import (
     Layout,
     descriptor_of,
@@ -188,6 +188,7 @@ class Programs:
         self._bare: dict[int | None, FixedArguments] = {}
         self._remembered: dict[object, object] = {}
         self._lock = threading.Lock()
+        free_in_child(self)
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
         self.mask_reads_pairs = graph is not None and reads_pairs(graph)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from triton.errors import TritonError
 
-from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine
+from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine, free_in_child
 from anyflex_triton.configs import Config, KernelName
 from anyflex_triton.launch import Launch, compile_all
 
@@ -33,6 +33,7 @@ _COMPILER_ERRORS = (TritonError, RuntimeError)
 raise RuntimeError."""
 _ONE_AT_A_TIME = threading.Lock()
 """Kernels that run meanwhile would be timed too."""
+free_in_child(sys.modules[__name__], "_ONE_AT_A_TIME")
 
 
 class Size(NamedTuple):
