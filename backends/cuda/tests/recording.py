@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,14 @@ def launches_on(
             anyflex.flex_attention(q, k, v, *mods, backend="cuda", **more)
             found = anyflex.explain(q, k, v, *mods, backend="cuda", **more)
             return launched, str(found)
+
+
+def takes_fast_tanh(program: Program) -> bool:
+    """Whether the program's score mod has the GPU's instruction for tanh."""
+    mod: Any = program.constants["SCORE_MOD"]
+    if mod is None or "fast_tanh_capped(" not in inspect.getsource(mod.fn):
+        return False
+    return bool(mod.fn.__globals__["COARSE"].value)
 
 
 @contextmanager

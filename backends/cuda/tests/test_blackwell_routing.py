@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from recording import CORES, OnBlackwell, drawn, launches_on, recording
+from recording import CORES, OnBlackwell, drawn, launches_on, recording, takes_fast_tanh
 
 import anyflex
 from anyflex.plugin import isolated, register
@@ -52,6 +52,18 @@ def test_unasked_blackwells_calls_are_portable_and_explain_says_how_to_ask(
         "not Blackwell's kernel: compiled, and never run by the project; "
         "ANYFLEX_CUDA_BLACKWELL=1 takes it"
     ) in said
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("cap", "taken"), [(30.0, True), (300.0, False)])
+def test_fast_tanh_is_said_where_it_is_taken(cap: float, taken: bool) -> None:
+    ((program, _, _),), said = launches(
+        *drawn(*[SHAPE] * 3),
+        lambda s, b, h, q, k: cap * torch.tanh(s / cap),
+        kernel_options={"cuda": {"fast_tanh": True}},
+    )
+    assert ("blackwell 256x128 fast tanh, never run" in said) is taken
+    assert takes_fast_tanh(program) is taken
 
 
 @pytest.mark.usefixtures("asked")

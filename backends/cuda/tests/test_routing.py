@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="there is no Triton to launch with")
 
-from recording import CORES, OnHopper, drawn, launches_on, recording
+from recording import CORES, OnHopper, drawn, launches_on, recording, takes_fast_tanh
 
 import anyflex
 from anyflex.plugin import isolated, register
@@ -277,7 +276,8 @@ def test_without_an_element_explain_says_so() -> None:
 
 def test_the_option_takes_hoppers_kernels_away() -> None:
     launched, said = launches(*drawn(*[SHAPE] * 3), kernel_options={"cuda": {"hopper": False}})
-    assert [of(launch) for launch in launched] == [PORTABLE] and "hopper" not in said
+    assert [of(launch) for launch in launched] == [PORTABLE]
+    assert "(not Hopper's kernel: its option hopper is False)" in said
 
 
 def test_boxes_are_of_whole_tensors_whatever_the_order_of_dimensions() -> None:
@@ -306,14 +306,30 @@ def small_blocks() -> anyflex.BlockMask:
     return anyflex.create_block_mask(causal, 1, 1, length, length, BLOCK_SIZE=(64, 128))
 
 
+@pytest.mark.parametrize(
+    "score_mod",
+    [
+        None,
+        lambda s, b, h, q, k: 2 * s,
+        lambda s, b, h, q, k: torch.tanh(s) + q,
+        lambda s, b, h, q, k: 300.0 * torch.tanh(s / 300.0),
+    ],
+)
+def test_fast_tanh_is_not_said_where_no_cap_takes_it(score_mod: Any) -> None:
+    options = {"cuda": {"fast_tanh": True}}
+    ((program, _, _),), said = launches(*drawn(*[SHAPE] * 3), score_mod, kernel_options=options)
+    assert "hopper 64x128" in said and "fast tanh" not in said
+    assert not takes_fast_tanh(program)
+
+
 def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
     fast: dict[str, Any] = {"score_mod": softcap, "kernel_options": {"cuda": {"fast_tanh": True}}}
     launched, said = launches(*drawn(*[SHAPE] * 3), **fast)
     assert "hopper 64x128 fast tanh" in said
-    assert "fast_tanh_capped" in inspect.getsource(launched[0][0].constants["SCORE_MOD"].fn)
+    assert takes_fast_tanh(launched[0][0])
     launched, said = launches(*drawn(*[SHAPE] * 3), score_mod=softcap)
     assert "fast tanh" not in said
-    assert "fast_tanh" not in inspect.getsource(launched[0][0].constants["SCORE_MOD"].fn)
+    assert not takes_fast_tanh(launched[0][0])
     # In training a part that is portable would compute other weights.
     for more, taken in (({}, True), ({"block_mask": small_blocks()}, False)):
         leaves = [x.requires_grad_() for x in drawn(*[SHAPE] * 3)]

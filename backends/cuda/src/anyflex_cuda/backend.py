@@ -75,17 +75,19 @@ class CudaBackend(TritonBackend):
         taken alone, and from a Triton that was tried."""
         import triton
 
-        options = dict(spec.options)
-        if target not in ("hopper", "blackwell") or not options.get("hopper", True):
+        if target not in ("hopper", "blackwell"):
             return super().kernel(spec, source, target, tuner)
+        options = dict(spec.options)
         whose = "Hopper's" if target == "hopper" else "Blackwell's"
         reason = untried_triton(triton.__version__)
         if target == "blackwell":
             reason = blackwell_refused() or reason
+        if not options.get("hopper", True):
+            reason = "its option hopper is False"
         if reason is not None:
-            from anyflex_cuda.untried_kernel import UntriedKernel
+            from anyflex_cuda.portable_kernel import PortableKernel
 
-            return UntriedKernel(spec, source, target, options, tuner, whose, reason)
+            return PortableKernel(spec, source, target, options, tuner, whose, reason)
         if target == "blackwell":
             from anyflex_cuda.blackwell_kernel import BlackwellKernel
 

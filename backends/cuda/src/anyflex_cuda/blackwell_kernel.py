@@ -48,16 +48,16 @@ class BlackwellKernel(TritonKernel):
         self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
         # Backward is portable, and its tanh exact.
-        fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
-        self._blackwell = GluonPrograms(spec, source, {**overrides, "fast_tanh": fast_tanh})
+        self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
+        self._blackwell = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
         boxes = boxes_for(self._tiles, spec)
         self._fits = lru_cache(_FITS)(
             partial(fit_of, self._blackwell, BLOCK_M, self._tiles.block_n, boxes)
         )
 
     def describe(self, call: Call) -> str:
-        """``blackwell 256x128, never run by the project``, or what the portable kernels say and
-        why they are taken."""
+        """``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is taken,
+        or what the portable kernels say and why they are taken."""
         portable = super().describe(call)
         if self._decodes(call):
             return portable
@@ -66,6 +66,8 @@ class BlackwellKernel(TritonKernel):
             return f"{portable} (not Blackwell's kernel: {reason})"
         backward = ", backward portable" if self.spec.needs_backward else ""
         tiles = f"{BLOCK_M}x{self._tiles.block_n}"
+        if self._fast_tanh and self._blackwell.is_coarse(call):
+            tiles += " fast tanh"
         return f"blackwell {tiles}, never run by the project{backward}"
 
     def _fit(self, call: Call) -> Fit | None:

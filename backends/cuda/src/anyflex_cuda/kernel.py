@@ -117,7 +117,7 @@ class CudaKernel(TritonKernel):
         if fit is None:
             reason = self._refused_forward(call)
             return f"{super().describe(call)} (not Hopper's kernel: {reason})"
-        fast = " fast tanh" if self._fast_tanh else ""
+        fast = " fast tanh" if self._fast_tanh and self._hopper.is_coarse(call) else ""
         if isinstance(fit, DecodeFit):
             return f"hopper decode programs={fit.programs}{fast}"
         return f"hopper {fit.block_m}x{self._tiles_of(fit).block_n}{fast}"

@@ -324,7 +324,7 @@ class Programs:
         """
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
-        coarse = bool(self._caps) and self._is_coarse(call)
+        coarse = self.is_coarse(call)
         short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
@@ -336,8 +336,10 @@ class Programs:
             found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
         return found
 
-    def _is_coarse(self, call: Call) -> bool:
-        """As `source_for` asks."""
+    def is_coarse(self, call: Call) -> bool:
+        """Whether the call has soft caps, and small ones: as `source_for` asks."""
+        if not self._caps:
+            return False
         factors = (
             factor
             if isinstance(factor, float)

@@ -1,4 +1,4 @@
-"""A spec compiled for a GPU whose own kernels aren't trusted here."""
+"""A spec compiled for a GPU none of whose own kernels may be taken."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.tuning import Tuner
 
-__all__ = ["UntriedKernel"]
+__all__ = ["PortableKernel"]
 
 
-class UntriedKernel(TritonKernel):
+class PortableKernel(TritonKernel):
     """The portable kernels, with what `explain` says of that.
 
     Args:
