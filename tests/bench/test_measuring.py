@@ -57,7 +57,7 @@ def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
     lengths: list[int] = []
-    case = dataclasses.replace(CASE, q_shape=(1, 2, 300, 8), kv_shape=(1, 2, 300, 8))
+    case = dataclasses.replace(CASE, q_shape=(1, 2, 400, 8), kv_shape=(1, 2, 400, 8))
 
     def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def test_the_first_call_is_the_measured_one_and_not_the_check_s() -> None:
     contender = Contender("a", "backend", "tests 1", lambda case: None, prepare)
     (measured,) = measure_case(case, [contender], CPU, WallClock(CPU), 1, lambda text: None)
     assert measured.status == "measured"
-    assert lengths[:2] == [300, 192] and set(lengths[2:]) == {300}
+    assert lengths[:2] == [400, 320] and set(lengths[2:]) == {400}
 
 
 def test_the_clock_is_read_around_all_calls() -> None:

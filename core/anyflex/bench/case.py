@@ -19,8 +19,12 @@ __all__ = ["DIRECTIONS", "BenchCase", "Direction", "Inputs", "make_inputs"]
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
-_SMALL = 192
-"""Length of the call that results are checked on: two blocks, the second ragged."""
+_SMALL = 320
+"""Length of the call that results are checked on: three blocks, the last one half. With two batch
+entries and `_HEADS` it has more tiles than a GPU has multiprocessors, as what is timed has: of
+fewer, kernels may be others."""
+_HEADS = 32
+"""Of query, at most."""
 _DRAWN_ON_HOST = 1 << 22
 """Elements up to which random numbers are the same on every device. The small form has fewer."""
 _PAIRS = 1 << 24
@@ -66,7 +70,7 @@ class BenchCase:
         batch, heads, q_length, width = self.q_shape
         kv_heads, kv_length = self.kv_shape[1:3]
         ratio = heads // kv_heads
-        few = min(kv_heads, 2)
+        few = min(kv_heads, max(_HEADS // ratio, 1))
         return dataclasses.replace(
             self,
             q_shape=(min(batch, 2), few * ratio, min(q_length, _SMALL), width),
