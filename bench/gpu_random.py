@@ -2,6 +2,7 @@
 
     python bench/gpu_random.py --backend cuda [--count 500] [--first 0] [--jobs 16]
                                [--repeat 20] [--option fast_tanh=true] [--json FILE]
+    python bench/gpu_random.py --each-kernel --repeat 1000
 
 The conformance kit's own comparison and budgets, at lengths of up to 900 in head dims of up to
 256, with every mod of the kit's lists. Fresh memory holds NaN. Each forward, and each backward
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from kernel_calls import OF_EACH_KERNEL
 from torch import Tensor
 
 import anyflex
@@ -286,6 +288,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--number", type=int, action="append", help="only these; may be repeated")
+    parser.add_argument("--each-kernel", action="store_true", help="those of kernel_calls.py")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=120.0)
@@ -296,7 +299,9 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
-    numbers = args.number or list(range(args.first, args.first + args.count))
+    chosen = list(OF_EACH_KERNEL) if args.each_kernel else []
+    chosen += args.number or []
+    numbers = chosen or list(range(args.first, args.first + args.count))
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in numbers:
         waiting.put(number)

@@ -2,10 +2,10 @@
 
     python bench/gpu_sanitizer.py [--backend cuda] [--tool memcheck] [--timeout 300]
 
-The calls are `gpu_random.py`'s, so each is compared with the float64 formula as well. They run
-once without the tool, which leaves their kernels in Triton's cache, and then under each of
-memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits with 1 if a
-tool reports an error, a result is wrong, or the tool doesn't end in its time.
+The calls are those of `kernel_calls.py`, each of which is compared with the float64 formula as
+well. They run once without the tool, which leaves their kernels in Triton's cache, and then under
+each of memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits
+with 1 if a tool reports an error, a result is wrong, or the tool doesn't end in its time.
 
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
@@ -30,7 +30,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["CALLS", "TOOLS", "control_fault", "excused", "faults", "hazard_faults", "main"]
+from kernel_calls import OF_EACH_KERNEL
+
+__all__ = ["TOOLS", "control_fault", "excused", "faults", "hazard_faults", "main"]
 
 _Place = tuple[str, int]
 """A file's name and a line."""
@@ -41,10 +43,6 @@ REPORTED = 9
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 _HAZARD = re.compile(r"Race reported between(.*)\n=+ +and (.*)")
 _PLACE = re.compile(r"([\w.-]+\.(?:py|cu|h)):(\d+)")
-CALLS = (7, 8, 16, 48, 51, 54, 56, 64, 83, 90, 92, 142, 435)
-"""Numbers of `gpu_random.drawn_case`: forward, backward, deterministic backward, decoding, with
-and without masks, in head dims of 64 and 128, backward's steps of 64 and of 128 rows; three with
-more tiles than multiprocessors."""
 
 
 def command(args: argparse.Namespace) -> list[str]:
@@ -185,7 +183,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of each tool")
     parser.add_argument("--log", type=Path, help="a folder for what the tools print")
     args = parser.parse_args()
-    numbers = args.number or list(CALLS)
+    numbers = args.number or list(OF_EACH_KERNEL)
     lines: list[str] = []
     for tool in (None, *(args.tool or TOOLS)):
         name = tool or "without a tool"

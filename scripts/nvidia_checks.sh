@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
 #   check        the whole conformance kit on `cuda`, on `cuda.triton`, and on that with the
-#                configurations of Intel's GPUs; of `cuda` 500 random calls, six repeated 1,000
-#                times, compute-sanitizer; the device tests
+#                configurations of Intel's GPUs; of `cuda` 500 random calls, some of
+#                each kernel 1,000 times and under compute-sanitizer; the device tests
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
@@ -73,14 +73,12 @@ kit_and_random_on() {
   step random "$1" "$python" bench/gpu_random.py --backend cuda --count 500 --jobs "$jobs" \
     --json "$folder/random.json"
 }
-# Of Hopper's tiles, decoding and backward, three of them in deterministic mode.
-repeated=(7 83 90 92 286 435)
 others_on() {
   step device "$1" "$python" -m pytest -q -n 6 tests/device
   step kit-triton "$1" "$python" -m anyflex conformance --backend cuda.triton --jobs "$jobs"
   step kit-intel "$1" "$python" backends/xpu/tests/on_nvidia.py --jobs "$jobs"
-  step repeats "$1" "$python" bench/gpu_random.py --backend cuda --repeat 1000 --jobs 6 \
-    "${repeated[@]/#/--number=}"
+  step repeats "$1" "$python" bench/gpu_random.py --backend cuda --each-kernel --repeat 1000 \
+    --jobs 10
   step sanitizer "$1" "$python" bench/gpu_sanitizer.py
 }
 

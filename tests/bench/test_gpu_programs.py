@@ -19,6 +19,12 @@ BENCH = Path(__file__).parents[2] / "bench"
 REPORT = BENCH / "results" / "h200_cuda.json"
 
 
+@pytest.fixture(autouse=True)
+def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import each other, as programs of one folder do."""
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
 def program(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
     assert spec is not None and spec.loader is not None

@@ -1,0 +1,29 @@
+"""Numbers of `gpu_random.drawn_case` that take each of `cuda`'s kernels for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["KERNELS", "OF_EACH_KERNEL"]
+
+KERNELS: Mapping[str, tuple[int, ...]] = {
+    "hopper 64x128, backward hopper": (8, 16, 64, 92),
+    "hopper 64x128, backward hopper, dq portable": (7, 56, 83),
+    "hopper 64x64, backward portable": (142,),
+    "hopper 128x128": (51,),
+    "hopper 128x128, backward hopper": (18,),
+    "hopper 128x128, backward hopper, dq portable": (435,),
+    "hopper 128x64, backward portable": (9,),
+    "hopper 192x128, backward hopper": (36,),
+    "hopper 192x128, backward hopper, dq portable": (183,),
+    "hopper decode, backward hopper": (48, 54),
+    "hopper decode, backward hopper, dq portable": (63,),
+    "prefill, backward hopper": (4,),
+    "prefill, backward portable": (90,),
+}
+"""What `explain` says of a call, without numbers and reasons -> calls. Forward's first number is a
+tile's rows, 64 for each consumer. dQ is portable where a captured tensor learns (56), and under
+deterministic algorithms (every fourth call). Backward's steps are of 64 rows and of 128; masks are
+there and not."""
+
+OF_EACH_KERNEL = tuple(sorted(number for numbers in KERNELS.values() for number in numbers))
