@@ -46,22 +46,26 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     found = rows[case]
     for peer in ("torch.flex", "torch.flex.flash"):
         found.pop(peer, None)
-    times = {name: found[name]["median_ms"] for name in ("torch.sdpa.cudnn", "cuda.flash4")}
-    wanted = min(times.values()) / found["cuda"]["median_ms"]
+    # The third round is another one's than the medians': what counts are the rounds' ratios.
+    mine = found["cuda"]["samples_ms"] = [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    found["cuda.flash4"]["samples_ms"] = [1.2, 1.3, 2.2, 1.0, 1.0, 1.1, 1.3]
+    found["torch.sdpa.cudnn"]["samples_ms"] = [1.5] * 7
+    wanted = 1.1
     assert targets.ratio(found, "cuda", targets.EVERY) == pytest.approx(wanted)
     name = f"{case[0]}, forward"
     lines = targets.shortfalls(rows, "cuda")[1]
     absent = "torch.flex, flex FLASH: not measured"
     assert f"{name}: {wanted:.3f} without {absent}" in lines
     for peer in ("torch.flex", "torch.flex.flash"):
-        found[peer] = found["cuda.flash4"] | {"median_ms": None, "status": "refused"}
+        refusal = {"median_ms": None, "samples_ms": [], "status": "refused"}
+        found[peer] = found["cuda.flash4"] | refusal
     reached, lines = targets.shortfalls(rows, "cuda")
     assert reached > 0 and not any(line.startswith(name) for line in lines)
     # As slow as half of the peer, and as not measured.
     slow = copy.deepcopy(rows)
-    slow[case]["cuda"]["median_ms"] = 2 * min(times.values())
+    slow[case]["cuda"]["samples_ms"] = [2 * time for time in mine]
     less, lines = targets.shortfalls(slow, "cuda")
-    assert less == reached - 1 and f"{name}: 0.500, wanted 0.95" in lines
+    assert less == reached - 1 and f"{name}: 0.550, wanted 0.95" in lines
     del slow[case]["cuda"]
     assert f"{name}: not measured" in targets.shortfalls(slow, "cuda")[1]
     # Less precise than the one, though not than cuDNN; in a report without the mean of squares.
@@ -98,10 +102,20 @@ def test_reports_are_of_one_commit_and_of_seven_rounds() -> None:
 def test_decoding_is_held_to_a_rate() -> None:
     targets = program("gpu_targets")
     case = "decode B1 S32768 D128 GQA 32/8"
-    row = {"median_ms": 0.1, "error": 0.0, "status": "measured", "kv_gb_per_s": 3100.0}
-    found = {name: {**row, "median_ms": 0.2} for name in targets.EVERY} | {"cuda": row}
+    row = {
+        "median_ms": 0.1, "samples_ms": [0.1], "error": 0.0, "status": "measured",
+        "kv_gb_per_s": 3100.0,
+    }  # fmt: skip
+    found = {name: {**row, "samples_ms": [0.2]} for name in targets.EVERY} | {"cuda": row}
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
     assert f"{case}, forward: 3100 GB/s, wanted 3200" in lines
+    # Both of what it misses are said.
+    found["torch.flex"] = {**row, "samples_ms": [0.05]}
+    lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
+    assert {f"{case}, forward: 3100 GB/s, wanted 3200", f"{case}, forward: 0.500, wanted 1.20"} <= (
+        set(lines)
+    )
+    found["torch.flex"] = {**row, "samples_ms": [0.2]}
     row["kv_gb_per_s"] = 3300.0
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
     assert not [line for line in lines if line.startswith(case)]
@@ -133,7 +147,7 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
             rows = [
                 {
                     "case": targets.SMALL, "direction": "forward", "contender": name,
-                    "median_ms": ms, "status": "measured", "error": 0.0, "kv_gb_per_s": 1.0,
+                    "median_ms": ms, "samples_ms": [ms], "status": "measured", "error": 0.0, "kv_gb_per_s": 1.0,
                 }
                 for name, ms in times.items()
             ]  # fmt: skip
@@ -146,7 +160,10 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
 
     assert lines_of(0.044, 0.0109) == []
     assert lines_of(0.046, 0.0109) == [f"{targets.SMALL}, wall, forward: 0.046 ms, wanted 0.045"]
-    assert lines_of(0.2, 0.0109) == [f"{targets.SMALL}, wall, forward: 0.500, wanted 1.00"]
+    assert lines_of(0.2, 0.0109) == [
+        f"{targets.SMALL}, wall, forward: {short}"
+        for short in ("0.500, wanted 1.00", "0.200 ms, wanted 0.045")
+    ]
     assert lines_of(0.04, 0.0112) == [f"{targets.SMALL}, graph, forward: 0.893, wanted 0.91"]
 
 
