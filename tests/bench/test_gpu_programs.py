@@ -112,9 +112,8 @@ def test_decoding_is_held_to_a_rate() -> None:
     # Both of what it misses are said.
     found["torch.flex"] = {**row, "samples_ms": [0.05]}
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
-    assert {f"{case}, forward: 3100 GB/s, wanted 3200", f"{case}, forward: 0.500, wanted 1.20"} <= (
-        set(lines)
-    )
+    for text in ("3100 GB/s, wanted 3200", "0.500, wanted 1.20"):
+        assert f"{case}, forward: {text}" in lines
     found["torch.flex"] = {**row, "samples_ms": [0.2]}
     row["kv_gb_per_s"] = 3300.0
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
@@ -147,7 +146,8 @@ def test_the_small_call_is_held_by_the_host_s_clock_and_by_a_graph_s(tmp_path: P
             rows = [
                 {
                     "case": targets.SMALL, "direction": "forward", "contender": name,
-                    "median_ms": ms, "samples_ms": [ms], "status": "measured", "error": 0.0, "kv_gb_per_s": 1.0,
+                    "median_ms": ms, "samples_ms": [ms], "status": "measured", "error": 0.0,
+                    "kv_gb_per_s": 1.0,
                 }
                 for name, ms in times.items()
             ]  # fmt: skip
