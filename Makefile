@@ -94,7 +94,7 @@ bench-nvidia:
 # Hopper's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
-	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 backends/cuda/tests/test_compiled_forward.py backends/cuda/tests/test_compiled_backward.py $(ARGS)
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper --types bfloat16 --dims 64,128 --patterns plain,causal --kernels forward --compare --brief
 
 $(NEWEST_TRITON):
