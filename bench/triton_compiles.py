@@ -2,7 +2,7 @@
 
     python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32]
         [--dims 64,128,256] [--patterns plain,causal,documents]
-        [--kernels forward,decode,keys,queries] [--record | --compare] [--brief]
+        [--kernels forward,decode,keys,queries] [--length 256] [--record | --compare] [--brief]
 
 Each kernel of the table is compiled with the table's configuration: forward and backward's two
 without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
@@ -277,11 +277,13 @@ def compile_entries(
     patterns: Sequence[str],
     kernels: Collection[str],
     brief: bool = False,
+    length: int = LENGTH,
 ) -> Iterator[Compiled]:
     """Compile those of these kernels that calls of these patterns need, and yield what came.
 
     Args:
         brief: as in `resources`, where no fault is found in the code.
+        length: of query and key, up to LENGTH.
     """
     type_name = str(dtype).removeprefix("torch.")
     programs: list[launch.Program] = []
@@ -311,9 +313,9 @@ def compile_entries(
         packed = documents(torch.zeros(LENGTH, dtype=torch.int32))
         masks = {"plain": None, "documents": packed, "mixed": packed}
         mask_mod = masks.get(pattern, causal)
-        mask = mask_mod and anyflex.create_block_mask(mask_mod, None, None, LENGTH, LENGTH)
+        mask = mask_mod and anyflex.create_block_mask(mask_mod, None, None, length, length)
         rows, keys = (
-            torch.zeros(1, heads, LENGTH, dim).to(dtype).requires_grad_()
+            torch.zeros(1, heads, length, dim).to(dtype).requires_grad_()
             for heads in (2 if pattern == "causal" else 1, 1)
         )
 
@@ -380,6 +382,7 @@ def main() -> int:
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--kernels", default=",".join(KERNELS.values()))
+    parser.add_argument("--length", type=int, default=LENGTH, help=f"up to {LENGTH}")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--brief", action="store_true")
@@ -388,6 +391,10 @@ def main() -> int:
         parser.error("--record is not for --compare or --brief: it writes all that is found")
     if launch.INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing is compiled then; unset it")
+    if arguments.length != LENGTH and (arguments.record or arguments.compare):
+        parser.error(f"--length is not for --record or --compare: what is recorded is of {LENGTH}")
+    if not 0 < arguments.length <= LENGTH:
+        parser.error(f"--length is 1 to {LENGTH}, got {arguments.length}")
     before = recorded(triton.__version__) if arguments.compare else None
     if arguments.compare and before is None:
         print(f"nothing was recorded with triton {triton.__version__}")
@@ -399,6 +406,7 @@ def main() -> int:
                 for one in compile_entries(
                     target, getattr(torch, name), dim,
                     arguments.patterns.split(","), arguments.kernels.split(","), arguments.brief,
+                    arguments.length,
                 ):  # fmt: skip
                     found.append(one)
                     print(one, flush=True)

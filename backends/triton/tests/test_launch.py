@@ -408,7 +408,7 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
     vars(kernel).update(
         module=None, function=None, _run=None, src=None, name="add", kernel=b"", hash="",
         packed_metadata=(), metadata_group={},
-        metadata=SimpleNamespace(shared=0, num_warps=4, tmem_size=None),
+        metadata=SimpleNamespace(shared=0, num_warps=4, warp_size=32, tmem_size=None),
     )  # fmt: skip
     monkeypatch.setattr("triton.compile", lambda source, options: kernel)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)

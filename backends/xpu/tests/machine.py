@@ -39,7 +39,7 @@ class Machine:
     def put(
         self,
         name: str,
-        version: str,
+        version: str | None,
         *,
         points: Sequence[str] = (),
         requires: Sequence[str] = (),
@@ -49,15 +49,16 @@ class Machine:
         """Install a distribution, over files that are there already.
 
         Args:
-            name, version: its own.
+            name, version: its own; None: its metadata names no version.
             points: entry points of group ``triton.backends``.
             requires: its requirements.
             files: path -> content.
             recorded: its RECORD has its files.
         """
-        info = self.site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info = self.site / f"{name.replace('-', '_')}-{version or 0}.dist-info"
         info.mkdir()
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines = ["Metadata-Version: 2.1", f"Name: {name}"]
+        lines += [] if version is None else [f"Version: {version}"]
         lines += [f"Requires-Dist: {line}" for line in requires]
         (info / "METADATA").write_text("\n".join(lines) + "\n")
         text = "".join(f"{point} = triton.backends.{point}\n" for point in points)
@@ -71,7 +72,7 @@ class Machine:
             (info / "RECORD").write_text("".join(record))
         importlib.invalidate_caches()
 
-    def put_triton(self, name: str, version: str, *backends: str, **more: Any) -> None:
+    def put_triton(self, name: str, version: str | None, *backends: str, **more: Any) -> None:
         """Install a flavour of Triton."""
         library = f"the library of {name}"
         files = {

@@ -25,6 +25,15 @@ def test_a_call_on_the_device_is_computed_by_this_backend(dtype: torch.dtype) ->
     key, value = (torch.randn(1, 2, 500, 64, dtype=dtype, device="xpu") for _ in range(2))
     found = anyflex.explain(query, key, value, enable_gqa=True)
     assert found.to_dict()["backend"] == "xpu"
+    out = anyflex.flex_attention(query, key, value, enable_gqa=True)
+    (dq,) = torch.autograd.grad(out.sum(), query)
+    exact = query.detach().cpu().double().requires_grad_()
+    keys, values = (each.cpu().double().repeat_interleave(2, 1) for each in (key, value))
+    right = torch.softmax(exact @ keys.mT / 8, dim=-1) @ values
+    (wanted,) = torch.autograd.grad(right.sum(), exact)
+    tolerance = {"rtol": 0, "atol": 1e-4 if dtype is torch.float32 else 4e-2}
+    torch.testing.assert_close(out.detach().cpu().double(), right.detach(), **tolerance)
+    torch.testing.assert_close(dq.cpu().double(), wanted, **tolerance)
 
 
 def test_products_of_float32_are_not_rounded_to_tf32() -> None:

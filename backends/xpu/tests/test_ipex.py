@@ -23,7 +23,9 @@ class VarlenAttention: ...
 """
 
 
-def put(machine: Machine, version: str, source: str = "raise SystemExit('imported')") -> None:
+def put(
+    machine: Machine, version: str | None, source: str = "raise SystemExit('imported')"
+) -> None:
     """Install an IPEX whose module runs `source` when it is imported."""
     machine.put(DISTRIBUTION, version, files={f"{MODULE}/__init__.py": source})
 
@@ -43,6 +45,18 @@ def test_an_opt_in_without_it_is_told(machine: Machine) -> None:
         "ANYFLEX_XPU_IPEX=1 is set, and intel-extension-for-pytorch is not installed: without "
         "effect"
     ]
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_metadata_without_a_version_is_told_and_nothing_imported(
+    asked: str, machine: Machine
+) -> None:
+    put(machine, None)
+    machine.patch.setenv("ANYFLEX_XPU_IPEX", asked)
+    (line,) = ipex.notes()
+    assert "is present, and its metadata names no version" in line
+    assert line.endswith("pip uninstall intel-extension-for-pytorch")
+    assert MODULE not in sys.modules
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.0+cpu"])

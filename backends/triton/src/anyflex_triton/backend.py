@@ -65,7 +65,12 @@ class TritonBackend(Backend):
     def probe(self) -> Decision:
         """Look for a GPU and for Triton, without starting either."""
         if not torch.cuda.is_available():
-            return Rejected("torch sees no CUDA device; install its driver and a torch for CUDA")
+            if torch.version.hip is not None:
+                return Rejected("torch sees no AMD GPU; install AMD's driver for it, amdgpu")
+            return Rejected(
+                "torch sees no CUDA device; install its driver and a torch for CUDA (for an AMD "
+                "GPU one for ROCm)"
+            )
         if importlib.util.find_spec("triton") is None:
             if torch.version.hip is not None:
                 return Rejected(

@@ -34,7 +34,8 @@ class Ipex:
     """An installed IPEX.
 
     Args:
-        version: as its metadata has it (``"2.8.10+xpu"``), or as the imported module has it.
+        version: as its metadata has it (``"2.8.10+xpu"``), or as the imported module has it; ""
+            where damaged metadata names none.
         build: what it is compiled for. The package index has CPU builds without a local version.
         for_torch: major and minor version of the torch that it is for.
         imported: this process has imported it already.
@@ -60,7 +61,7 @@ def find() -> Ipex | None:
     version = getattr(module, "__version__", None)
     if not isinstance(version, str):
         try:
-            version = metadata.version(DISTRIBUTION)
+            version = metadata.version(DISTRIBUTION) or ""
         except metadata.PackageNotFoundError:
             return None
     local = version.partition("+")[2]
@@ -86,6 +87,11 @@ def notes() -> list[str]:
 
 
 def _verdict(found: Ipex, *, asked: bool) -> str:
+    if not found.version:
+        return (
+            f"{DISTRIBUTION} is present, and its metadata names no version: it is not used; its "
+            f"development has ended: pip uninstall {DISTRIBUTION}"
+        )
     what = f"{found} is {'imported already' if found.imported else 'present'}"
     if found.build == "cpu":
         return f"{what}, a CPU build: it has nothing for Intel GPUs and is not used"

@@ -142,7 +142,9 @@ def triton_flavours() -> tuple[Flavour, ...]:
             continue
         points = distribution.entry_points.select(group="triton.backends")
         intel = name in _INTEL or any(point.name == "intel" for point in points)
-        found.append(Flavour(name, distribution.version, intel, _has_library(distribution)))
+        # Damaged metadata names none.
+        version = distribution.version or "of no version"
+        found.append(Flavour(name, version, intel, _has_library(distribution)))
     return tuple(found)
 
 
