@@ -48,6 +48,20 @@ def test_a_device_without_its_backend_gets_the_install_line(command: RunCommand)
     assert install_line("cpu") in command("doctor").out
 
 
+def test_a_device_whose_backend_is_rejected_is_named_where_all_passes(command: RunCommand) -> None:
+    class Refusing(Right):
+        def probe(self) -> Decision:
+            return Rejected("environment variable MINE: 'x' is no level")
+
+    register("cpu", Refusing)
+    result = command("doctor")
+    assert result.code == ExitCode.OK, result.out
+    assert "environment variable MINE: 'x' is no level" in result.out
+    assert result.out.endswith("All checks passed; on cpu the reference computes, see cpu.\n")
+    register("cpu.other", Right)
+    assert command("doctor").out.endswith("All checks passed.\n")
+
+
 def test_a_usable_backend_shows_its_options_and_no_hint(command: RunCommand) -> None:
     register("cpu", Right)
     result = command("doctor")

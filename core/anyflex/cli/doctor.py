@@ -52,8 +52,24 @@ def _text(facts: dict[str, Any]) -> list[str]:
         if rows:
             lines += ["", title, *_indented(rows)]
     lines += [""]
-    lines += [f"FAIL: {failure}" for failure in facts["failures"]] or ["All checks passed."]
+    lines += [f"FAIL: {failure}" for failure in facts["failures"]] or [_passed(facts)]
     return lines
+
+
+def _passed(facts: dict[str, Any]) -> str:
+    """That nothing fails, and which devices the reference serves though a backend for them is
+    installed: what that says of itself may be an environment variable's fault."""
+    served = []
+    for device in facts["devices"]:
+        names = [
+            backend["name"]
+            for backend in facts["backends"]
+            if backend["state"] == "rejected"
+            and backend["name"].partition(".")[0] == device["type"]
+        ]
+        if names and not device["backends"]:
+            served.append(f"on {device['type']} the reference computes, see {', '.join(names)}")
+    return "; ".join(["All checks passed", *served]) + "."
 
 
 def _indented(lines: list[str]) -> list[str]:
