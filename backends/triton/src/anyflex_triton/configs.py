@@ -59,9 +59,9 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's for 64 and
 # 128 of 16-bit types were the fastest of about ten each, measured on an H200, causal and full at
-# S = 8192. The others were never measured: they have the fewest spills, which for forward of 64 and
-# 128 are none (`bench/triton_compiles.py`, its patterns; between these two patterns have a few
-# bytes on Hopper, outside of loops: docs/triton.md).
+# S = 8192. The others were never measured: they have the fewest spills, which for forward of 64
+# and 128 are none (`bench/triton_compiles.py`, its patterns; between these, two patterns have a
+# few bytes on Hopper, outside of loops: docs/triton.md).
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (
