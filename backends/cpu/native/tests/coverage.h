@@ -22,7 +22,7 @@ inline void compare(const char* what, int64_t number, double found, double wante
 struct coverage {
     std::atomic<int64_t> interpreted{0}, loads{0}, scatters{0}, halves{0}, bf16s{0}, strides{0},
         grouped_decodes{0}, split_decodes{0}, reads_outside{0}, shared_batches{0},
-        masks_by_head{0}, thread_teams{0};
+        masks_by_head{0}, several_threads{0}, calls_on_teams{0};
 
     template <class F> void each(const F& visit) const {
         visit("interpreted mods", interpreted);
@@ -36,7 +36,8 @@ struct coverage {
         visit("reads outside", reads_outside);
         visit("keys of one batch for all", shared_batches);
         visit("a mask a head", masks_by_head);
-        visit("mods on several threads of a call", thread_teams);
+        visit("mods on several threads of a call", several_threads);
+        visit("calls on another runtime's threads", calls_on_teams);
     }
 };
 

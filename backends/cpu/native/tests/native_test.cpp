@@ -6,6 +6,7 @@
 #include <string>
 
 #include "problem.h"
+#include "team.h"
 #include "workspaces.h"
 
 namespace {
@@ -67,17 +68,23 @@ int main(int count, char** arguments) {
                             each.what.c_str(), each.found, each.least, each.most);
             }
         std::atomic<int64_t> next{0};
-        std::vector<std::thread> threads;
-        for (int i = 0; i < callers; ++i)
-            threads.emplace_back([&] {
-                for (int64_t n; (n = next++) < problems;)
-                    native_test::problem(n, seed).run(covered);
-            });
-        for (std::thread& each : threads) each.join();
+        // Half of them on threads of the library's own, half on another runtime's.
+        for (const int64_t last : {problems / 2, problems}) {
+            native_test::share_threads(last == problems);
+            std::vector<std::thread> threads;
+            for (int i = 0; i < callers; ++i)
+                threads.emplace_back([&] {
+                    for (int64_t n; (n = next++) < last;)
+                        native_test::problem(n, seed).run(covered);
+                });
+            for (std::thread& each : threads) each.join();
+            next = last;
+        }
         std::printf("%s: %" PRId64 " problems, %d failures so far\n", level.c_str(), problems,
                     failures.load());
         at = end + 1;
     }
+    covered.calls_on_teams = native_test::teams.load();
     covered.each([&](const char* what, int64_t found) {
         std::printf("%8" PRId64 "  %s\n", found, what);
         if (problems >= 100) compare(what, -1, double(found > 0), 1, 0);

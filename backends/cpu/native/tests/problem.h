@@ -102,7 +102,7 @@ class problem {
         if (outside) {
             compare("the tensor that was read outside", number_, error.captured, TABLE, 0);
             compare("its dimension", number_, error.dim, 1, 0);
-            covered.thread_teams += mods_.several_threads;
+            covered.several_threads += mods_.several_threads;
             return;
         }
         // Half of them: the others have the constant gradient 0 at lse.
@@ -161,7 +161,7 @@ class problem {
         if (p.wanted & 2) compare_gradient("dk", dk, of_kept_batches(w.dk, dk.size));
         if (p.wanted & 4) compare_gradient("dv", dv, of_kept_batches(w.dv, dv.size));
         covered.scatters += learns && interpreted && modified && mods_.tabled;
-        covered.thread_teams += mods_.several_threads;
+        covered.several_threads += mods_.several_threads;
         if (!learns) return;
         compare_sums("the slope's gradient", slope_sums, mods_.slope_grad, mods_.slope_size, dtype);
         if (mods_.tabled)
