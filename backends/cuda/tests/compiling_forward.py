@@ -129,6 +129,13 @@ def main() -> int:
             spec = spec_of(name, dim)
             found = facts_of(spec, even, rest, tiles_for(spec))
             print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)
+        others = [
+            ("alibi of 96, float16", spec_of("alibi", 96, torch.float16)),
+            ("causal of 192 and 128", replace(spec_of("causal", 192), value_head_dim=128)),
+        ]
+        for name, spec in others:
+            found = facts_of(spec, True, True, tiles_for(spec))
+            print(json.dumps({"name": name, **found}), flush=True)
         for name in ("causal", "softcap"):
             spec = spec_of(name, 64, block=192)
             found = facts_of(spec, True, False, tiles_for(spec))
