@@ -299,8 +299,9 @@ def main() -> int:
     if args.serve:
         serve(args)
         return 0
-    chosen = list(OF_EACH_KERNEL) if args.each_kernel else []
-    chosen += args.number or []
+    if args.each_kernel and (args.number or args.backend != "cuda"):
+        parser.error("--each-kernel is of cuda's kernels, and without --number")
+    chosen = args.number or (list(OF_EACH_KERNEL) if args.each_kernel else [])
     numbers = chosen or list(range(args.first, args.first + args.count))
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in numbers:

@@ -71,6 +71,14 @@ class Goal:
     most_ms: float | None = None
     gb_per_s: float | None = None
 
+    def rows(self) -> list[tuple[str, str]]:
+        """(case with its clock, direction) of each, of the preset."""
+        return [
+            (case.name + self.clock, self.direction)
+            for case in PRESETS["h200"]
+            if self.of(case.name) and self.direction in case.directions
+        ]
+
 
 def _plain(name: str) -> bool:
     return name.startswith(("full ", "causal ")) and "GQA" not in name and "S512" not in name
@@ -116,17 +124,17 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
 
 
 def rows_of(reports: Iterable[Mapping[str, Any]]) -> Rows:
-    """Rows by (case, direction), then by contender, of those that took it or refused it; what was
-    measured last counts. A case that wasn't timed by the device's clock has the clock in its
-    name."""
+    """Rows by (case, direction), then by contender, of those that took it or refused it; the last
+    report that has a row counts, for only in one report contenders took their turns beside each
+    other. A case that wasn't timed by the device's clock has the clock in its name."""
     rows: Rows = {}
     for report in reports:
+        latest: Rows = {}
         for row in report["measurements"]:
-            found = rows.setdefault((row["case"] + clock_of(report), row["direction"]), {})
+            found = latest.setdefault((row["case"] + clock_of(report), row["direction"]), {})
             if row["median_ms"] or row["status"] == "refused":
                 found[row["contender"]] = row
-            else:  # it failed after all
-                found.pop(row["contender"], None)
+        rows |= latest
     return rows
 
 
@@ -182,8 +190,7 @@ def of_rounds(found: Mapping[str, Row], backend: str, peers: Sequence[str]) -> l
 def counted(case: str, direction: str, backend: str) -> tuple[str, ...]:
     """The peers that count for a row; where it has no target, all."""
     for goal in GOALS[backend]:
-        of_clock = case.endswith(goal.clock) if goal.clock else not case.endswith((WALL, GRAPH))
-        if of_clock and goal.direction == direction and goal.of(case):
+        if (case, direction) in goal.rows():
             return goal.peers
     return EVERY
 
@@ -221,11 +228,9 @@ def shortfalls(rows: Rows, backend: str) -> tuple[int, list[str]]:
     reached, lines = 0, []
     for goal in GOALS[backend]:
         ratios = []
-        for case in PRESETS["h200"]:
-            if not goal.of(case.name) or goal.direction not in case.directions:
-                continue
-            name = f"{case.name}{goal.clock}, {goal.direction}"
-            found = rows.get((case.name + goal.clock, goal.direction), {})
+        for case, direction in goal.rows():
+            name = f"{case}, {direction}"
+            found = rows.get((case, direction), {})
             value = ratio(found, backend, goal.peers)
             if value is None:
                 lines.append(f"{name}: not measured")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
 #   check        the whole conformance kit on `cuda`, on `cuda.triton`, and on that with the
-#                configurations of Intel's GPUs; of `cuda` 500 random calls, some of
-#                each kernel 1,000 times and under compute-sanitizer; the device tests
+#                configurations of Intel's GPUs; 500 random calls of `cuda`; calls of each of its
+#                kernels 1,000 times, and under compute-sanitizer; the device tests
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
@@ -13,7 +13,7 @@
 # calls, ROUNDS those of a measurement.
 set -euo pipefail
 if (($# != 3)); then
-  sed -n '2,14p' "$0" >&2
+  sed -n '2,13p' "$0" >&2
   exit 2
 fi
 python=$1 mode=$2
@@ -114,7 +114,7 @@ case $mode in
     targets cuda.triton triton-plain triton-mods decode decode-graph
     ;;
   *)
-    sed -n '2,14p' "$0" >&2
+    sed -n '2,13p' "$0" >&2
     exit 2
     ;;
 esac

@@ -16,6 +16,7 @@ __all__ = ["free_in_child"]
 
 _owners: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _REENTRANT = type(threading.RLock())
+_LOCKS = (type(threading.Lock()), _REENTRANT)
 
 
 def free_in_child(owner: Any, *names: str) -> None:
@@ -25,11 +26,20 @@ def free_in_child(owner: Any, *names: str) -> None:
     is as that thread left it.
 
     Args:
-        owner: hashed by its identity, and referred to weakly. Called once for each.
-        names: of the attributes that are its locks, each a `threading.Lock` or `RLock`; of none,
-            ``"_lock"``.
+        owner: hashed by its identity, and referred to weakly.
+        names: of the attributes that are its locks, each a `threading.Lock` or `RLock`, and there
+            already; of none, ``"_lock"``. What another call has named stays.
+
+    Raises:
+        AttributeError: the owner has no such attribute.
+        TypeError: it isn't a lock.
     """
-    _owners[owner] = names or ("_lock",)
+    names = names or ("_lock",)
+    for name in names:
+        found = getattr(owner, name)
+        if not isinstance(found, _LOCKS):
+            raise TypeError(f"{name!r} of {owner!r} must be a lock of threading's, got {found!r}")
+    _owners[owner] = tuple(dict.fromkeys((*_owners.get(owner, ()), *names)))
 
 
 def _after_fork() -> None:

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from anyflex.plugin import free_in_child
 
 __all__: list[str] = []
 
@@ -66,6 +69,58 @@ def test_a_child_goes_on_whatever_locks_were_held() -> None:
     )
     owners, status = map(int, done.stdout.split())
     assert owners > 10 and status == 0, done.stderr
+
+
+SEVERAL = """
+import os, signal, threading
+from anyflex.plugin import free_in_child
+
+class Base:
+    def __init__(self):
+        self._lock = threading.Lock()
+        free_in_child(self)
+
+class Derived(Base):
+    def __init__(self):
+        super().__init__()
+        self._first, self._again = threading.Lock(), threading.RLock()
+        free_in_child(self, "_first", "_again")
+
+owner = Derived()
+names = "_lock", "_first", "_again"
+held = threading.Event()
+
+def hold():
+    for name in names:
+        getattr(owner, name).acquire()
+    held.set()
+    threading.Event().wait()
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    free = [getattr(owner, name).acquire(timeout=5) for name in names]
+    os._exit(0 if all(free) and owner._again.acquire(timeout=5) else 1)
+print(os.waitpid(child, 0)[1])
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_all_of_an_owner_s_locks_are_free_and_keep_their_kind() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SEVERAL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["0"], done.stderr
+
+
+def test_what_is_no_lock_is_refused_where_it_is_named() -> None:
+    owner = SimpleNamespace(_lock=None)
+    with pytest.raises(AttributeError, match="_look"):
+        free_in_child(owner, "_look")
+    with pytest.raises(TypeError, match="'_lock' of .* must be a lock of threading's, got None"):
+        free_in_child(owner)
 
 
 def test_each_lock_is_free_in_a_child() -> None:

@@ -226,12 +226,15 @@ def test_a_child_forked_while_programs_for_any_size_are_made_makes_them(
         target=anyflex.flex_attention, args=(large,) * 3 + (softcap,), kwargs={"backend": "cpu"}
     )
     making.start()
-    begun.wait()
+    assert begun.wait(timeout=30)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
-        out = anyflex.flex_attention(large, large, large, softcap, backend="cpu")
-        os._exit(0 if same([out], [large]) else 1)
+        try:
+            signal.alarm(30)
+            out = anyflex.flex_attention(large, large, large, softcap, backend="cpu")
+            os._exit(0 if same([out], [large]) else 1)
+        finally:
+            os._exit(2)
     go_on.set()
     making.join()
     _, status = os.waitpid(child, 0)

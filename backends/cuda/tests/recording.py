@@ -20,7 +20,8 @@ from anyflex_triton.launch import Program, pointer_type
 
 CORES = 132
 UNREAD = (
-    "offsets", "ends", "runs", "tops", "lse", "max_scores", "counter", "counts", "edges",
+    "offsets", "ends", "runs", "key_offsets", "key_ends", "key_runs", "tops", "lse", "max_scores",
+    "counter", "counts", "edges",
 )  # fmt: skip
 """Others stand in for them where there are none; decoding's counts are in memory of floats."""
 

@@ -133,6 +133,15 @@ def test_tritons_that_were_tried() -> None:
     assert f"{pinned[0]} to {newest[0]}" == TRIED
 
 
+def test_a_triton_without_a_version_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: None if name == "triton" else version_of(name)
+    )
+    notes = CudaBackend("cuda", "cuda").notes()
+    assert notes[0] == f"tried with Triton {TRIED}; here is triton of no version"
+    assert notes[-1].startswith("Hopper's and Blackwell's kernels aren't taken: Triton of no ")
+
+
 def heads_last(*shape: int) -> Tensor:
     """[B, H, L, E] of memory [B, L, H, E]."""
     b, h, length, dim = shape

@@ -19,14 +19,14 @@ __all__ = ["DIRECTIONS", "BenchCase", "Direction", "Inputs", "make_inputs"]
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
-_SMALL = 320
-"""Length of the call that results are checked on: three blocks, the last one half. With two batch
-entries and `_HEADS` it has more tiles than a GPU has multiprocessors, as what is timed has: of
-fewer, kernels may be others."""
-_HEADS = 32
-"""Of query, at most."""
+_SMALL = 384
+"""Length of the call that results are checked on: three blocks, so that whether lengths end where
+blocks do is as it is in most of what is timed."""
+_HEADS = 64
+"""Of query in all batch entries, about: so many have more tiles than a GPU has multiprocessors, as
+what is timed has. Of fewer, kernels may be others."""
 _DRAWN_ON_HOST = 1 << 22
-"""Elements up to which random numbers are the same on every device. The small form has fewer."""
+"""Elements up to which random numbers are drawn on the host, the same for every device."""
 _PAIRS = 1 << 24
 """Pairs at which the mask is looked at at once."""
 
@@ -70,11 +70,12 @@ class BenchCase:
         batch, heads, q_length, width = self.q_shape
         kv_heads, kv_length = self.kv_shape[1:3]
         ratio = heads // kv_heads
-        few = min(kv_heads, max(_HEADS // ratio, 1))
+        few = min(kv_heads, max(_HEADS // 2 // ratio, 1))
+        entries = min(batch, max(_HEADS // (few * ratio), 1))
         return dataclasses.replace(
             self,
-            q_shape=(min(batch, 2), few * ratio, min(q_length, _SMALL), width),
-            kv_shape=(min(batch, 2), few, min(kv_length, _SMALL), width),
+            q_shape=(entries, few * ratio, min(q_length, _SMALL), width),
+            kv_shape=(entries, few, min(kv_length, _SMALL), width),
         )
 
     def flops(self, direction: Direction, share: float) -> float:
@@ -118,16 +119,22 @@ class Inputs:
     share: float
 
 
-def make_inputs(case: BenchCase, device: torch.device, *, seed: int = 0) -> Inputs:
+def make_inputs(
+    case: BenchCase, device: torch.device, *, seed: int = 0, on_host: bool = False
+) -> Inputs:
     """Return a case's tensors and functions, the same for the same seed, on the same device.
+
+    Args:
+        on_host: random numbers are drawn on the host, however many, and so are the same on every
+            device.
 
     Raises:
         ArgumentError, ArgumentTypeError: from the functions that the case names.
     """
     shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
-    # What is checked must be the same everywhere. What is large would take the host seconds.
+    # What is large would take the host seconds.
     large = max(math.prod(shape) for shape in shapes) > _DRAWN_ON_HOST
-    source = device if large else torch.device("cpu")
+    source = device if large and not on_host else torch.device("cpu")
     generator = torch.Generator(source).manual_seed(seed)
     # Never zeros: a chip that multiplies zeros takes less power, and runs faster.
     query, key, value, dout = (

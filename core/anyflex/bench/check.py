@@ -26,12 +26,12 @@ class Formula:
     """
 
     def __init__(self, case: BenchCase, device: torch.device) -> None:
-        self.inputs = make_inputs(case.small(), device)
+        self.inputs = make_inputs(case.small(), device, on_host=True)
         self.wanted = self._evaluated()
 
     def _evaluated(self) -> dict[str, Tensor]:
         # The same functions, made again, with captured tensors on the CPU.
-        inputs = make_inputs(self.inputs.case, torch.device("cpu"))
+        inputs = make_inputs(self.inputs.case, torch.device("cpu"), on_host=True)
         query, key, value = (
             tensor.detach().double().requires_grad_(tensor.requires_grad)
             for tensor in (inputs.query, inputs.key, inputs.value)

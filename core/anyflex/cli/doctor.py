@@ -65,7 +65,7 @@ def _passed(facts: dict[str, Any]) -> str:
             backend["name"]
             for backend in facts["backends"]
             if backend["state"] == "rejected"
-            and backend["name"].partition(".")[0] == device["type"]
+            and backend["device_type"] == device["type"]
         ]
         if names and not device["backends"]:
             served.append(f"on {device['type']} the reference computes, see {', '.join(names)}")

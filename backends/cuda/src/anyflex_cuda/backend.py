@@ -50,7 +50,8 @@ class CudaBackend(TritonBackend):
         Blackwell's kernels aren't taken for."""
         lines = super().notes() + [line for line in (unread_value(),) if line is not None]
         try:
-            reason = untried_triton(importlib.metadata.version("triton"))
+            # Damaged metadata names none.
+            reason = untried_triton(importlib.metadata.version("triton") or "of no version")
         except importlib.metadata.PackageNotFoundError:
             # `probe` says so.
             return lines

@@ -165,6 +165,7 @@ def _installed_tritons() -> list[str]:
 
 def _version(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
+        # Damaged metadata names none.
+        return importlib.metadata.version(distribution) or "of no version"
     except importlib.metadata.PackageNotFoundError:
         return None

@@ -33,7 +33,10 @@ def load_module(text: str) -> ModuleType:
         if found is not None:
             return found
         path = _folder() / f"{name}.py"
-        path.write_text(text)
+        # Beside and at once: a forked child has the folder of its parent, who may be reading.
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_text(text)
+        beside.replace(path)
         loader = importlib.util.spec_from_file_location(name, path)
         assert loader is not None and loader.loader is not None
         module = importlib.util.module_from_spec(loader)

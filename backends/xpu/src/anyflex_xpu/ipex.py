@@ -52,7 +52,7 @@ class Ipex:
         return self.for_torch == _major_minor(torch.__version__)
 
     def __str__(self) -> str:
-        return f"{DISTRIBUTION} {self.version}"
+        return f"{DISTRIBUTION} {self.version}".rstrip()
 
 
 def find() -> Ipex | None:
@@ -87,12 +87,12 @@ def notes() -> list[str]:
 
 
 def _verdict(found: Ipex, *, asked: bool) -> str:
+    what = f"{found} is {'imported already' if found.imported else 'present'}"
     if not found.version:
         return (
-            f"{DISTRIBUTION} is present, and its metadata names no version: it is not used; its "
-            f"development has ended: pip uninstall {DISTRIBUTION}"
+            f"{what}, and its metadata names no version. It is not used; its development has "
+            f"ended: pip uninstall {DISTRIBUTION}"
         )
-    what = f"{found} is {'imported already' if found.imported else 'present'}"
     if found.build == "cpu":
         return f"{what}, a CPU build: it has nothing for Intel GPUs and is not used"
     if not found.fits:
