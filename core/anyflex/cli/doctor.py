@@ -64,8 +64,7 @@ def _passed(facts: dict[str, Any]) -> str:
         names = [
             backend["name"]
             for backend in facts["backends"]
-            if backend["state"] == "rejected"
-            and backend["device_type"] == device["type"]
+            if backend["state"] == "rejected" and backend["device_type"] == device["type"]
         ]
         if names and not device["backends"]:
             served.append(f"on {device['type']} the reference computes, see {', '.join(names)}")
