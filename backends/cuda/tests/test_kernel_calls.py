@@ -17,7 +17,6 @@ from recording import OnHopper, recording
 
 import anyflex
 from anyflex.plugin import BackendRefused, isolated, register
-from anyflex.testing.comparison import by_backend
 
 BENCH = Path(__file__).parents[3] / "bench"
 
@@ -51,7 +50,7 @@ def variant_of(number: int) -> str:
         gpu_random.deterministic(gpu_random.is_deterministic(number)),
         contextlib.suppress(Asked, BackendRefused),
     ):
-        by_backend(case, case.draw(cpu), "cuda", cpu, ask)
+        gpu_random.by_backend(case, case.draw(cpu), "cuda", cpu, ask)
     without = re.sub(r" \(not .*?\)(?=$|,)", "", said[0] if said else "refused")
     return re.sub(r" programs=\d+|(?<=prefill) \d+x\d+", "", without)
 

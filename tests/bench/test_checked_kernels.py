@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="there is no Triton to launch with")
-
-from recording import OnHopper, recording
 
 import anyflex
 from anyflex.bench.case import BenchCase
@@ -17,10 +17,22 @@ from anyflex.bench.patterns import make_mask_mod, make_score_mod
 from anyflex.bench.presets import PRESETS
 from anyflex.plugin import isolated, register
 
+pytestmark = pytest.mark.skipif(
+    find_spec("anyflex_cuda") is None or find_spec("triton") is None,
+    reason="anyflex-cuda is not installed, or no Triton",
+)
 CPU = torch.device("cpu")
 
 
-def kernels_of(case: BenchCase) -> list[tuple[str, dict[str, object]]]:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The made-up GPU of the CUDA backend's tests."""
+    folder = Path(__file__).parents[2] / "backends" / "cuda" / "tests"
+    monkeypatch.syspath_prepend(str(folder))
+    return importlib.import_module("recording")
+
+
+def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object]]]:
     """Name and constants of each that a case launches on a Hopper, functions by their text."""
     lengths = (case.q_shape[2], case.kv_shape[2])
     mask_mod = make_mask_mod(case.masks, lengths, CPU)
@@ -34,8 +46,8 @@ def kernels_of(case: BenchCase) -> list[tuple[str, dict[str, object]]]:
         for shape in (case.q_shape, case.kv_shape, case.kv_shape)
     ]
     with isolated():
-        register("cuda", OnHopper)
-        with recording() as launched:
+        register("cuda", hopper.OnHopper)
+        with hopper.recording() as launched:
             out = anyflex.flex_attention(
                 *tensors,
                 make_score_mod(case.mods, case.q_shape[1], CPU),
@@ -61,17 +73,19 @@ def kernels_of(case: BenchCase) -> list[tuple[str, dict[str, object]]]:
 
 
 @pytest.mark.parametrize("case", PRESETS["h200"], ids=lambda case: case.name)
-def test_a_row_s_check_has_the_kernels_that_are_timed(case: BenchCase) -> None:
+def test_a_row_s_check_has_the_kernels_that_are_timed(case: BenchCase, hopper: Any) -> None:
     for direction in case.directions:
         row = dataclasses.replace(case, directions=("forward", direction))
-        assert kernels_of(row.small()) == kernels_of(row)
+        assert kernels_of(row.small(), hopper) == kernels_of(row, hopper)
 
 
-def test_rows_take_each_number_of_consumers() -> None:
+def test_rows_take_each_number_of_consumers(hopper: Any) -> None:
     forwards = [
         constants
         for case in PRESETS["h200"]
-        for name, constants in kernels_of(dataclasses.replace(case, directions=("forward",)))
+        for name, constants in kernels_of(
+            dataclasses.replace(case, directions=("forward",)), hopper
+        )
         if name == "forward_kernel"
     ]
     assert {constants["CONSUMERS"] for constants in forwards} == {1, 2, 3}
