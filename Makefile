@@ -91,7 +91,7 @@ bench-nvidia:
 	$(READY) test
 	@bash scripts/nvidia_checks.sh $(RUN) measure build/nvidia/measure
 
-# Hopper's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
+# Hopper's and Blackwell's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)

@@ -31,7 +31,7 @@ class Formula:
 
     def _evaluated(self) -> dict[str, Tensor]:
         # The same functions, made again, with captured tensors on the CPU.
-        inputs = make_inputs(self.inputs.case, torch.device("cpu"), on_host=True)
+        inputs = make_inputs(self.inputs.case, torch.device("cpu"))
         query, key, value = (
             tensor.detach().double().requires_grad_(tensor.requires_grad)
             for tensor in (inputs.query, inputs.key, inputs.value)
