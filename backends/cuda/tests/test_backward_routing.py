@@ -191,6 +191,24 @@ def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
     assert program.meanwhile is None
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "group"),
+    [(512, 16, 16, 8), (2048, 4, 4, 4), (4096, 8, 8, 4), (32768, 2, 2, 1), (4096, 16, 8, 4)],
+)
+def test_heads_whose_sums_of_dq_the_second_cache_holds_run_at_a_time(
+    length: int, heads: int, kv_heads: int, group: int
+) -> None:
+    q = torch.zeros(1, heads, length, 128, dtype=torch.bfloat16, requires_grad=True)
+    k, v = torch.zeros(2, 1, kv_heads, 128, 128, dtype=torch.bfloat16, requires_grad=True)
+    with recorded() as launched:
+        out = anyflex.flex_attention(q, k, v, backend="cuda.recorded", enable_gqa=True)
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        torch.autograd.grad(out, (q, k, v), out.detach())
+    (values,) = (values for program, values in launched if "head_group" in values)
+    assert values["head_group"] == group
+
+
 def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:
     names, said = called(wanted="kv")
     assert names == WITHOUT_DQ

@@ -59,6 +59,22 @@ def test_where_each_program_has_one_tile_nothing_is_set_to_zero_for_a_counter() 
     assert grid == CORES and values["counter"].tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    ("heads", "length", "without_mask", "under_one"),
+    [(32, 512, 8, 32), (32, 2048, 8, 16), (4, 16384, 2, 2)],
+)
+def test_heads_that_run_at_a_time_share_the_second_cache(
+    heads: int, length: int, without_mask: int, under_one: int
+) -> None:
+    q, k, v = drawn(*[(1, heads, length, 128)] * 3)
+    ((_, _, values),), _ = launches(q, k, v)
+    assert values["head_group"] == without_mask
+    # The longest tiles first, of as many heads as the cache holds.
+    mask = anyflex.create_block_mask(causal, None, None, length, length)
+    ((_, _, values),), _ = launches(q, k, v, None, mask)
+    assert values["head_group"] == under_one
+
+
 def test_a_mask_and_a_score_mod_come_along() -> None:
     mask = anyflex.create_block_mask(causal, None, None, 1024, 1024)
     ((program, _, values),), _ = launches(

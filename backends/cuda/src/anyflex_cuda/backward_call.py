@@ -27,6 +27,7 @@ from anyflex_triton.programs import (
     aligned,
     classes,
     float_pointers,
+    heads_at_a_time,
     int32s,
     kept_of,
     or_else,
@@ -52,8 +53,6 @@ _SUMMED_ROWS = 64
 _REPAIRED_KEYS = 32
 _LOOKED_AT = 128
 """Tiles, by a program that has to find those that aren't finite."""
-_GROUP_BYTES = 48 << 20
-"""Of the second cache: query rows, dout and sums of the heads that run at a time."""
 _WIDTHS = (64, 128)
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
@@ -561,12 +560,11 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
 
 
 def _head_group(spec: Spec, call: Call) -> int:
-    """Key heads that run at a time."""
-    heads = spec.gqa_ratio * (call.query.shape[0] if spec.kv_broadcast else 1)
+    """Key heads that run at a time. Of the query heads that share one, a program reads rows and
+    dout, and adds to sums of dQ, one after the other."""
     row = 2 * (spec.head_dim + spec.value_head_dim) + 4 * spec.head_dim
-    wanted = max(1, _GROUP_BYTES // max(1, heads * call.query.shape[2] * row))
     # Kernels multiply it by a head's tiles, in 32 bits.
-    return min(wanted, call.key.shape[0] * call.key.shape[1])
+    return min(heads_at_a_time(call.query.shape[2] * row), call.key.shape[0] * call.key.shape[1])
 
 
 def _row_layout() -> Any:

@@ -28,3 +28,7 @@ class GluonPrograms(Programs):
     def __init__(self, spec: Spec, source: str, overrides: Mapping[str, Any]) -> None:
         fast_tanh = bool(overrides.get("fast_tanh"))
         super().__init__(spec, gluon_source(source, fast_tanh), "hopper", overrides)
+        if spec.mask_kind != "none":
+            # Programs take the longest tiles first, of all heads of a group: of few heads the
+            # last tiles that are taken are long ones, which costs more than the cache gives.
+            self.most_heads = None

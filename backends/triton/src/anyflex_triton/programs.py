@@ -49,6 +49,7 @@ __all__ = [
     "aligned",
     "classes",
     "float_pointers",
+    "heads_at_a_time",
     "int32s",
     "kept_of",
     "or_else",
@@ -62,7 +63,10 @@ T = TypeVar("T")
 _REMEMBERED = 512
 """Keys: the shapes of a model's calls, and some hundred lengths of a growing cache."""
 _HEAD_GROUP_BYTES = 16 << 20
-"""Keys and values of the heads that run at a time: a part of the second cache."""
+"""What the heads that run at a time read again and again: a part of the second cache."""
+_HEADS_AT_A_TIME = 8
+"""At most: of short heads 16 MiB are more than a GPU runs at once, and tiles of other heads come
+between those of one, so that they don't find what these have brought. H100: bench/results."""
 _LARGEST_CAP = 256.0
 """The sum of `cap_factors` up to which a call is coarse: 5e-7 times it, what
 `operations.tanh_capped` is then off, is a quarter of what rounding to float16 may take from a
@@ -164,6 +168,8 @@ class Programs:
 
     made_as: ClassVar[type[Program]] = Program
     """What compiles and launches kernels."""
+    most_heads: int | None = _HEADS_AT_A_TIME
+    """Key heads that run at a time, at most; None where their bytes alone limit them."""
 
     def __init__(
         self,
@@ -499,9 +505,20 @@ class Programs:
         """Query heads, of so many in all, that run at a time."""
         spec = self.spec
         of_head = keys * (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
-        wanted = max(1, _HEAD_GROUP_BYTES // max(1, of_head)) * spec.gqa_ratio
+        wanted = heads_at_a_time(of_head, self.most_heads) * spec.gqa_ratio
         # Kernels multiply it by a head's tiles, in 32 bits.
         return min(wanted, batch_heads)
+
+
+def heads_at_a_time(bytes_of_head: int, most: int | None = _HEADS_AT_A_TIME) -> int:
+    """Heads whose tiles run before those of the next.
+
+    Args:
+        bytes_of_head: what its tiles share.
+        most: of them; None for as many as the second cache holds.
+    """
+    held = max(1, _HEAD_GROUP_BYTES // max(1, bytes_of_head))
+    return held if most is None else min(held, most)
 
 
 def _common_types(spec: Spec) -> dict[str, Types]:
