@@ -60,8 +60,8 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's for 64 and
 # 128 of 16-bit types were the fastest of about ten each, measured on an H200, causal and full at
 # S = 8192. The others were never measured: they have the fewest spills, which for forward of 64
-# and 128 are none (`bench/triton_compiles.py`, its patterns; between these, two patterns have a
-# few bytes on Hopper, outside of loops: docs/triton.md).
+# and 128 are none (`bench/triton_compiles.py`, its patterns; between these, one pattern has a few
+# bytes on Hopper, outside of loops: docs/triton.md).
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (
@@ -219,8 +219,8 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         if traits.head_dim > 64 or not is_half:
             return replace(config, block_m=min(32, config.block_m))
     if kernel == "forward" and 64 < traits.head_dim <= 128 and not is_half and traits.mask_reads:
-        # Documents: 32x16 spills a few bytes at head dims between 64 and 128. Measured on an H100
-        # there, this one takes 0.96 to 1.0 of its time.
+        # Documents: 32x16 spills a few bytes at head dims between 64 and 128. Measured on an H100,
+        # this one takes 0.94 to 1.0 of its time.
         return _c(16, 16, 4, 2)
     if wide and traits.mask_reads:
         # Documents: short rows, for which less to begin with counts. Measured on an H200: forward
