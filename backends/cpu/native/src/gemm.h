@@ -140,20 +140,20 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
 constexpr int64_t longest_sum = 128;
 
 // C[rows][panels * NR] (+)= A[rows][k] * B; `b_panel` words from a panel to the next.
-// `scale` is for into::store, alpha[rows] for into::rescale.
+// `scale` is for into::store, alpha[rows] for into::rescale; into::store has one sum of any length.
 template <into HOW>
 static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_row, int64_t a_k,
                  const float* b, int64_t b_panel, float* c, int64_t ldc, float scale,
-                 const float* alpha) {
+                 const float* alpha, int64_t longest = longest_sum) {
     for (int64_t j = 0; j < panels; ++j) {
         const float* panel = b + j * b_panel;
         if constexpr (HOW == into::store) {
             panel_rows<HOW>(rows, k, a, a_row, a_k, panel, c + j * NR, ldc, scale, alpha);
         } else {
-            const int64_t first = k > longest_sum ? longest_sum : k;
+            const int64_t first = k > longest ? longest : k;
             panel_rows<HOW>(rows, first, a, a_row, a_k, panel, c + j * NR, ldc, scale, alpha);
-            for (int64_t i = first; i < k; i += longest_sum)
-                panel_rows<into::add>(rows, k - i > longest_sum ? longest_sum : k - i, a + i * a_k,
+            for (int64_t i = first; i < k; i += longest)
+                panel_rows<into::add>(rows, k - i > longest ? longest : k - i, a + i * a_k,
                                       a_row, a_k, panel + i * NR, c + j * NR, ldc, scale, alpha);
         }
     }
