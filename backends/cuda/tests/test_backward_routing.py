@@ -193,15 +193,19 @@ def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
 
 @pytest.mark.parametrize(
     ("length", "heads", "kv_heads", "group"),
-    [(512, 16, 16, 8), (2048, 4, 4, 4), (4096, 8, 8, 4), (32768, 2, 2, 1), (4096, 16, 8, 4)],
+    [(512, 16, 16, 8), (512, 4, 4, 4), (4096, 8, 8, 4), (32768, 2, 2, 1), (4096, 16, 8, 4)],
 )
+@pytest.mark.parametrize("masked", [False, True])
 def test_heads_whose_sums_of_dq_the_second_cache_holds_run_at_a_time(
-    length: int, heads: int, kv_heads: int, group: int
+    length: int, heads: int, kv_heads: int, group: int, masked: bool
 ) -> None:
     q = torch.zeros(1, heads, length, 128, dtype=torch.bfloat16, requires_grad=True)
     k, v = torch.zeros(2, 1, kv_heads, 128, 128, dtype=torch.bfloat16, requires_grad=True)
+    mask = anyflex.create_block_mask(causal, None, None, length, 128) if masked else None
     with recorded() as launched:
-        out = anyflex.flex_attention(q, k, v, backend="cuda.recorded", enable_gqa=True)
+        out = anyflex.flex_attention(
+            q, k, v, block_mask=mask, backend="cuda.recorded", enable_gqa=True
+        )
         assert isinstance(out, torch.Tensor)
         launched.clear()
         torch.autograd.grad(out, (q, k, v), out.detach())

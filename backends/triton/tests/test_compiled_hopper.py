@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from table_entries import READING, compiled, entries, named
 
-from anyflex_triton.configs import _READING_PAIRS
+from anyflex_triton.configs import _READING_PAIRS, Traits, config_for
 
 
 def test_every_entry_compiles_and_fits() -> None:
@@ -25,3 +25,9 @@ def test_forward_spills_nothing_whatever_mods_read() -> None:
     found = compiled("hopper", ",".join(READING), "forward", ("bfloat16",), (64, 128))
     for dim, config in zip((64, 128), _READING_PAIRS["hopper"], strict=True):
         assert named("hopper", "bfloat16", dim, "forward", config) in found
+
+
+def test_between_the_tables_head_dims_documents_spill_nothing_either() -> None:
+    found = compiled("hopper", "documents,mixed", "forward", ("float32",), (96,), recorded=False)
+    config = config_for("hopper", "forward", Traits(96, 4, mask_reads=True))
+    assert found == {named("hopper", "float32", 96, "forward", config)}

@@ -19,7 +19,7 @@ from anyflex_triton import launch
 from anyflex_triton.arguments import is_described, layout_of
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.mods import write_source
-from anyflex_triton.programs import Programs
+from anyflex_triton.programs import Programs, heads_at_a_time
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -75,6 +75,50 @@ def test_lengths_and_batches_share_their_programs(
     assert sorted(program.constants.get("EVEN", False) for program in programs) == [
         False, False, False, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_batch", "kv_heads", "group", "queries", "keys"),
+    [(4, 4, 8, 1, 8, 8), (4, 4, 8, 2, 16, 8), (4, 1, 2, 1, 8, 2), (1, 1, 3, 1, 3, 3)],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_few_heads_run_at_a_time(
+    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    batch: int,
+    kv_batch: int,
+    kv_heads: int,
+    group: int,
+    queries: int,
+    keys: int,
+    masked: bool,
+) -> None:
+    q = torch.zeros(batch, kv_heads * group, 256, 16, requires_grad=True)
+    k, v = torch.zeros(2, kv_batch, kv_heads, 256, 16, requires_grad=True)
+    mask = None
+    if masked:
+        mask = anyflex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256)
+    out = attention(q, k, v, block_mask=mask, enable_gqa=True)
+    torch.autograd.grad(out, (q, k, v), out.detach())
+    # The first counts query heads, as its tiles are theirs.
+    wanted = {"forward_kernel": queries, "key_kernel": keys, "query_kernel": queries}
+    assert {
+        program.function.__name__: values["head_group"]
+        for program, values in launched
+        if "head_group" in values
+    } == wanted
+
+
+def test_as_many_heads_run_at_a_time_as_the_second_cache_holds() -> None:
+    assert [heads_at_a_time(size << 20) for size in (0, 1, 2, 3, 8, 16, 17)] == [
+        8,
+        8,
+        8,
+        5,
+        2,
+        1,
+        1,
+    ]
+    assert heads_at_a_time(1 << 20, None) == 16
 
 
 def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> Tensor:

@@ -78,8 +78,9 @@ struct tile_place {
     bool wants_dscore;
 };
 
-// Under a causal mask the first queries of a tile weigh most, and each product after theirs rounds
-// a large sum: half of forward's length takes 13 % of dV's error, and no time that shows.
+// Of dK and dV, and of dQ but for its first tile. Under a causal mask the first queries of a tile
+// weigh most, and each product after theirs rounds a large sum: with half of forward's length dV's
+// error is 0.86 of what it is with that (333 and 512 rows, head dim 64, on a Zen 3).
 constexpr int64_t longest_sum_of_gradients = 64;
 
 // Left sides of float products may have any strides; those of pairs are rows.

@@ -140,7 +140,7 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
 constexpr int64_t longest_sum = 128;
 
 // C[rows][panels * NR] (+)= A[rows][k] * B; `b_panel` words from a panel to the next.
-// `scale` is for into::store, alpha[rows] for into::rescale; into::store has one sum of any length.
+// `scale` is for into::store, which has one sum whatever k, alpha[rows] for into::rescale.
 template <into HOW>
 static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_row, int64_t a_k,
                  const float* b, int64_t b_panel, float* c, int64_t ldc, float scale,

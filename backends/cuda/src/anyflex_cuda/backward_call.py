@@ -562,9 +562,11 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
 def _head_group(spec: Spec, call: Call) -> int:
     """Key heads that run at a time. Of the query heads that share one, a program reads rows and
     dout, and adds to sums of dQ, one after the other."""
-    row = 2 * (spec.head_dim + spec.value_head_dim) + 4 * spec.head_dim
+    bytes_of_row = 2 * (spec.head_dim + spec.value_head_dim) + 4 * spec.head_dim
     # Kernels multiply it by a head's tiles, in 32 bits.
-    return min(heads_at_a_time(call.query.shape[2] * row), call.key.shape[0] * call.key.shape[1])
+    return min(
+        heads_at_a_time(call.query.shape[2] * bytes_of_row), call.key.shape[0] * call.key.shape[1]
+    )
 
 
 def _row_layout() -> Any:

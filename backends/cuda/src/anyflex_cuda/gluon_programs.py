@@ -29,6 +29,7 @@ class GluonPrograms(Programs):
         fast_tanh = bool(overrides.get("fast_tanh"))
         super().__init__(spec, gluon_source(source, fast_tanh), "hopper", overrides)
         if spec.mask_kind != "none":
-            # Programs take the longest tiles first, of all heads of a group: of few heads the
-            # last tiles that are taken are long ones, which costs more than the cache gives.
+            # Of forward, the only one to read it. A group of heads begins with its longest tiles:
+            # the more groups, the later the last one's begin, and all others have ended when they
+            # do. Under a causal mask 8 heads took 1.04 to 1.15 of the time on an H100.
             self.most_heads = None

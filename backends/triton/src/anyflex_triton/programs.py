@@ -65,8 +65,9 @@ _REMEMBERED = 512
 _HEAD_GROUP_BYTES = 16 << 20
 """What the heads that run at a time read again and again: a part of the second cache."""
 _HEADS_AT_A_TIME = 8
-"""At most: of short heads 16 MiB are more than a GPU runs at once, and tiles of other heads come
-between those of one, so that they don't find what these have brought. H100: bench/results."""
+"""At most. 16 MiB hold more short heads than run at once: other heads' tiles then evict what a
+head's tiles share before its next one reads it. Measured on H100s alone:
+`bench/results/h100_cuda.md`."""
 _LARGEST_CAP = 256.0
 """The sum of `cap_factors` up to which a call is coarse: 5e-7 times it, what
 `operations.tanh_capped` is then off, is a quarter of what rounding to float16 may take from a
@@ -169,7 +170,7 @@ class Programs:
     made_as: ClassVar[type[Program]] = Program
     """What compiles and launches kernels."""
     most_heads: int | None = _HEADS_AT_A_TIME
-    """Key heads that run at a time, at most; None where their bytes alone limit them."""
+    """Of `head_group`: key heads that run at a time, at most; None: 16 MiB alone limit them."""
 
     def __init__(
         self,
@@ -511,11 +512,11 @@ class Programs:
 
 
 def heads_at_a_time(bytes_of_head: int, most: int | None = _HEADS_AT_A_TIME) -> int:
-    """Heads whose tiles run before those of the next.
+    """Heads whose tiles run before any of the next heads', at least 1.
 
     Args:
-        bytes_of_head: what its tiles share.
-        most: of them; None for as many as the second cache holds.
+        bytes_of_head: what the tiles of one head share.
+        most: heads; None: as many as 16 MiB hold.
     """
     held = max(1, _HEAD_GROUP_BYTES // max(1, bytes_of_head))
     return held if most is None else min(held, most)
