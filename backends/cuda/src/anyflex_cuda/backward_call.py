@@ -27,9 +27,9 @@ from anyflex_triton.programs import (
     aligned,
     classes,
     float_pointers,
-    heads_at_a_time,
     int32s,
     kept_of,
+    key_head_group,
     or_else,
     padded,
     strides,
@@ -436,7 +436,8 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             "odd_keys": work.odd_keys, "counter": work.counter,
             "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
             "q_length": length, "kv_length": keys, "tiles": tiles,
-            "head_group": _head_group(spec, call),
+            # Their tiles add to sums of dQ, float32, too.
+            "head_group": key_head_group(call, 4 * spec.head_dim),
         },
     )  # fmt: skip
 
@@ -557,16 +558,6 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "row_tiles": row_tiles, "key_tiles": odd_keys.numel(), "row_programs": row_programs,
         },
     )  # fmt: skip
-
-
-def _head_group(spec: Spec, call: Call) -> int:
-    """Key heads that run at a time. Of the query heads that share one, a program reads rows and
-    dout, and adds to sums of dQ, one after the other."""
-    bytes_of_row = 2 * (spec.head_dim + spec.value_head_dim) + 4 * spec.head_dim
-    # Kernels multiply it by a head's tiles, in 32 bits.
-    return min(
-        heads_at_a_time(call.query.shape[2] * bytes_of_row), call.key.shape[0] * call.key.shape[1]
-    )
 
 
 def _row_layout() -> Any:

@@ -26,9 +26,9 @@ from anyflex_triton.programs import (
     aligned,
     classes,
     float_pointers,
-    heads_at_a_time,
     int32s,
     kept_of,
+    key_head_group,
     or_else,
     padded,
     strides,
@@ -204,20 +204,9 @@ def keys_launch(
             **_value_places(row_values),
             "batch": batch, "heads": heads, "kv_batch_heads": kv_batch * kv_heads,
             "kv_heads": kv_heads, "q_length": length, "kv_length": keys,
-            "tiles": tiles, "head_group": _key_head_group(made, call),
+            "tiles": tiles, "head_group": key_head_group(call),
         },
     )  # fmt: skip
-
-
-def _key_head_group(made: Programs, call: Call) -> int:
-    """Key heads that run at a time. Of the query heads that share one, a program reads rows and
-    dout one after the other."""
-    spec = made.spec
-    bytes_of_row = (spec.head_dim + spec.value_head_dim) * spec.dtype.itemsize
-    # Kernels multiply it by a head's tiles, in 32 bits.
-    return min(
-        heads_at_a_time(call.query.shape[2] * bytes_of_row), call.key.shape[0] * call.key.shape[1]
-    )
 
 
 def queries_launch(

@@ -52,6 +52,7 @@ __all__ = [
     "heads_at_a_time",
     "int32s",
     "kept_of",
+    "key_head_group",
     "or_else",
     "padded",
     "strides",
@@ -520,6 +521,19 @@ def heads_at_a_time(bytes_of_head: int, most: int | None = _HEADS_AT_A_TIME) -> 
     """
     held = max(1, _HEAD_GROUP_BYTES // max(1, bytes_of_head))
     return held if most is None else min(held, most)
+
+
+def key_head_group(call: Call, more: int = 0) -> int:
+    """Key heads that run at a time where tiles are of keys. Of the query heads that share one, a
+    program takes rows of query and dout one after the other.
+
+    Args:
+        more: bytes of a query row that its tiles share beside query and dout.
+    """
+    query, key, value = call.query, call.key, call.value
+    bytes_of_row = (query.shape[3] + value.shape[3]) * query.dtype.itemsize + more
+    # Kernels multiply it by a head's tiles, in 32 bits.
+    return min(heads_at_a_time(query.shape[2] * bytes_of_row), key.shape[0] * key.shape[1])
 
 
 def _common_types(spec: Spec) -> dict[str, Types]:
