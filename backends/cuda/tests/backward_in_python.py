@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gluon_in_python import in_numpy, run_kernel
+from gluon_in_python import in_numpy, mod_in_python, run_kernel
 from torch import Tensor
 
 import anyflex
@@ -98,7 +98,25 @@ CASES = [
         "far, repeatable", score=lowest, score_backward=same, repeatable=True, launched=PORTABLE_DQ
     ),
     Case("repeatable", mask=packed, repeatable=True, launched=PORTABLE_DQ),
-    Case("learns", score=scaled, score_backward=halved, learns=True, launched=PORTABLE_DQ),
+    Case("learns", score=scaled, score_backward=halved, learns=True),
+    Case(
+        "learns, mask",
+        dims=(128, 64),
+        score=scaled,
+        score_backward=halved,
+        mask=packed,
+        learns=True,
+    ),
+    Case("learns, odd", score=scaled, score_backward=halved, mask=packed, odd=True, learns=True),
+    Case("learns, far", score=lowest, score_backward=same, mask=packed, learns=True),
+    Case(
+        "learns, repeatable",
+        score=scaled,
+        score_backward=halved,
+        learns=True,
+        repeatable=True,
+        launched=(*PORTABLE_DQ, "query_kernel", *["total_kernel"] * 4),
+    ),
 ]
 
 
@@ -126,6 +144,8 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
         "SCORE_MOD_BACKWARD": case.score_backward,
         "MASK_MOD": case.mask,
     }
+    if given["CAPTURED_GRADIENTS"] is not None:
+        given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
     more = (named_barriers, spoken_words)
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0, more=more)
@@ -158,10 +178,17 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
     score = case.score
     if case.learns:
         bias = torch.zeros(2).requires_grad_()
-        leaves.append(bias)
+        by_row = torch.zeros(2, case.rows, 1).requires_grad_()
+        by_key = torch.zeros(case.keys).requires_grad_()
+        by_distance = torch.zeros(case.rows + case.keys, dtype=torch.float16).requires_grad_()
+        leaves += [bias, by_row, by_key, by_distance]
+
+        assert case.score is not None
+        fixed = case.score
 
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return scaled(s, b, h, i, j) + bias[h]
+            s = fixed(s, b, h, i, j) + bias[h] * 0.5 + by_row[b, i, 0]
+            return s + by_key[j] + by_distance[i - j + case.keys]
 
     mask = None
     if case.mask is not None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from triton import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 
 from anyflex_triton import operations
 
@@ -533,7 +534,7 @@ class Device:
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
             arange=lambda a, b, layout: tile(np.arange(a, b)),
-            full=lambda shape, x, dtype, layout: tile(np.full(shape, x)),
+            full=lambda shape, x, dtype, layout=None: tile(np.full(shape, x)),
             expand_dims=lambda x, axis: tile(np.expand_dims(x, axis)),
             convert_layout=lambda x, layout, **_: x, cast=lambda x, dtype: x,
             max=maximum, sum=total, PropagateNan=SimpleNamespace(ALL="all"),
@@ -581,10 +582,10 @@ def _pointer_to(tensor: Tensor) -> Pointer:
 
 def mod_in_python(function: Any) -> Callable[..., Any]:
     """A function of a module of mods for Gluon, as `run_kernel` takes it."""
-    # Mods only read, and nothing is written that they do: no program's device is needed.
+    # What mods read nobody writes, and what they add to nobody reads: no device is needed.
     language = Device(0, 1).language()
     ours = {"tl": language, "bound": lambda size, index: size}
-    ops = _in_python(vars(operations), ours)
+    ops = {**_in_python(vars(operations), ours), "accumulate": _accumulate}
     ours_of_gluon = {
         "full": lambda shape, x, dtype: x,
         "spread": lambda x, score: tile(np.broadcast_to(x, score.shape)),
@@ -608,7 +609,7 @@ def _in_python(module: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str,
     """
     found = {**module, **names}
     for name, value in found.items():
-        if isinstance(value, JITFunction):
+        if isinstance(value, JITFunction | InterpretedFunction):
             found[name] = FunctionType(value.fn.__code__, found, name)
     return found
 
@@ -617,6 +618,16 @@ def _along(x: Any, index: Any) -> Any:
     if np.ndim(x) != 1:
         return x
     return tile(np.expand_dims(x, 0 if index.shape[0] == 1 else 1))
+
+
+def _accumulate(
+    totals: Sequence[Pointer], learned: int, offset: Any, inside: Any, value: Any, live: Any,
+    sums: str,
+) -> None:  # fmt: skip
+    assert sums == "floats"
+    total = totals[learned]
+    at = np.broadcast_to(total.at + offset, value.shape)
+    np.add.at(total.array, at, np.where(live & inside, value, 0))
 
 
 def run_kernel(

@@ -219,16 +219,24 @@ def test_without_gradient_of_query_no_sums_of_it_are_made() -> None:
     assert said.endswith(", backward hopper")
 
 
-def test_where_sums_must_repeat_or_a_tensor_learns_the_portable_pass_makes_dq() -> None:
+def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     names, said = called(learns=True)
+    assert names == OURS
+    assert said.endswith(", backward hopper")
+    # Without gradients of query nothing looks for rows that are far.
+    names, said = called(learns=True, wanted="kv")
     assert names == [*WITHOUT_DQ, "query_kernel"]
-    assert said.endswith(", backward hopper, dq portable")
+    assert said.endswith(", backward hopper, captured portable")
+
+
+def test_where_sums_must_repeat_the_portable_pass_makes_dq_and_captured_gradients() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         names, said = called()
         assert names == [*WITHOUT_DQ, "query_kernel"]
         assert said.endswith(", backward hopper, dq portable")
-        names, _ = called(learns=True)
+        names, said = called(learns=True)
         assert names == [*WITHOUT_DQ, "query_kernel", "query_kernel", "total_kernel"]
+        assert said.endswith(", backward hopper, dq and captured portable")
     finally:
         torch.use_deterministic_algorithms(False)

@@ -1,8 +1,8 @@
 """What Hopper's backward launches: rows' values, dK with dV and sums of dQ, the rest.
 
-dQ is added up in float32 by whichever program comes first, so that it may differ from run to run
-in its last bits. Where sums must repeat, or where captured tensors learn, the portable pass over
-query rows makes it instead: one program a tile, in one order.
+dQ and captured tensors' gradients are added up in float32 by whichever program comes first, so
+that they may differ from run to run in their last bits. Where sums must repeat the portable pass
+over query rows makes them instead: one program a tile, in one order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
 from anyflex_triton.fixed_arguments import FixedArguments
-from anyflex_triton.launch import Launch, Options, Program
+from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
     Programs,
@@ -42,6 +42,7 @@ __all__ = [
     "backward_workspace",
     "hopper_launches",
     "makes_dq",
+    "portable_gradients",
     "refused_backward",
     "work_of",
 ]
@@ -77,10 +78,21 @@ def refused_backward(spec: Spec) -> str | None:
 
 
 def makes_dq(spec: Spec) -> bool:
-    """Whether the kernel adds dQ up itself: nothing asks for sums that repeat, or for gradients
-    of captured tensors, which the portable pass over query rows makes with dQ."""
+    """Whether the kernel adds up dQ itself, and gradients of captured tensors beside it: nothing
+    asks for sums that repeat."""
+    return "q" in spec.gradients and spec.determinism == "off"
+
+
+def portable_gradients(spec: Spec) -> tuple[str, ...]:
+    """What the portable pass over query rows makes of a backward that is otherwise Hopper's:
+    ``dq``, ``captured``, both or nothing."""
+    if makes_dq(spec):
+        return ()
     learns = any(facts.needs_grad for facts in spec.captured)
-    return "q" in spec.gradients and spec.determinism == "off" and not learns
+    return tuple(
+        name for name, is_wanted in (("dq", "q" in spec.gradients), ("captured", learns))
+        if is_wanted
+    )  # fmt: skip
 
 
 _HANDED_OVER = 384
@@ -158,7 +170,7 @@ class Step(NamedTuple):
 
 
 _OF_CALL = frozenset(
-    ("tables", "ints", "floats", "shifts", "scale", "mask_strides", "key_mask_strides")
+    ("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides", "key_mask_strides")
 )
 """Arguments that don't follow from layouts, beside tensors."""
 _MAIN = 1
@@ -176,8 +188,8 @@ def hopper_launches(
     grads: Grads,
     work: Work,
 ) -> list[Launch]:
-    """What fills grads.dk and grads.dv, and where `makes_dq` grads.dq; `work.row_values` serves
-    the portable pass over query rows too.
+    """What fills grads.dk and grads.dv, and where `makes_dq` grads.dq and grads.captured;
+    `work.row_values` serves the portable pass over query rows too.
 
     Args:
         known: returns the steps that follow from its argument, an empty list the first time,
@@ -245,7 +257,7 @@ def _launches_again(
         lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
         given=row_values if grad.delta is None else grad.delta.contiguous(),
         row_values=row_values, odd_keys=odd_keys, odd_rows=or_else(odd_rows, odd_keys),
-        counter=counter, dq_sums=or_else(dq_sums, row_values),
+        counter=counter, dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
     of_main = {**values, **of_keys}
     return [
@@ -276,9 +288,14 @@ def backward_programs(
     spec = portable.spec
     dq = call.query if "q" in spec.gradients else None
     dlse = lse if spec.dlse else None
+    # Only their types matter.
+    captured = tuple(
+        torch.empty(0, dtype=_sum_type(facts.dtype), device="meta") if facts.needs_grad else None
+        for facts in spec.captured
+    )
     launches = _launches(
         portable, gluon, call, Saved(out.out, lse, out.saved), GradInputs(out.out, dlse),
-        Grads(dq, call.key, call.value), work,
+        Grads(dq, call.key, call.value, captured), work,
     )  # fmt: skip
     return [launch.program for launch in launches]
 
@@ -299,6 +316,19 @@ def _launches(
         *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
         _repair(portable, call, grad.dout, grads, work),
     ]
+
+
+def _sum_type(dtype: torch.dtype) -> torch.dtype:
+    """In which core has a captured tensor's gradient added up."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
+    """What Hopper's kernel, and the one that computes tiles again, add captured tensors' gradients
+    to: nothing where the portable pass over query rows does."""
+    if work.dq_sums is None:
+        return ()
+    return tuple(total for total in grads.captured if total is not None)
 
 
 def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: Work) -> Launch:
@@ -381,6 +411,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
     ragged = bool(keys % _KEYS) or (mods.score_mod is not None and ragged)
     width, value_width = padded(spec.head_dim), padded(spec.value_head_dim)
     want_dq = work.dq_sums is not None
+    totals = _totals(grads, work)
     queries, values = (1, 1, block_m, width), (1, 1, block_m, value_width)
     of_keys, of_values = (1, 1, 64, width), (1, 1, 64, value_width)
     sums = (1, 128, 32)
@@ -400,12 +431,14 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
                 **dict.fromkeys(("odd_keys", "counter"), "*i32"),
                 **made.common_types,
+                "totals": tuple(pointer_type(total.dtype) for total in totals),
                 **int32s("batch", "heads", "kv_heads", "units", "q_length", "kv_length", "tiles",
                          "head_group"),
             },
             {
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
                 "MASK_MOD": mods.mask_mod,
                 "HAS_MASK": rows is not None,
                 "Q_BLOCK": blocks[1],
@@ -433,12 +466,13 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             "row_values": _row_descriptor(work.row_values, block_m),
             "dq_sums": work.row_values if work.dq_sums is None
             else descriptor(work.dq_sums, sums),
-            "odd_keys": work.odd_keys, "counter": work.counter,
+            "odd_keys": work.odd_keys, "counter": work.counter, "totals": totals,
             "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
             "q_length": length, "kv_length": keys, "tiles": tiles,
             # Their tiles add to sums of dQ, float32, too.
             "head_group": key_head_group(call, 4 * spec.head_dim),
         },
+        totals,
     )  # fmt: skip
 
 
@@ -487,6 +521,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
     assert dk is not None and dv is not None
     odd_rows, odd_keys = work.odd_rows, work.odd_keys
     want_dq = odd_rows is not None
+    totals = _totals(grads, work)
     layouts = (
         *made.layouts(call, layout_of(dout)),
         layout_of(or_else(dq, call.query)),
@@ -508,6 +543,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 **made.pointers(*names),
                 **float_pointers("row_values"),
                 **made.common_types,
+                "totals": tuple(pointer_type(total.dtype) for total in totals),
                 **dict.fromkeys(
                     ("odd_rows", "odd_keys", "key_offsets", "key_ends", "key_runs"), "*i32"
                 ),
@@ -522,6 +558,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 **made.common_constants(layouts),
                 "SCORE_MOD": mods.score_mod,
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
                 "MASK_MOD": mods.mask_mod,
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
@@ -546,7 +583,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "key_runs": of_keys["runs"], "key_mask_strides": of_keys["mask_strides"],
             "query": call.query, "key": call.key, "value": call.value, "dout": dout,
             "dq": or_else(dq, call.query), "dk": dk, "dv": dv,
-            "row_values": work.row_values,
+            "row_values": work.row_values, "totals": totals,
             "odd_rows": or_else(odd_rows, odd_keys), "odd_keys": odd_keys,
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
             "v_strides": layouts[2].strides, "do_strides": layouts[3].strides,
@@ -557,6 +594,7 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
             "values_in_all": work.row_values.stride(0), "q_length": length, "kv_length": keys,
             "row_tiles": row_tiles, "key_tiles": odd_keys.numel(), "row_programs": row_programs,
         },
+        totals,
     )  # fmt: skip
 
 

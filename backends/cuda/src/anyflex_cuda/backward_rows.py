@@ -108,15 +108,17 @@ def convert_kernel(
 @triton.jit
 def repair_queries(
     index, query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides,
-    v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, shifts, scale, heads,
-    padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
-    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, totals, shifts, scale,
+    heads, padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dQ of a tile of 64 query rows."""
+    """dQ of a tile of 64 query rows; what its far rows add to captured tensors' gradients, which
+    is missing there."""
     tiles = padded_length // 64
     bh = index // tiles
     b = bh // heads
@@ -152,9 +154,9 @@ def repair_queries(
             sums = add_to_queries(
                 sums, key, value, k_base, v_base, k_strides, v_strides, 0, q, do, lse2, delta,
                 top, size, first, columns, end, kv_length, True, full, b + shifts[0],
-                h + shifts[1], q_idx, shifts, tables, ints, floats, None, scale, None, SCORE_MOD,
-                SCORE_MOD_BACKWARD, None, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                True, PRECISION, None, True, True,
+                h + shifts[1], q_idx, shifts, tables, ints, floats, totals, scale, None, SCORE_MOD,
+                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
+                SCATTERED, WIDE, True, PRECISION, None, True, True,
             )
     base = tensor_at(dq, dq_strides, b, h, UNITS[4])
     store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)
@@ -221,19 +223,20 @@ def repair_keys(
 def repair_kernel(
     query, key, value, dout, row_values, dq, dk, dv, odd_rows, odd_keys, offsets, ends, runs,
     key_offsets, key_ends, key_runs, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    dk_strides, dv_strides, mask_strides, key_mask_strides, tables, ints, floats, shifts, scale,
-    batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length, kv_length,
+    dk_strides, dv_strides, mask_strides, key_mask_strides, tables, ints, floats, totals, shifts,
+    scale, batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length, kv_length,
     row_tiles, key_tiles, row_programs, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, WANT_DQ: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, HAS_MASK: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_DQ: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, where WANT_DQ, dK and dV anew where they aren't finite. A program looks at TILES tiles.
 
     Args:
         row_values: of `prepare_kernel`.
+        totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
         offsets, ends, runs: of the mask; those of its transpose are the keys'.
         odd_rows: int32 [row_tiles], of `convert_kernel`.
         odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv isn't finite.
@@ -251,10 +254,11 @@ def repair_kernel(
                         repair_queries(
                             tile, query, key, value, dout, row_values, dq, offsets, ends, runs,
                             q_strides, k_strides, v_strides, do_strides, dq_strides, mask_strides,
-                            tables, ints, floats, shifts, scale, heads, padded_length,
+                            tables, ints, floats, totals, shifts, scale, heads, padded_length,
                             values_in_all, q_length, kv_length, SCORE_MOD, SCORE_MOD_BACKWARD,
-                            MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM,
-                            VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, BLOCK_N,
+                            CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP,
+                            KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
+                            BLOCK_N,
                         )
             return
         index -= row_programs

@@ -302,14 +302,32 @@ def produce(
 
 
 @gluon.jit
+def indices_of_step(
+    m0, n0, q_length, kv_length, shifts, MASKED: gl.constexpr, RAGGED: gl.constexpr,
+    BLOCK_M: gl.constexpr, S_LAYOUT: gl.constexpr,
+):
+    """(q_idx [1, BLOCK_M], kv_idx [64, 1]) as mods are given them."""
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+    keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    if MASKED and RAGGED:
+        q_idx = gl.expand_dims(gl.minimum(m0 + columns, q_length - 1) + shifts[2], 0)
+        kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
+    else:
+        # One sum for all columns: compilers would add its parts to each.
+        q_idx = gl.expand_dims(columns + now(m0 + shifts[2]), 0)
+        kv_idx = gl.expand_dims(keys + shifts[3], 1)
+    return q_idx, kv_idx
+
+
+@gluon.jit
 def weights_of(
     raw, lse2, b, h, m0, n0, full, q_length, kv_length, shifts, scale, tables, ints, floats,
     MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
     SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
-    """(weights, weights times the score mod's derivative) [64, BLOCK_M] of raw products, keys by
-    query rows; both 0 at dead pairs.
+    """(weights, weights times the score mod's derivative, scores as the mod is given them)
+    [64, BLOCK_M] of raw products, keys by query rows; the first two are 0 at dead pairs.
 
     The derivative is linear in the gradient that comes in, and takes the weights here: what is
     left, dweights - delta, is a factor, and raw products needn't be kept until that is there.
@@ -317,13 +335,9 @@ def weights_of(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     rows = m0 + columns
     keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    if MASKED and RAGGED:
-        q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1) + shifts[2], 0)
-        kv_idx = gl.expand_dims(gl.minimum(keys, kv_length - 1) + shifts[3], 1)
-    else:
-        # One sum for all columns: compilers would add its parts to each.
-        q_idx = gl.expand_dims(columns + now(m0 + shifts[2]), 0)
-        kv_idx = gl.expand_dims(keys + shifts[3], 1)
+    q_idx, kv_idx = indices_of_step(
+        m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
+    )
     if SCORE_MOD is not None:
         raw = raw * scale
         scores = SCORE_MOD(raw, b, h, q_idx, kv_idx, tables, ints, floats)
@@ -349,7 +363,7 @@ def weights_of(
         if MASKED:
             # The mod's derivative may be anything at dead pairs.
             factor = gl.where(scores != float("-inf"), factor, 0.0)
-    return weights, factor
+    return weights, factor, raw
 
 
 @gluon.jit
@@ -416,11 +430,11 @@ def place_dq(dq, half, dq_tiles):
 @gluon.jit
 def add_step(
     dk, dv, raw, last_bh, last_rows, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc,
-    q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
+    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc, q_length,
+    kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr, MASKED: gl.constexpr,
+    RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
+    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
     K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
 ):
     """dK and dV with what one step adds; the raw products of the next, in flight, of anything if
@@ -446,8 +460,9 @@ def add_step(
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     mbarrier.wait(do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    weights, factor = weights_of(
-        raw, lse_rows.index(slot).load(S_LAYOUT), b + shifts[0], h + shifts[1], m0, n0, full,
+    lse2 = lse_rows.index(slot).load(S_LAYOUT)
+    weights, factor, scores = weights_of(
+        raw, lse2, b + shifts[0], h + shifts[1], m0, n0, full,
         q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
         SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, S_LAYOUT,
     )
@@ -455,7 +470,18 @@ def add_step(
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
     dv = warpgroup_mma(rounded, do, dv, is_async=True)
     dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
-    ds = (factor * (dweights - delta_rows.index(slot).load(S_LAYOUT))).to(dtype)
+    dweights -= delta_rows.index(slot).load(S_LAYOUT)
+    if CAPTURED_GRADIENTS is not None:
+        q_idx, kv_idx = indices_of_step(
+            m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
+        )
+        # A pair that is dead has no weight, and to keep which are takes registers that aren't
+        # there. Those of far rows, whose lse2 is NaN, `repair_kernel` adds.
+        CAPTURED_GRADIENTS(
+            weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")), b + shifts[0],
+            h + shifts[1], q_idx, kv_idx, tables, ints, floats, totals,
+        )
+    ds = (factor * dweights).to(dtype)
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
     if WANT_DQ:
         if ALONE:
@@ -508,11 +534,11 @@ def add_step(
 @gluon.jit
 def consume_steps(
     dk, dv, last_bh, last_rows, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles,
-    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
-    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, ME: gl.constexpr,
+    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc,
+    q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr,
     MASKED: gl.constexpr, ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
-    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr,
+    MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
     DQ_LAYOUT: gl.constexpr,
 ):
@@ -523,10 +549,10 @@ def consume_steps(
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
         dk, dv, raw, last_bh, last_rows = add_step(
             dk, dv, raw, last_bh, last_rows, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles,
-            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-            do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
-            ME, MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV,
-            S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
+            dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME, MASKED,
+            RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M,
+            D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
         )
         it += 1
     # Of no step: what the last one has begun.
@@ -537,13 +563,13 @@ def consume_steps(
 @gluon.jit
 def consume_pass(
     dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0,
-    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-    do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
-    ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
-    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
+    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr,
-    V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    DV: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
+    DQ_LAYOUT: gl.constexpr,
 ):
     """dK, dV, where the last dQ belongs, and the count of steps, after one head's steps that are
     MASKED, or after the others: two loops, of which the second has no mask's code."""
@@ -559,21 +585,21 @@ def consume_pass(
             if start < stop:
                 dk, dv, last_bh, last_rows, it = consume_steps(
                     dk, dv, last_bh, last_rows, it, start, stop, 0, full, b, h, bh, n0, v_tiles,
-                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles,
-                    q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
-                    ints, floats, ME, MASKED, False, RAGGED, WANT_DQ, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT,
-                    V_LAYOUT, DQ_LAYOUT,
+                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+                    do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
+                    totals, ME, MASKED, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
+                    CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
+                    DQ_LAYOUT,
                 )
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         if start < stop:
             dk, dv, last_bh, last_rows, it = consume_steps(
                 dk, dv, last_bh, last_rows, it, start, stop, rotation, True, b, h, bh, n0, v_tiles,
-                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles,
-                q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
-                ints, floats, ME, MASKED, not MASKED, RAGGED, WANT_DQ, SCORE_MOD,
-                SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
+                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
+                do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals,
+                ME, MASKED, not MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
+                CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
                 DQ_LAYOUT,
             )
     return dk, dv, last_bh, last_rows, it
@@ -587,14 +613,14 @@ def strange_rows(x):
 
 @gluon.jit
 def consume(
-    dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-    delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
-    offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
-    head_group, tables, ints, floats, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows, delta_rows,
+    ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full, offsets, ends, runs,
+    mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group, tables,
+    ints, floats, totals, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr,
 ):
     """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
     STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
@@ -634,19 +660,19 @@ def consume(
                 dk, dv, last_bh, last_rows, it = consume_pass(
                     dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, 0, b, h,
                     heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                    dq_tiles, q_full, do_full, dq_desc, q_length, kv_length,
-                    shifts, scale, tables, ints, floats, ME, True, RAGGED, WANT_DQ, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
+                    dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                    ints, floats, totals, ME, True, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
+                    CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
                     S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
                 )
             rotation = tile * whole // tiles
             dk, dv, last_bh, last_rows, it = consume_pass(
                 dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h,
                 heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts,
-                scale, tables, ints, floats, ME, False, RAGGED, WANT_DQ, SCORE_MOD,
-                SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
-                S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
+                ints, floats, totals, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
+                CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, S_LAYOUT,
+                K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
             )
         if WANT_DQ and not ALONE:
             # The last step's, while dV leaves; of anything if there was no step.
@@ -683,14 +709,14 @@ def consume(
 @gluon.jit
 def backward_kernel(
     query, dout, key, value, row_values, dk, dv, dq_sums, odd_keys, counter, offsets, ends, runs,
-    mask_strides, tables, ints, floats, shifts, scale, batch, heads, kv_heads, units, q_length,
-    kv_length, tiles, head_group, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
-    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    mask_strides, tables, ints, floats, totals, shifts, scale, batch, heads, kv_heads, units,
+    q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, DYNAMIC: gl.constexpr,
 ):
-    """dK and dV, and sums of dQ.
+    """dK and dV, and sums of dQ and of captured tensors' gradients.
 
     Args:
         query, dout: descriptors [B, Hq, L, E or Ev] of boxes of BLOCK_M rows, D or DV columns.
@@ -702,6 +728,7 @@ def backward_kernel(
         odd_keys: int32 [Bkv * Hkv, tiles * 2], filled: of 64 keys each, 1 where some dk or dv
             isn't finite.
         counter: int32, 0 before: how many tiles were taken beyond the first of each program.
+        totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK
             is a multiple of BLOCK_M, KV_BLOCK of 128.
         units: Bkv * Hkv; head_group: of these, those that run at a time.
@@ -743,19 +770,19 @@ def backward_kernel(
         [
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full,
-                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
-                units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
-                scale, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
+                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
+                offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length,
+                kv_length, tiles, head_group, tables, ints, floats, totals, shifts, scale, 0,
+                SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
             )),
             (consume, (
                 dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full,
-                do_full, offsets, ends, runs, mask_strides, batch, heads, kv_heads,
-                units, q_length, kv_length, tiles, head_group, tables, ints, floats, shifts,
-                scale, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK,
-                GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
+                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
+                offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length,
+                kv_length, tiles, head_group, tables, ints, floats, totals, shifts, scale, 1,
+                SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK,
+                KV_BLOCK, GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
             )),
             (produce, (
                 query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,

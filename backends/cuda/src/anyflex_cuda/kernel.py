@@ -16,6 +16,7 @@ from anyflex_cuda.backward_call import (
     backward_workspace,
     hopper_launches,
     makes_dq,
+    portable_gradients,
     refused_backward,
     work_of,
 )
@@ -109,8 +110,8 @@ class CudaKernel(TritonKernel):
         reason = self._refused_backward_of(call)
         if reason is not None:
             return f"{forward}, backward portable (not Hopper's kernel: {reason})"
-        rest = ", dq portable" if "q" in self.spec.gradients and not makes_dq(self.spec) else ""
-        return f"{forward}, backward hopper{rest}"
+        rest = " and ".join(portable_gradients(self.spec))
+        return f"{forward}, backward hopper" + (f", {rest} portable" if rest else "")
 
     def _describe_forward(self, call: Call) -> str:
         fit = self._fit(call)
