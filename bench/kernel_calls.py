@@ -23,7 +23,8 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "prefill, backward portable": (90,),
 }
 """What `explain` says of a call, without numbers and reasons -> calls. Forward's first number is a
-tile's rows, 64 for each consumer. dQ is portable under deterministic algorithms (every fourth call). Captured tensors learn in 6, 56,
-74, 109, 240 and 67. Backward's steps are of 64 rows and of 128; masks are there and not."""
+tile's rows, 64 for each consumer. dQ is portable under deterministic algorithms (every fourth
+call). Captured tensors learn in 6, 56, 67, 74, 109 and 240. Backward's steps are of 64 rows
+and of 128; masks are there and not."""
 
 OF_EACH_KERNEL = tuple(sorted(number for numbers in KERNELS.values() for number in numbers))

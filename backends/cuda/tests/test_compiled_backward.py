@@ -13,6 +13,9 @@ SPILLED = 500
 """Bytes, with Triton 3.6 at most 280, with 3.9 484; the rest is room for newer ones: scalars of
 the loops over runs and heads, and in the loop of steps that have a mask what it reads of tensors,
 or with a soft cap some registers."""
+LEARNED = 3000
+"""Where captured tensors learn; with Triton 3.6 at most 2028, of a table by distance: an address
+of 8 bytes for each pair."""
 REPAIRED = 500
 """Of the kernel that makes again what isn't finite, which is seldom; with Triton 3.6 at most
 408."""
@@ -21,7 +24,7 @@ REPAIRED = 500
 def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> None:
     lines = printed_by("compiling_backward.py")
     found = [line.split() for line in lines]
-    assert sum(line[1] == "backward_kernel" for line in found) == 14
+    assert sum(line[1] == "backward_kernel" for line in found) == 12
     for case, kernel, shared, spilled, products, loops, unfenced in found:
         assert products == "free", (case, kernel)
         assert int(shared) <= SHARED, (case, kernel, shared)
@@ -35,4 +38,6 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
         # Where many tensors and their strides stand is kept in memory.
         if not case.startswith("many"):
             limit = SPILLED if kernel == "backward_kernel" else REPAIRED
+            if "learn" in case:
+                limit = LEARNED
             assert int(spilled) <= limit, (case, kernel, spilled)
