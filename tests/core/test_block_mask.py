@@ -141,6 +141,19 @@ def test_views_are_kept_and_are_where_the_mask_is() -> None:
     assert bool(mask.to_dense().any())
 
 
+def test_the_hosts_views_are_found_where_they_are_and_never_copied() -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    views = mask.views()
+    assert views.host is views
+    copied = views.on(torch.device("meta"))
+    assert copied.host is views
+    # Of a mask that was made elsewhere nothing is on the host until somebody asks for it there.
+    offsets, runs = (torch.zeros_like(x, device="meta") for x in (views.offsets, views.runs))
+    alone = MaskViews(offsets, runs, 70, 90, (16, 16))
+    assert alone.host is None
+    assert alone.with_copy(views) is alone and alone.host is views
+
+
 def test_the_transpose_of_a_million_tokens_takes_memory_for_its_runs_only() -> None:
     rows = 2**20 // 128
     line = torch.arange(rows, dtype=torch.int32)

@@ -125,6 +125,14 @@ class Case:
         found_lse, found_top = (np.full(q.shape[:3], np.nan) for _ in range(2))
         found_tops = np.full((*q.shape[:3], 2), np.nan)
         strange: list[tuple[int, int, int]] = []
+        # Any order of tiles.
+        tile_count = -(-rows // 256)
+        grids = (self.batch if self.pick.random() < 0.5 else 1, kinds.shape[1])
+        order = numbers.random((*grids, tile_count)).argsort(-1)
+        order_strides = tuple(
+            step if size > 1 else 0
+            for size, step in zip(grids, (grids[1] * tile_count, tile_count), strict=True)
+        )
 
         unit = 1.0 if self.has_score_mod else self.scale
 
@@ -152,9 +160,12 @@ class Case:
                 "counter": Pointer(np.zeros(1, int)),
                 "offsets": Pointer(offsets), "ends": Pointer(offsets, 1), "runs": Pointer(runs),
                 "mask_strides": (0, offsets.shape[2] if offsets.shape[1] > 1 else 0),
+                "tile_order": Pointer(order) if self.has_mask else None,
+                "order_strides": order_strides if self.has_mask else None,
+                "ordered": self.pick.choice((0, 1)) if self.has_mask else None,
                 "tables": (), "ints": (), "floats": (), "shifts": shifts, "scale": self.scale,
                 "batch_heads": self.batch * heads, "heads": heads, "q_length": rows,
-                "kv_length": keys, "tiles": -(-rows // 256), "head_group": self.head_group,
+                "kv_length": keys, "tiles": tile_count, "head_group": self.head_group,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": self.kv_block, "GROUP": self.group,

@@ -30,6 +30,7 @@ from anyflex_cuda import (
     step_scores,
     strange_values,
 )
+from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
@@ -120,6 +121,10 @@ def from_a_row_on(b: Any, h: Any, q: Any, k: Any) -> Any:
     return (q >= 128) & ((k < 60) | (k >= 128))
 
 
+def first_rows_see_all(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q < 128) | (k < 60)
+
+
 @dataclass(frozen=True)
 class Case:
     """A call of 4 heads, 2 of keys.
@@ -177,6 +182,11 @@ CASES = {
     "documents, away": Case(200, 300, (128, 128), mask=documents(), offsets=AWAY),
     "documents of batch": Case(mask=documents_of_batch(), batch=2),
     "documents of batch, away": Case(mask=documents_of_batch(), batch=2, offsets=AWAY),
+    # The first rows are the longest; "documents of batch" too have an order of their own.
+    "first rows first": Case(500, 500, mask=first_rows_see_all, cores=2),
+    "first rows first, blocks of 384": Case(
+        800, 500, (128, 128), mask=first_rows_see_all, block=384
+    ),
     "slopes": Case(score=slopes(), mask=causal, offsets=AWAY),
     "columns without a mask": Case(130, 256, (128, 128), weighed(), batch=2, offsets=AWAY),
     "documents, not finite": Case(300, 300, score=weighed(), mask=documents(), odd=True),
@@ -226,6 +236,7 @@ def check(case: Case, changed: tuple[str, str] = ("", ""), seed: int = 0) -> int
         for name in MODS:
             if given[name] is not None:
                 given[name] = watched(mod_in_python(given[name]), case)
+        values["out"].fill_(torch.nan)
         given |= in_numpy({each: values[each] for each in program.types})
         run_kernel(hopper_forward, "forward_kernel", grid, given, seed, changed, CALLED)
         assert program.function.__name__ == "forward_kernel"
@@ -272,6 +283,33 @@ def test_a_call_gives_what_the_reference_gives(name: str) -> None:
     consumers = check(CASES[name])
     for number, word in enumerate(("one", "two", "three"), 1):
         assert consumers == number or not name.startswith(f"{word} consumer")
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_tiles_are_those_that_the_order_names(cores: int) -> None:
+    """Of each batch entry and head: in any order the outputs are right, and one that isn't named
+    isn't written."""
+    case = Case(300, 300, (128, 128), mask=documents_of_batch(), batch=2, cores=cores)
+    some = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 2, 0], [1, 0, 2], [2, 1, 0]])
+    order = some[torch.arange(8) % 5].view(2, 4, 3).to(torch.int32)
+    with mock.patch.object(forward_call, "tile_order", lambda *_: TileOrder(order, (12, 3))):
+        check(case)
+    absent = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
+    named = torch.where(order == absent[..., None], (order + 1) % 3, order)
+    seen = []
+
+    def outputs(out: torch.Tensor, *_: Any) -> None:
+        seen.append(out)
+
+    with (
+        mock.patch.object(forward_call, "tile_order", lambda *_: TileOrder(named, (12, 3))),
+        mock.patch.dict(globals(), check_half_outputs=outputs),
+    ):
+        check(case)
+    written = seen[0].isfinite().all(-1)
+    for tile in range(3):
+        there = written[:, :, tile * 128 : tile * 128 + 128]
+        assert torch.equal(there, (absent != tile)[..., None].expand_as(there))
 
 
 READ_EARLY = [

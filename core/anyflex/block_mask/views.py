@@ -73,9 +73,8 @@ class MaskViews(_Referable):
         Raises:
             BlockMaskError: offsets or runs were changed in place since these views were made.
         """
-        host = self._derived.get(_HOST)  # forms are derived from it
-        for views in (self,) if host is None else (self, host):
-            assert isinstance(views, MaskViews)
+        host = self.host  # forms are derived from it
+        for views in (self,) if host is None or host is self else (self, host):
             counts = changes(views.offsets), changes(views.runs)
             if counts != views._changes:
                 name = "runs" if counts[0] == views._changes[0] else "offsets"
@@ -88,6 +87,16 @@ class MaskViews(_Referable):
     def device(self) -> torch.device:
         """Where offsets and runs are."""
         return self.offsets.device
+
+    @property
+    def host(self) -> MaskViews | None:
+        """These views on the host if they are there, else None: nothing is copied, and no device
+        is waited for."""
+        if self.offsets.device == _HOST:
+            return self
+        found = self._derived.get(_HOST)
+        assert found is None or isinstance(found, MaskViews)
+        return found
 
     @property
     def q_blocks(self) -> int:

@@ -243,10 +243,10 @@ def runs_of(
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
     v_empty, orders, order_full, order_empty, counter, offsets, ends, runs, mask_strides,
-    batch_heads, heads, q_length, kv_length, tiles, head_group, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    tile_order, order_strides, ordered, batch_heads, heads, q_length, kv_length, tiles, head_group,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, MASKED: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     order = gl.to_tensor(0)
     step = gl.to_tensor(0)
@@ -263,6 +263,9 @@ def produce(
         h = bh % heads
         kv_head = h // GROUP
         kv_b = 0 * b if KV_SHARED else b
+        if HAS_MASK:  # noqa: SIM102  the other is known at run time alone
+            if ordered:
+                tile = gl.load(tile_order + b * order_strides[0] + h * order_strides[1] + tile)
         first_row = tile * (2 * ROWS)
         give_order(orders, order_full, order_empty, order, TILE, TILE, first_row, b, h)
         order += 1
@@ -609,13 +612,13 @@ def attend(
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
-    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
-    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
-    GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
+    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    PIECE: gl.constexpr, GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 256 query rows of one head until there are no more.
 
@@ -629,6 +632,7 @@ def forward_kernel(
         lse, max_scores: [B, Hq, L], float32.
         counter: int32, zero at first: tiles that were taken beyond each program's first. Read
             where programs are fewer than tiles.
+        tile_order, order_strides, ordered: as Hopper's.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of 128.
@@ -701,7 +705,8 @@ def forward_kernel(
         (produce, (
             q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, orders, order_full, order_empty, counter, offsets, ends, runs,
-            mask_strides, batch_heads, heads, q_length, kv_length, tiles, head_group, HAS_MASK,
-            Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, MASKED, STAGES, BLOCK_N,
+            mask_strides, tile_order, order_strides, ordered, batch_heads, heads, q_length,
+            kv_length, tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV,
+            MASKED, STAGES, BLOCK_N,
         )),
     ], [4, 1, 1], [GROUP_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])

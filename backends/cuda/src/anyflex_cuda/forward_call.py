@@ -15,6 +15,7 @@ from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_cuda.tile_order import tile_order
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Options, Program, Types, begin_compiling
 from anyflex_triton.mask_rows import mask_rows
@@ -173,7 +174,9 @@ def boxed_arguments(
     `program_for`; boxes of `boxes_for`."""
     spec = made.spec
     # What isn't there has no descriptor: to encode one takes the host a microsecond.
-    absent = () if rest else ("r_desc", "rest", "r_strides", "tops")
+    absent = [] if rest else ["r_desc", "rest", "r_strides", "tops"]
+    if spec.mask_kind == "none":
+        absent += ["tile_order", "order_strides", "ordered"]
     types = {
         **{name: descriptor_type(spec.dtype, box) for name, box in boxes.items()},
         **made.pointers("query", "key", "value", "out", "rest"),
@@ -181,7 +184,9 @@ def boxed_arguments(
             ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"), ("i64",) * 3
         ),
         **float_pointers("tops", "lse", "max_scores"),
-        "counter": "*i32",
+        **dict.fromkeys(("counter", "tile_order"), "*i32"),
+        "order_strides": ("i32", "i32"),
+        "ordered": "i32",
         **made.common_types,
         **int32s("batch_heads", "heads", "q_length", "kv_length", "tiles", "head_group"),
     }
@@ -387,6 +392,12 @@ def launch_boxed(
     values["lse"] = or_else(out.lse, result)
     values["max_scores"] = or_else(out.max_scores, result)
     values["counter"] = out.workspace[0] if out.workspace else result
+    if call.mask is not None:
+        # Where each program has one tile, all are taken at once.
+        order = tile_order(call.mask, fit.block_m) if fit.workspace else None
+        values["ordered"] = int(order is not None)
+        values["tile_order"] = values["offsets"] if order is None else order.tiles
+        values["order_strides"] = (0, 0) if order is None else order.strides
     rest_strides = None
     if out.saved:
         values["rest"], values["tops"] = rest, _ = out.saved

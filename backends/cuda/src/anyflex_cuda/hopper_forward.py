@@ -189,11 +189,12 @@ def load_step(
 @gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, batch_heads,
-    heads, kv_length, tiles, head_group, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
-    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, EVEN: gl.constexpr, DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, tile_order,
+    order_strides, ordered, batch_heads, heads, kv_length, tiles, head_group,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, EVEN: gl.constexpr,
+    DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     step = gl.to_tensor(0)
@@ -214,6 +215,9 @@ def produce(
         h = bh % heads
         kv_head = h // GROUP
         kv_b = 0 * b if KV_SHARED else b
+        if HAS_MASK:  # noqa: SIM102  the other is known at run time alone
+            if ordered:
+                tile = gl.load(tile_order + b * order_strides[0] + h * order_strides[1] + tile)
         first_row = tile * BLOCK_M
         if HAS_MASK:
             run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
@@ -551,14 +555,15 @@ def consume(
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
-    mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length,
-    tiles, head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-    EVEN: gl.constexpr, DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr,
-    APART: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
+    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
+    MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr,
+    SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
@@ -573,6 +578,8 @@ def forward_kernel(
         lse, max_scores: [B, Hq, L], float32.
         counter: int32, zero at first: tiles that were taken beyond each program's first. Read
             where DYNAMIC and programs are fewer than tiles.
+        tile_order, order_strides, ordered: of `anyflex_cuda.tile_order`, None without a mask; read
+            where `ordered` isn't 0, else the order is a head's last tiles first.
         offsets, ends, runs, mask_strides, tables, ints, floats, shifts, scale, batch_heads, heads,
             tiles, head_group: as `anyflex_triton.forward`'s.
         Q_BLOCK, KV_BLOCK: the mask's; Q_BLOCK is a multiple of a tile's rows.
@@ -636,9 +643,9 @@ def forward_kernel(
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
-                BLOCK_N,
+                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
+                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
+                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
             )),
         ], [1], [PRODUCER_REGISTERS])
     elif CONSUMERS == 2:
@@ -666,9 +673,9 @@ def forward_kernel(
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
-                BLOCK_N,
+                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
+                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
+                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
@@ -706,8 +713,8 @@ def forward_kernel(
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, batch_heads, heads, kv_length, tiles, head_group, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN, DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES,
-                BLOCK_N,
+                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
+                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
+                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])

@@ -1,0 +1,101 @@
+"""The order in which forward takes a head's tiles: the longest first, by the block mask's rows.
+
+Programs take the next tile when they are done with one, so what runs at the end, when there is no
+next one for most, is as long as the last tiles are. Without an order a head's last tiles come
+first (`anyflex_triton.forward.tile_of_program`): of causal masks the longest, of others not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from anyflex.plugin import MaskViews
+
+__all__ = ["TileOrder", "tile_order"]
+
+
+class TileOrder(NamedTuple):
+    """What the kernels read, on the mask's device.
+
+    Args:
+        tiles: int32 [B', H', tiles], a permutation of each head's tiles: the shortest is the
+            first, and is taken where without an order the first tile would be, which is last.
+        strides: from one batch entry, and from one head, to the next; 0 where there is one.
+    """
+
+    tiles: Tensor
+    strides: tuple[int, int]
+
+
+class _Kept(NamedTuple):
+    """What is kept with a mask: None where its tiles are in order as they are."""
+
+    order: TileOrder | None
+
+
+class _Captured(Exception):
+    """A CUDA graph is captured: a copy from the host would end that."""
+
+
+def tile_order(views: MaskViews, block_m: int) -> TileOrder | None:
+    """Return the order of a mask's tiles, made at its first call and kept with it.
+
+    It is counted on the host: on the device that would be some 20 small kernels. None, the last
+    tiles first, where that is the order anyway, as of causal masks and windows; where the host
+    doesn't know the mask, for to ask the device would be to wait for it; and in a CUDA graph that
+    captures a mask's first call.
+
+    Offsets that are written again in place, past what watches them, don't change what is kept: it
+    stays a permutation, so that each tile is computed once, whatever its row has become. A graph
+    that has captured it needs the mask to live, as it does for offsets and runs.
+
+    Args:
+        block_m: query rows of a tile.
+    """
+    host = views.host
+    if host is None:
+        return None
+    make = partial(_kept, host, block_m, views.device)
+    try:
+        return views.once(("anyflex_cuda.tile_order", block_m), _Kept, make).order
+    except _Captured:
+        return None
+
+
+def _kept(host: MaskViews, block_m: int, device: torch.device) -> _Kept:
+    """Raises _Captured instead of a copy that would end a capture."""
+    costs = _costs(host, block_m)
+    ascending, order = costs.sort(dim=-1, stable=True)
+    if torch.equal(ascending, costs):
+        return _Kept(None)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise _Captured
+    batch, heads, tiles = order.shape
+    strides = (heads * tiles if batch > 1 else 0, tiles if heads > 1 else 0)
+    # Waits until it is there, so that calls on other streams, and graphs, may read it.
+    return _Kept(TileOrder(order.to(torch.int32).contiguous().to(device), strides))
+
+
+def _costs(host: MaskViews, block_m: int) -> Tensor:
+    """Blocks of keys that a tile visits: int64 [B', H', tiles].
+
+    A PARTIAL block costs what a FULL one does: beside its products the mask's code is little.
+    """
+    first, end, _ = host.runs.unbind(1)
+    until = pad((end - first).cumsum(0), (1, 0))
+    of_row = until[host.offsets].diff(dim=-1)
+    q_block = host.block_size[0]
+    if q_block == block_m:
+        return of_row
+    if q_block % block_m == 0:
+        tiles = -(-host.q_length // block_m)
+        return of_row.repeat_interleave(q_block // block_m, dim=-1)[..., :tiles]
+    # A tile of Blackwell's has two halves, which may be of two rows of blocks.
+    begin = torch.arange(0, host.q_length, block_m, device="cpu")
+    last = (begin + (block_m - 1)).clamp(max=host.q_length - 1)
+    return of_row[..., begin // q_block] + of_row[..., last // q_block]
