@@ -30,7 +30,7 @@ from anyflex.plugin import (
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton.launch import Options, Types, pointer_type
-from anyflex_triton.mods import Sums, source_for, write_source
+from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -155,9 +155,9 @@ def specs() -> dict[str, Spec]:
     }  # fmt: skip
 
 
-def program(spec: Spec, sums: Sums, coarse: bool = False, fast_tanh: bool = False) -> GluonProgram:
+def program(spec: Spec, coarse: bool = False, fast_tanh: bool = False) -> GluonProgram:
     """The kernel with the functions of a spec."""
-    source = source_for(write_source(spec), within=False, coarse=coarse, sums=sums)
+    source = source_for(write_source(spec), within=False, coarse=coarse)
     text = gluon_source(source, fast_tanh)
     functions = vars(load_module(text))
     floats = [f for f in spec.captured if f.needs_grad]
@@ -168,10 +168,7 @@ def program(spec: Spec, sums: Sums, coarse: bool = False, fast_tanh: bool = Fals
         "tables": tuple(pointer_type(facts.dtype) for facts in spec.captured),
         "ints": ("i64",) * (2 * sum(facts.rank for facts in spec.captured) + 1),
         "floats": ("fp32",),
-        "totals": (
-            *map(pointer_type, wide),
-            *(() if sums == "floats" else (p for p in ("*i64", "*i32", "*i64") for _ in floats)),
-        ),
+        "totals": tuple(map(pointer_type, wide)),
     }
     constants = {
         "SCORE": functions.get("score_mod"),
@@ -185,15 +182,11 @@ def program(spec: Spec, sums: Sums, coarse: bool = False, fast_tanh: bool = Fals
 def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        each: list[tuple[str, Spec, Sums]] = [(n, spec, "floats") for n, spec in specs().items()]
-        reads = specs()["reads"]
-        each += [("reads, bounds", reads, "bounds"), ("reads, integers", reads, "integers")]
-        made_of = [(name, program(spec, sums)) for name, spec, sums in each]
+        made_of = [(name, program(spec)) for name, spec in specs().items()]
         # Half types have caps of their own.
         softcap = replace(specs()["softcap"], dtype=torch.bfloat16)
         made_of += [
-            (f"softcap, fast {fast}", program(softcap, "floats", True, fast))
-            for fast in (False, True)
+            (f"softcap, fast {fast}", program(softcap, True, fast)) for fast in (False, True)
         ]
         for name, made in made_of:
             compiled = triton.compile(

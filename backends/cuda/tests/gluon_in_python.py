@@ -585,12 +585,13 @@ def mod_in_python(function: Any) -> Callable[..., Any]:
     # What mods read nobody writes, and what they add to nobody reads: no device is needed.
     language = Device(0, 1).language()
     ours = {"tl": language, "bound": lambda size, index: size}
-    ops = {**_in_python(vars(operations), ours), "accumulate": _accumulate}
+    ops = _in_python(vars(operations), ours)
     ours_of_gluon = {
         "full": lambda shape, x, dtype: x,
         "spread": lambda x, score: tile(np.broadcast_to(x, score.shape)),
         "load_once": lambda pointers, inside: language.load(pointers, inside),
         "along": _along,
+        "accumulate": _accumulate,
     }
     names = {
         "tl": language,

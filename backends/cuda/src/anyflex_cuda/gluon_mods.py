@@ -2,7 +2,7 @@
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton.mods` serves here too, with five names of its text bound to `mod_operations`.
+`anyflex_triton.mods` serves here too, with six names of its text bound to `mod_operations`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _REBOUND = {
     "ops.spread(": "mod_operations.spread(",
     "ops.load_once(": "mod_operations.load_once(",
     "ops.along(": "mod_operations.along(",
+    "ops.accumulate(": "mod_operations.accumulate(",
     "ops.tanh_capped(": "mod_operations.tanh_capped(",
 }
 

@@ -9,7 +9,15 @@ from triton.experimental.gluon import language as gl
 
 from anyflex_triton import operations as ops
 
-__all__ = ["along", "fast_tanh_capped", "full", "load_once", "spread", "tanh_capped"]
+__all__ = [
+    "accumulate",
+    "along",
+    "fast_tanh_capped",
+    "full",
+    "load_once",
+    "spread",
+    "tanh_capped",
+]
 
 
 @gluon.jit
@@ -33,6 +41,26 @@ def load_once(pointers, inside):
     """What lies there, 0 where not inside. The portable one makes copies of a row, for the sake of
     a layout that Triton then chooses; here that is given."""
     return tl.load(pointers, mask=inside, other=0)
+
+
+@gluon.jit
+def accumulate(totals, LEARNED: gl.constexpr, offset, inside, value, live, SUMS: gl.constexpr):
+    """The portable one. Where offset is the same along an axis it loses that axis: of a tensor
+    [1, N] in a layout that is made for products a thread has several copies of an element, and
+    Triton 3.6 adds each of them (2 and 16 times what is right, on an H100). Of vectors it has
+    one."""
+    gl.static_assert(SUMS == "floats", "the others are the portable pass's")
+    if offset.type.is_block():
+        if offset.shape[0] == 1 or offset.shape[1] == 1:
+            AXIS: gl.constexpr = 0 if offset.shape[0] == 1 else 1
+            total = gl.sum(gl.where(live, value, 0.0), AXIS)
+            # A zero adds nothing; NaN is not 0.
+            kept = (total != 0.0) & inside
+            gl.atomic_add(totals[LEARNED] + gl.max(offset, AXIS), total, mask=kept, sem="relaxed")
+        else:
+            ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
+    else:
+        ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
 
 
 @gluon.jit
