@@ -46,7 +46,7 @@ TABLES: Mapping[str, Callable[[int], tuple[tuple[int, ...], Callable[[Tensor], S
     ),
     "rows [H, L]": lambda length: (
         (HEADS, length),
-        lambda t: lambda s, b, h, q, k: s + t[h, q],
+        lambda t: lambda s, b, h, q, k: s * t[h, q],
     ),
     "keys [H, S]": lambda length: (
         (HEADS, length),

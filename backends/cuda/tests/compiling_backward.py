@@ -33,7 +33,7 @@ LENGTH = 1024
 Mod = Callable[..., Any]
 
 SLOPES = torch.linspace(0.1, 0.4, 4)
-LEARNED_FACTORS = torch.linspace(0.1, 0.4, 4, requires_grad=True)
+LEARNED_SLOPES = torch.linspace(0.1, 0.4, 4, requires_grad=True)
 LEARNED_BY_DISTANCE = torch.zeros(4, 2 * LENGTH, requires_grad=True)
 DOCUMENTS = torch.arange(LENGTH, dtype=torch.int32) // 100
 TABLES = [torch.zeros(LENGTH, 2, 1, 1, dtype=torch.int32) + i for i in range(9)]
@@ -56,7 +56,7 @@ CASES: Mapping[str, tuple[Mod | None, Mod | None]] = {
     "causal": (None, causal),
     "softcap": (lambda s, b, h, q, k: 30.0 * torch.tanh(s / 30.0), causal),
     "alibi": (lambda s, b, h, q, k: s + SLOPES[h] * (k - q), causal),
-    "factors that learn": (lambda s, b, h, q, k: s * LEARNED_FACTORS[h], causal),
+    "slopes that learn": (lambda s, b, h, q, k: s + LEARNED_SLOPES[h] * (k - q), causal),
     "distances that learn": (
         lambda s, b, h, q, k: s + LEARNED_BY_DISTANCE[h, q - k + LENGTH],
         causal,
@@ -75,8 +75,8 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("documents", {}),
     ("documents", {"dims": (64, 64)}),
     ("many", {"dims": (64, 64)}),
-    ("factors that learn", {}),
-    ("distances that learn", {}),
+    ("slopes that learn", {}),
+    ("distances that learn", {"dims": (64, 64)}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,29 @@ from anyflex_cuda import forward_call
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program
 
+Mod = Callable[..., Any]
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
+
+
+def by_head(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, 0]
+
+
+def by_key(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, j] * 2.0
+
+
+def by_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, i]
+
+
+def by_distance(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, i - j + 300]
+
+
+def by_factor(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s * table[h, 0]
 
 
 def called(
@@ -27,7 +49,7 @@ def called(
     dtype: torch.dtype = torch.bfloat16,
     block: int | tuple[int, int] | None = None,
     wanted: str = "qkv",
-    learns: bool = False,
+    learns: bool | Mod = False,
     expanded: bool = False,
     query: torch.Tensor | None = None,
 ) -> tuple[list[str], str]:
@@ -38,11 +60,12 @@ def called(
     chosen = [leaves[name].requires_grad_() for name in wanted]
     score = None
     if learns:
-        bias = torch.zeros(2).requires_grad_()
-        chosen.append(bias)
+        table = torch.zeros(2, 600).requires_grad_()
+        chosen.append(table)
+        adds = by_head if learns is True else learns
 
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return s + bias[h]
+            return adds(table, s, h, i, j)
 
     mask = None
     if block is not None:
@@ -227,6 +250,22 @@ def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     names, said = called(learns=True, wanted="kv")
     assert names == [*WITHOUT_DQ, "query_kernel"]
     assert said.endswith(", backward hopper, captured portable")
+
+
+@pytest.mark.parametrize(
+    ("learns", "narrow", "wide"),
+    [
+        (by_head, True, True), (by_key, True, True), (by_row, False, False),
+        (by_distance, True, False), (by_factor, True, False),
+    ],
+)  # fmt: skip
+def test_gradients_of_captured_tensors_are_the_portable_pass_s_where_that_is_faster(
+    learns: Mod, narrow: bool, wide: bool
+) -> None:
+    for width, is_ours in ((64, narrow), (128, wide)):
+        names, said = called(learns=learns, dims=(width, width))
+        assert names == (OURS if is_ours else [*WITHOUT_DQ, "query_kernel"])
+        assert said.endswith("backward hopper" if is_ours else ", dq and captured portable")
 
 
 def test_where_sums_must_repeat_the_portable_pass_makes_dq_and_captured_gradients() -> None:

@@ -22,6 +22,7 @@ from anyflex_triton.arguments import Boxes, layout_of, row_strides
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.mods import captured_additions
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -79,8 +80,30 @@ def refused_backward(spec: Spec) -> str | None:
 
 def makes_dq(spec: Spec) -> bool:
     """Whether the kernel adds up dQ itself, and gradients of captured tensors beside it: nothing
-    asks for sums that repeat."""
-    return "q" in spec.gradients and spec.determinism == "off"
+    asks for sums that repeat, and `_adds_captured`."""
+    return "q" in spec.gradients and spec.determinism == "off" and _adds_captured(spec)
+
+
+def _adds_captured(spec: Spec) -> bool:
+    """Whether captured tensors' gradients are faster beside dQ than in the portable pass over
+    query rows, which computes all scores again.
+
+    Of elements that the key or only the head decides, 0.69 to 0.87 of backward's time on an H100;
+    with head dim 128 1.17 if the score itself is a factor, for no register is left to keep it. Of
+    those that the row decides, whose sums go through all warps, 1.3 to 2.1. Of those that both
+    decide, an address a pair, 0.47 with head dim 64, 2.2 with 128. (`bench/learning_tables.py`)
+    """
+    wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    for each in captured_additions(spec):
+        if "score" in each.at or {"q_idx", "kv_idx"} <= each.at:
+            is_slow = wide
+        elif "q_idx" in each.at:
+            is_slow = True
+        else:
+            is_slow = wide and "score" in each.of
+        if is_slow:
+            return False
+    return True
 
 
 def portable_gradients(spec: Spec) -> tuple[str, ...]:

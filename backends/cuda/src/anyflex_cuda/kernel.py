@@ -86,11 +86,12 @@ class CudaKernel(TritonKernel):
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec
         )
+        self._makes_dq = makes_dq(spec)
         # Weights that backward computes again must be those that forward had: where a part of a
         # training call is the portable kernels', its tanh is exact throughout.
         whole = not spec.needs_backward or (
             (self._refused or self._refused_decode or self._refused_backward) is None
-            and ("q" not in spec.gradients or makes_dq(spec))
+            and ("q" not in spec.gradients or self._makes_dq)
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
@@ -202,7 +203,7 @@ class CudaKernel(TritonKernel):
         if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
         ours = self._backward_workspace(call.query.shape, call.key.shape)
-        if makes_dq(self.spec):
+        if self._makes_dq:
             return ours
         return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
 

@@ -19,9 +19,11 @@ __all__ = [
     "LONGEST",
     "MOST_HEADS",
     "TRITON",
+    "Addition",
     "DirectRead",
     "Sums",
     "cap_factors",
+    "captured_additions",
     "direct_reads",
     "reads_pairs",
     "source_for",
@@ -707,6 +709,32 @@ def reads_pairs(graph: ModGraph) -> bool:
     nodes = simplify(graph).nodes
     needs = _dependences(nodes)
     return any(node.operation == "load" and len(needs[node]) > 1 for node in nodes)
+
+
+class Addition(NamedTuple):
+    """What a mod's backward adds to a captured tensor's gradient, for each pair.
+
+    Args:
+        at: which of ``q_idx``, ``kv_idx`` and ``score`` decide where.
+        of: which of them, and ``grad``, decide what.
+    """
+
+    at: frozenset[str]
+    of: frozenset[str]
+
+
+def captured_additions(spec: Spec) -> tuple[Addition, ...]:
+    """What ``captured_gradients`` adds, empty where no captured tensor learns."""
+    learned = frozenset(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
+    if spec.score_graph is None or not learned:
+        return ()
+    slope = differentiate(simplify(spec.score_graph), wanted_captured=learned)
+    needs = _dependences(slope.nodes)
+
+    def needed(*positions: int) -> frozenset[str]:
+        return frozenset().union(*(needs[slope.nodes[position]] for position in positions))
+
+    return tuple(Addition(needed(*each.indices), needed(each.value)) for each in slope.scatters)
 
 
 def _early_functions(spec: Spec) -> list[str]:
