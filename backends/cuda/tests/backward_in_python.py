@@ -99,14 +99,6 @@ CASES = [
     ),
     Case("repeatable", mask=packed, repeatable=True, launched=PORTABLE_DQ),
     Case("learns", score=scaled, score_backward=halved, learns=True),
-    Case(
-        "learns, mask",
-        dims=(40, 64),
-        score=scaled,
-        score_backward=halved,
-        mask=packed,
-        learns=True,
-    ),
     Case("learns, odd", score=scaled, score_backward=halved, mask=packed, odd=True, learns=True),
     Case("learns, far", score=lowest, score_backward=same, mask=packed, learns=True),
     Case(
