@@ -43,6 +43,7 @@ class Case:
         odd: some elements aren't finite.
         learns: the score mod reads a tensor that learns.
         repeatable: torch's deterministic mode.
+        again: made a second time, whose steps are known.
         launched: Hopper's kernel, then names of the portable ones that backward launches.
     """
 
@@ -56,6 +57,7 @@ class Case:
     odd: bool = False
     learns: bool = False
     repeatable: bool = False
+    again: bool = False
     launched: tuple[str, ...] = (
         "prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel",
     )  # fmt: skip
@@ -75,6 +77,19 @@ def lowest(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return score + ((q % 5 == 0) | ((q >= 64) & (q < 100))) * LOWEST + (k // 40) * (q % 2) * 3e5
 
 
+def far_without_slope(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return (k - q) * 0.25 + 2e5 + score * 0
+
+
+def none(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    return grad * 0
+
+
+def steep(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+    """Most weights are too small for a float."""
+    return score - abs(q - k) * 40.0
+
+
 def same(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return grad
 
@@ -87,7 +102,7 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
 LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
 CASES = [
-    Case("plain"),
+    Case("plain", again=True),
     Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),
     Case("other dims", dims=(40, 72), mask=packed),
     Case("odd", mask=packed, odd=True),
@@ -97,9 +112,16 @@ CASES = [
     Case(
         "far, repeatable", score=lowest, score_backward=same, repeatable=True, launched=PORTABLE_DQ
     ),
-    Case("repeatable", mask=packed, repeatable=True, launched=PORTABLE_DQ),
-    Case("learns", score=scaled, score_backward=halved, learns=True),
+    Case("repeatable", mask=packed, repeatable=True, again=True, launched=PORTABLE_DQ),
+    Case("learns", score=scaled, score_backward=halved, learns=True, again=True),
     Case("learns, odd", score=scaled, score_backward=halved, mask=packed, odd=True, learns=True),
+    Case(
+        "learns, far, no slope",
+        score=far_without_slope,
+        score_backward=none,
+        learns=True,
+    ),
+    Case("learns, no weights, odd", score=steep, score_backward=same, odd=True, learns=True),
     Case("learns, far", score=lowest, score_backward=same, mask=packed, learns=True),
     Case(
         "learns, repeatable",
@@ -200,8 +222,7 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
 def check(case: Case) -> None:
     portable, names = gradients(case, False)
     assert "backward_kernel" not in names
-    # The second one's steps are known.
-    for _ in range(2):
+    for _ in range(1 + case.again):
         ours, names = gradients(case, True)
         assert tuple(names) == case.launched, names
         for found, wanted in zip(ours, portable, strict=True):

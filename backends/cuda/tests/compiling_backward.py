@@ -9,18 +9,15 @@ them.
 
 from __future__ import annotations
 
-import io
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from with_ptxas import compiled, compiling, spills_of
 
 import anyflex
 from anyflex.plugin import Accepted, Decision, isolated, register
@@ -137,20 +134,6 @@ def backward_of(
     return launched
 
 
-def compiled(program: Program) -> tuple[Any, int, bool]:
-    """(what is made of it, bytes spilled, whether products wait for each other)."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        made = triton.compile(
-            program.source(),
-            target=GPUTarget("cuda", 90, 32),
-            options=program.options.keywords(),
-        )
-    log = said.getvalue()
-    spilled = log.split(" bytes spill stores")[0].split()[-1]
-    return made, int(spilled), "serialized" in log
-
-
 def run_loops(ttgir: str) -> str:
     """ "6/6": loops over runs, which are those that loops over steps are in, that load a run's
     bounds, and all of them."""
@@ -194,21 +177,17 @@ def unfenced(ptx: str) -> str:
 
 def main() -> int:
     done: set[int] = set()
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
-        # Triton prints what ptxas says, else it throws it away; of what is cached nothing is said.
-        triton.knobs.nvidia.dump_ptxas_log = True
-        triton.knobs.compilation.always_compile = True
+    with compiling():
         for case, more in CALLS:
             for program, _ in backward_of(case, **more):
                 if id(program) in done:
                     continue
                 done.add(id(program))
-                made, spilled, serialized = compiled(program)
+                made, told = compiled(program)
                 name = f"{case} {more.get('dims', (128, 128))}".replace(" ", "")
                 print(
-                    name, program.function.__name__, made.metadata.shared, spilled,
-                    "serialized" if serialized else "free", run_loops(made.asm["ttgir"]),
+                    name, program.function.__name__, made.metadata.shared, spills_of(told),
+                    "serialized" if "serialized" in told else "free", run_loops(made.asm["ttgir"]),
                     unfenced(made.asm["ptx"]), flush=True,
                 )  # fmt: skip
     return 0

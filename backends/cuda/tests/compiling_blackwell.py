@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from compiling_forward import BINARIES, spec_of
+from compiling_forward import spec_of
 from triton.backends.compiler import GPUTarget
+from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex_cuda.blackwell_call import program_for, tiles_for
 from anyflex_cuda.gluon_mods import gluon_source
@@ -48,32 +45,18 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
         made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,
         True, rest, rest,
     )  # fmt: skip
-    compiled = triton.compile(
-        program.source(), target=BLACKWELL, options=program.options.keywords()
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(compiled.asm["ptx"])
-        cubin.write_bytes(compiled.asm["cubin"])
-        told = subprocess.run(
-            [BINARIES / "ptxas-blackwell", "-v", "--gpu-name=sm_100a", ptx, "-o", "/dev/null"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-        sass = subprocess.run(
-            [BINARIES / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
+    found, told = compiled(program, BLACKWELL)
     registers = re.search(r"Used (\d+) registers", told)
-    spills = re.search(r"(\d+) bytes spill stores", told)
-    loops = loops_of(sass)
+    loops = loops_of(sass_of(found))
     return {
         "registers": int(registers[1]) if registers else None,
-        "warps": compiled.metadata.num_warps,
-        "spills": int(spills[1]) if spills else 0,
+        "warps": found.metadata.num_warps,
+        "spills": spills_of(told),
         "loops": len(loops),
         "local": max(loop.count("LDL") + loop.count("STL") for loop in loops),
-        "shared": compiled.metadata.shared,
-        "tensor": compiled.metadata.tmem_size,
-        **{kind: compiled.asm["ptx"].count(text) for kind, text in KINDS.items()},
+        "shared": found.metadata.shared,
+        "tensor": found.metadata.tmem_size,
+        **{kind: found.asm["ptx"].count(text) for kind, text in KINDS.items()},
     }
 
 
@@ -102,8 +85,7 @@ def main() -> int:
         ("documents", 128, torch.bfloat16, False, True),
         ("alibi", 64, torch.bfloat16, True, False),
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
+    with compiling():
         for name, dim, dtype, even, rest in cases:
             found = facts_of(name, dim, dtype, even, rest)
             print(json.dumps({"name": f"{name} {dim}", **found}), flush=True)

@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
-from compiling import HOPPER
-from compiling_forward import loops_of, spec_of, spills_of, told_of
+from compiling_forward import loops_of, spec_of
 from recording import OnHopper, recording
 from torch import Tensor
+from with_ptxas import compiled, compiling, sass_of, spills_of
 
 import anyflex
 from anyflex.plugin import Spec, isolated, register
@@ -27,39 +25,38 @@ from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.launch import Program
 from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
 
 
-def compiled_decode(
+def decode_of(
     spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool = True
-) -> Any:
-    """What Triton makes of a class of calls."""
+) -> Program:
+    """The program of a class of calls."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
     functions = vars(
         load_module(source_for(gluon_source(source), within=within, coarse=True, sums="floats"))
     )
-    program = decode_program(
+    return decode_program(
         made, tiles, plan, None, functions.get("score_mod"), functions.get("mask_mod"),
         adds, 8, True, False, False,
     )  # fmt: skip
-    return triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
 
 
 def facts_of(
     spec: Spec, tiles: DecodeTiles, plan: int, within: bool, adds: bool
 ) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
-    compiled = compiled_decode(spec, tiles, plan, within, adds)
-    told, sass = told_of(compiled)
-    ptx = compiled.asm["ptx"]
+    made, told = compiled(decode_of(spec, tiles, plan, within, adds))
+    sass, ptx = sass_of(made), made.asm["ptx"]
     registers = re.search(r"\.maxnreg (\d+)", ptx)
     (loop,) = loops_of(sass)
     return {
         "spills": spills_of(told),
         "serialized": sorted(set(re.findall(r"C75\d\d", told))),
-        "shared": compiled.metadata.shared,
+        "shared": made.metadata.shared,
         "registers": int(registers[1]) if registers else 0,
         "local": loop.count("LDL") + loop.count("STL"),
         "instructions": len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", loop, re.MULTILINE)),
@@ -87,13 +84,11 @@ def launched() -> Iterator[dict[str, Any]]:
         with recording() as launches:
             anyflex.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, backend="cuda")
     for program, grid, _ in launches:
-        compiled = triton.compile(
-            program.source(), target=HOPPER, options=program.options.keywords()
-        )
+        _, told = compiled(program)
         yield {
             "name": program.function.__name__,
             "grid": grid,
-            "spills": spills_of(told_of(compiled)[0]),
+            "spills": spills_of(told),
         }
 
 
@@ -106,8 +101,7 @@ def main() -> int:
         ("window", 64, each, False, True), ("full", 128, none, True, False),
         ("documents", 64, each, False, False),
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
+    with compiling():
         for name, dim, plan, within, adds in cases:
             spec = spec_of(name, dim, torch.float16 if dim == 64 else torch.bfloat16)
             spec = replace(spec, gqa_ratio=4)

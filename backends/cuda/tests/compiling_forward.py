@@ -7,18 +7,14 @@ within the loops over keys, shared memory, ptxas' warnings of products that wait
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from compiling import HOPPER, NAMED
+from compiling import NAMED
+from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
@@ -28,7 +24,6 @@ from anyflex_triton.mods import source_for, write_source
 from anyflex_triton.module_files import load_module
 from anyflex_triton.programs import Mods
 
-BINARIES = Path(os.path.dirname(triton.__file__), "backends/nvidia/bin")
 CAUSAL = NAMED["causal"][1]
 MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {
     "full": (None, None, ()),
@@ -51,31 +46,6 @@ def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int
     )  # fmt: skip
 
 
-def told_of(compiled: Any) -> tuple[str, str]:
-    """(what ptxas says, the machine's instructions)."""
-    with tempfile.TemporaryDirectory() as folder:
-        ptx, cubin = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        ptx.write_text(compiled.asm["ptx"])
-        cubin.write_bytes(compiled.asm["cubin"])
-        # Newer Tritons write text for the newer of the two.
-        for tool in ("ptxas", "ptxas-blackwell"):
-            done = subprocess.run(
-                [BINARIES / tool, "-v", "--gpu-name=sm_90a", ptx, "-o", "/dev/null"],
-                capture_output=True, text=True, check=tool != "ptxas",
-            )  # fmt: skip
-            if done.returncode == 0:
-                break
-        sass = subprocess.run(
-            [BINARIES / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True
-        ).stdout
-    return done.stderr, sass
-
-
-def spills_of(told: str) -> int:
-    stores = re.search(r"(\d+) bytes spill stores", told)
-    return int(stores[1]) if stores else 0
-
-
 def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
     source = write_source(spec)
@@ -86,13 +56,12 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
         )
     )
     program = program_for(made, tiles, Mods.of(None, functions), even, True, False, rest)
-    compiled = triton.compile(program.source(), target=HOPPER, options=program.options.keywords())
-    told, sass = told_of(compiled)
-    loops = loops_of(sass)
+    found, told = compiled(program)
+    loops = loops_of(sass_of(found))
     return {
         "spills": spills_of(told),
         "serialized": sorted(set(re.findall(r"C75\d\d", told))),
-        "shared": compiled.metadata.shared,
+        "shared": found.metadata.shared,
         "loops": len(loops),
         "local": sum(loop.count("LDL") + loop.count("STL") for loop in loops),
         "barriers": max(loop.count("BAR.SYNC") for loop in loops),
@@ -123,8 +92,7 @@ def main() -> int:
         ("causal", 64, True, False), ("window", 64, False, True), ("causal", 256, True, False),
     ]  # fmt: skip
     small = [("causal", 128, True, True), ("causal", 64, False, False), ("full", 256, True, True)]
-    with tempfile.TemporaryDirectory() as folder:
-        triton.knobs.cache.dir = folder
+    with compiling():
         for name, dim, even, rest in cases:
             spec = spec_of(name, dim)
             found = facts_of(spec, even, rest, tiles_for(spec))

@@ -43,6 +43,14 @@ def by_factor(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
     return s * table[h, 0]
 
 
+def by_score(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, s.to(torch.int32).clamp(0, 9)]
+
+
+def by_key_and_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
+    return s + table[h, j] + table[h, i]
+
+
 def called(
     *,
     dims: tuple[int, int] = (64, 64),
@@ -256,7 +264,8 @@ def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     ("learns", "narrow", "wide"),
     [
         (by_head, True, True), (by_key, True, True), (by_row, False, False),
-        (by_distance, True, False), (by_factor, True, False),
+        (by_distance, True, False), (by_factor, True, False), (by_score, True, False),
+        (by_key_and_row, False, False),
     ],
 )  # fmt: skip
 def test_gradients_of_captured_tensors_are_the_portable_pass_s_where_that_is_faster(

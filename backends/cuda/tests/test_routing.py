@@ -366,3 +366,9 @@ def test_fast_tanh_is_taken_and_said_where_all_of_a_call_is_hoppers() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert "dq portable" in said and "fast tanh" not in said
+    # The portable pass makes what a table learns where query doesn't want a gradient.
+    q, k, v = drawn(*[SHAPE] * 3)
+    table = torch.zeros(SHAPE[1], requires_grad=True)
+    fast["score_mod"] = lambda s, b, h, i, j: softcap(s + table[h], b, h, i, j)
+    _, said = launches(q, k.requires_grad_(), v.requires_grad_(), **fast)
+    assert "captured portable" in said and "fast tanh" not in said

@@ -311,10 +311,9 @@ def backward_programs(
     spec = portable.spec
     dq = call.query if "q" in spec.gradients else None
     dlse = lse if spec.dlse else None
-    # Only their types matter.
+    # Of their types alone, float32, a program is made.
     captured = tuple(
-        torch.empty(0, dtype=_sum_type(facts.dtype), device="meta") if facts.needs_grad else None
-        for facts in spec.captured
+        torch.empty(0, device="meta") if facts.needs_grad else None for facts in spec.captured
     )
     launches = _launches(
         portable, gluon, call, Saved(out.out, lse, out.saved), GradInputs(out.out, dlse),
@@ -339,11 +338,6 @@ def _launches(
         *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
         _repair(portable, call, grad.dout, grads, work),
     ]
-
-
-def _sum_type(dtype: torch.dtype) -> torch.dtype:
-    """In which core has a captured tensor's gradient added up."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _totals(grads: Grads, work: Work) -> tuple[Tensor, ...]:
@@ -512,7 +506,7 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
             backward_rows.convert_kernel,
             {
                 **made.pointers("dq"),
-                **float_pointers("dq_sums"),
+                **float_pointers("dq_sums", "row_values"),
                 "odd_rows": "*i32",
                 **strides("dq_strides"),
                 "scale": "fp32",
@@ -532,7 +526,8 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
         program,
         odd_rows.numel(),
         {
-            "dq_sums": sums, "dq": dq, "odd_rows": odd_rows, "dq_strides": layout.strides,
+            "dq_sums": sums, "dq": dq, "row_values": work.row_values, "odd_rows": odd_rows,
+            "dq_strides": layout.strides,
             "scale": call.scale, "heads": heads, "padded_length": work.row_values.shape[3],
             "q_length": length,
         },

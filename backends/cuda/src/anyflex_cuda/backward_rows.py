@@ -83,13 +83,15 @@ def summed_rows(dq_sums, D: tl.constexpr):
 
 @triton.jit
 def convert_kernel(
-    dq_sums, dq, odd_rows, dq_strides, scale, heads, padded_length, q_length, DIM: tl.constexpr,
-    D: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    dq_sums, dq, row_values, odd_rows, dq_strides, scale, heads, padded_length, q_length,
+    DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
 ):
     """dQ from its sums, 64 query rows a program.
 
     Args:
-        odd_rows: int32 [B * Hq * padded_length / 64], filled: 1 where not all sums are finite.
+        row_values: of `prepare_kernel`.
+        odd_rows: int32 [B * Hq * padded_length / 64], filled: 1 where not all sums are finite, or
+            some row's lse2 is NaN: of a score mod without a slope by the score sums are 0.
         padded_length: a multiple of 64.
     """
     index = tl.program_id(0)
@@ -97,7 +99,8 @@ def convert_kernel(
     bh = index // tiles
     first_row = index % tiles * 64
     sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
-    odd = tl.max(tl.max(strange(sums).to(tl.int32), 1), 0)
+    lse2 = tl.load(row_values + index.to(tl.int64) * 64 + tl.arange(0, 64))
+    odd = tl.max(tl.max(strange(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
     # Rows past the end have no values of their own.
     tl.store(odd_rows + index, tl.where(first_row < q_length, odd, 0))
     base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)
@@ -111,8 +114,8 @@ def repair_queries(
     v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, totals, shifts, scale,
     heads, padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
     SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
+    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -232,7 +235,8 @@ def repair_kernel(
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WANT_DQ: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dQ, where WANT_DQ, dK and dV anew where they aren't finite. A program looks at TILES tiles.
+    """dQ, where WANT_DQ, dK and dV anew where they aren't finite, and what far rows add to
+    captured tensors' gradients. A program looks at TILES tiles.
 
     Args:
         row_values: of `prepare_kernel`.

@@ -330,7 +330,8 @@ def weights_of(
     [64, BLOCK_M] of raw products, keys by query rows; the first two are 0 at dead pairs.
 
     The derivative is linear in the gradient that comes in, and takes the weights here: what is
-    left, dweights - delta, is a factor, and raw products needn't be kept until that is there.
+    left, dweights - delta, is a factor, and raw products needn't be kept until that is there, but
+    for what is added to captured tensors' gradients and depends on them.
     """
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     rows = m0 + columns
@@ -476,7 +477,8 @@ def add_step(
             m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
         )
         # A pair that is dead has no weight, and to keep which are takes registers that aren't
-        # there. Those of far rows, whose lse2 is NaN, `repair_kernel` adds.
+        # there. What others without a weight add is 0, or not finite, as dQ is then; that, and
+        # what far rows add, whose lse2 is NaN, `repair_kernel` adds.
         CAPTURED_GRADIENTS(
             weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")), b + shifts[0],
             h + shifts[1], q_idx, kv_idx, tables, ints, floats, totals,

@@ -15,7 +15,6 @@ from anyflex_cuda.backward_call import (
     backward_programs,
     backward_workspace,
     hopper_launches,
-    makes_dq,
     portable_gradients,
     refused_backward,
     work_of,
@@ -86,12 +85,12 @@ class CudaKernel(TritonKernel):
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec
         )
-        self._makes_dq = makes_dq(spec)
+        self._portable_gradients = portable_gradients(spec)
         # Weights that backward computes again must be those that forward had: where a part of a
         # training call is the portable kernels', its tanh is exact throughout.
         whole = not spec.needs_backward or (
             (self._refused or self._refused_decode or self._refused_backward) is None
-            and ("q" not in spec.gradients or self._makes_dq)
+            and not self._portable_gradients
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
@@ -111,7 +110,7 @@ class CudaKernel(TritonKernel):
         reason = self._refused_backward_of(call)
         if reason is not None:
             return f"{forward}, backward portable (not Hopper's kernel: {reason})"
-        rest = " and ".join(portable_gradients(self.spec))
+        rest = " and ".join(self._portable_gradients)
         return f"{forward}, backward hopper" + (f", {rest} portable" if rest else "")
 
     def _describe_forward(self, call: Call) -> str:
@@ -195,7 +194,7 @@ class CudaKernel(TritonKernel):
     ) -> tuple[TensorSpec, ...]:
         """Of Hopper's forward a counter, or nothing; of its decoding what its `DecodeFit` says; of
         its backward `backward_workspace`, then what the portable pass over query rows takes where
-        that makes dQ; else as the portable kernels'."""
+        that makes some gradient; else as the portable kernels'."""
         if direction == "forward":
             fit = self._fit(call)
             if fit is not None:
@@ -203,7 +202,7 @@ class CudaKernel(TritonKernel):
         if direction == "forward" or self._refused_backward_of(call) is not None:
             return super().workspace(call, direction)
         ours = self._backward_workspace(call.query.shape, call.key.shape)
-        if self._makes_dq:
+        if not self._portable_gradients:
             return ours
         return (*ours, *self._finer_specs(call, "queries"), *integer_specs(self._made, call))
 

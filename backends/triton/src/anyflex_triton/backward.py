@@ -202,8 +202,9 @@ def gradient_of_scores(
         grad = tl.where(live, grad, 0.0)
     if CAPTURED_GRADIENTS is not None:
         if CAREFUL:
-            # The others have been added.
-            there = (scores != float("-inf")) & (lse2 != lse2)
+            # The others have been added; but Hopper's kernel leaves out pairs without weight, of
+            # which 0 or what isn't finite comes: whoever adds that twice does no harm.
+            there = live & ((lse2 != lse2) | (weights == 0.0))
         else:
             there = (scores != float("-inf")) & (lse2 < float("inf"))
         CAPTURED_GRADIENTS(grad, raw, there, b, h, q_idx, kv_idx, tables, ints, floats, totals)
