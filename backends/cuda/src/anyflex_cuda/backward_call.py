@@ -153,11 +153,12 @@ class Work(NamedTuple):
 
 
 def backward_workspace(
-    spec: Spec, query: tuple[int, ...], key: tuple[int, ...]
+    spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...]
 ) -> tuple[TensorSpec, ...]:
     """What `work_of` takes.
 
     Args:
+        want_dq: of `makes_dq`.
         query, key: shapes.
     """
     batch, heads, length = query[:3]
@@ -168,7 +169,7 @@ def backward_workspace(
         TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * 2), torch.int32),
         TensorSpec((1,), torch.int32),
     ]
-    if makes_dq(spec):
+    if want_dq:
         sums = rows * padded(spec.head_dim) // 32
         found += [
             TensorSpec((batch * heads, sums, 32), torch.float32),

@@ -15,6 +15,7 @@ from anyflex_cuda.backward_call import (
     backward_programs,
     backward_workspace,
     hopper_launches,
+    makes_dq,
     portable_gradients,
     refused_backward,
     work_of,
@@ -97,7 +98,9 @@ class CudaKernel(TritonKernel):
         self._fits = lru_cache(_FITS)(self._fit_of)
         self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
-        self._backward_workspace = lru_cache(_FITS)(partial(backward_workspace, spec))
+        self._backward_workspace = lru_cache(_FITS)(
+            partial(backward_workspace, spec, makes_dq(spec))
+        )
         self._steps: Callable[[object], list[Step]] = lru_cache(_FITS)(lambda key: [])
 
     def describe(self, call: Call) -> str:

@@ -50,17 +50,14 @@ def accumulate(totals, LEARNED: gl.constexpr, offset, inside, value, live, SUMS:
     Triton 3.6 adds each of them (2 and 16 times what is right, on an H100). Of vectors it has
     one."""
     gl.static_assert(SUMS == "floats", "the others are the portable pass's")
-    if offset.type.is_block():
-        if offset.shape[0] == 1 or offset.shape[1] == 1:
-            AXIS: gl.constexpr = 0 if offset.shape[0] == 1 else 1
-            total = gl.sum(gl.where(live, value, 0.0), AXIS)
-            # A zero adds nothing; NaN is not 0.
-            kept = (total != 0.0) & inside
-            gl.atomic_add(totals[LEARNED] + gl.max(offset, AXIS), total, mask=kept, sem="relaxed")
-        else:
-            ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
-    else:
+    if len(offset.shape) == 0 or min(offset.shape[0], offset.shape[1]) > 1:
         ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)
+    else:
+        AXIS: gl.constexpr = 0 if offset.shape[0] == 1 else 1
+        total = gl.sum(gl.where(live, value, 0.0), AXIS)
+        # A zero adds nothing; NaN is not 0.
+        kept = (total != 0.0) & inside
+        gl.atomic_add(totals[LEARNED] + gl.max(offset, AXIS), total, mask=kept, sem="relaxed")
 
 
 @gluon.jit
