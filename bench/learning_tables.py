@@ -142,6 +142,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU that torch knows")
     device = torch.device("cuda")
     wrong = False
     report: dict[str, Any] = {

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 REPORT = BENCH / "results" / "h200_cuda.json"
@@ -323,3 +324,24 @@ def test_a_sanitizer_runs_over_calls_that_were_right_without_it(tmp_path: Path) 
         assert "without a tool: 1 calls" in done.stdout
         assert ("it reports errors" in done.stdout) == bool(status)
         assert '"number": 7' in (tmp_path / "memcheck.txt").read_text()
+
+
+def test_tables_that_learn_are_held_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    learning = program("learning_tables")
+    monkeypatch.setattr(learning, "BATCH", 1)
+    monkeypatch.setattr(learning, "HEADS", 2)
+    gradients = learning.Case.gradients
+
+    def halved(case: Any, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = gradients(case, out)
+        return (*found[:3], found[3] * next(factors))
+
+    cpu = torch.device("cpu")
+    for name in learning.TABLES:
+        assert learning.error_of(name, "reference", 64, cpu) == 0.0, name
+        with monkeypatch.context() as changed:
+            changed.setattr(learning.Case, "gradients", halved)
+            # The first is the contender's.
+            factors = iter((0.5, 1.0))
+            assert learning.error_of(name, "reference", 64, cpu) == pytest.approx(0.5), name
+    assert learning.WRONG < 0.5
