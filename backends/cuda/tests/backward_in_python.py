@@ -114,7 +114,6 @@ CASES = [
     ),
     Case("repeatable", mask=packed, repeatable=True, again=True, launched=PORTABLE_DQ),
     Case("learns", score=scaled, score_backward=halved, learns=True, again=True),
-    Case("learns, odd", score=scaled, score_backward=halved, mask=packed, odd=True, learns=True),
     Case(
         "learns, far, no slope",
         score=far_without_slope,
