@@ -9,10 +9,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = 500
-"""Bytes, with Triton 3.6 at most 388; the rest is room for newer ones: scalars of
-the loops over runs and heads, and in the loop of steps that have a mask what it reads of tensors,
-or with a soft cap some registers."""
+SPILLED = 800
+"""Bytes, with Triton 3.6 at most 388, with 3.9 628 (biases by distance that learn); the rest is
+room for newer ones: scalars of the loops over runs and heads, and in the loop of steps that have a
+mask what it reads of tensors, or with a soft cap some registers."""
 REPAIRED = 500
 """Of the kernel that makes again what isn't finite, which is seldom; with Triton 3.6 at most
 408."""

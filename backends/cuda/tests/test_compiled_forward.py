@@ -34,5 +34,6 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
         # Of each consumer one, or two where steps with dead pairs have their own.
         several = (4, 6) if facts["name"] in APART else (2, 3)
         assert facts["loops"] in ((1,) if "small" in facts["name"] else several), facts
-        # Of a tile's begin and end.
-        assert facts["spills"] <= (400 if most else 160) and facts["shared"] <= SHARED, facts
+        # Of a tile's begin and end: newer ones keep up to 668 bytes of three consumers' there.
+        spilled = (800 if newer > 8 else 400) if most else 160
+        assert facts["spills"] <= spilled and facts["shared"] <= SHARED, facts
