@@ -9,10 +9,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = 800
-"""Bytes, with Triton 3.6 at most 388, with 3.9 628 (biases by distance that learn); the rest is
-room for newer ones: scalars of the loops over runs and heads, and in the loop of steps that have a
-mask what it reads of tensors, or with a soft cap some registers."""
+SPILLED = 500
+"""Bytes, with Triton 3.6 at most 388, with 3.9 484; the rest is room for newer ones: scalars of
+the loops over runs and heads, and in the loop of steps that have a mask what it reads of tensors,
+or with a soft cap some registers."""
+BY_PAIR = 800
+"""Where biases by distance learn, an address a pair; with Triton 3.6 272, with 3.9 628."""
 REPAIRED = 500
 """Of the kernel that makes again what isn't finite, which is seldom; with Triton 3.6 at most
 408."""
@@ -34,5 +36,7 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
             assert loops == "6/6", (case, loops)
         # Where many tensors and their strides stand is kept in memory.
         if not case.startswith("many"):
-            limit = SPILLED if kernel == "backward_kernel" else REPAIRED
+            limit = REPAIRED
+            if kernel == "backward_kernel":
+                limit = BY_PAIR if case.startswith("distances") else SPILLED
             assert int(spilled) <= limit, (case, kernel, spilled)

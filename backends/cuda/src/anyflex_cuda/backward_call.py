@@ -106,10 +106,14 @@ def _adds_captured(spec: Spec) -> bool:
     return True
 
 
-def portable_gradients(spec: Spec) -> tuple[str, ...]:
+def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
     """What the portable pass over query rows makes of a backward that is otherwise Hopper's:
-    ``dq``, ``captured``, both or nothing."""
-    if makes_dq(spec):
+    ``dq``, ``captured``, both or nothing.
+
+    Args:
+        want_dq: of `makes_dq`.
+    """
+    if want_dq:
         return ()
     learns = any(facts.needs_grad for facts in spec.captured)
     return tuple(

@@ -86,7 +86,8 @@ class CudaKernel(TritonKernel):
         self._refused_backward = refused_options(overrides, BACKWARD_OPTIONS) or refused_backward(
             spec
         )
-        self._portable_gradients = portable_gradients(spec)
+        want_dq = makes_dq(spec)
+        self._portable_gradients = portable_gradients(spec, want_dq)
         # Weights that backward computes again must be those that forward had: where a part of a
         # training call is the portable kernels', its tanh is exact throughout.
         whole = not spec.needs_backward or (
@@ -98,9 +99,7 @@ class CudaKernel(TritonKernel):
         self._fits = lru_cache(_FITS)(self._fit_of)
         self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
-        self._backward_workspace = lru_cache(_FITS)(
-            partial(backward_workspace, spec, makes_dq(spec))
-        )
+        self._backward_workspace = lru_cache(_FITS)(partial(backward_workspace, spec, want_dq))
         self._steps: Callable[[object], list[Step]] = lru_cache(_FITS)(lambda key: [])
 
     def describe(self, call: Call) -> str:
