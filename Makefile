@@ -53,6 +53,7 @@ soak:
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
 	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
+	@cd backends/cuda && ANYFLEX_ALL_COMPILES=1 ../../$(RUN) -m pytest -n 2 $(patsubst backends/cuda/%,%,$(wildcard backends/cuda/tests/test_compiled_*.py)) $(ARGS)
 	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
 	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 

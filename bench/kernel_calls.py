@@ -7,9 +7,9 @@ from collections.abc import Mapping
 __all__ = ["KERNELS", "OF_EACH_KERNEL"]
 
 KERNELS: Mapping[str, tuple[int, ...]] = {
-    "hopper 64x128, backward hopper": (8, 16, 56, 64, 92, 278, 329, 357),
+    "hopper 64x128, backward hopper": (8, 16, 56, 64, 92, 278, 329),
     "hopper 64x128, backward hopper, dq portable": (7, 83),
-    "hopper 64x128, backward hopper, dq and captured portable": (67,),
+    "hopper 64x128, backward hopper, dq and captured portable": (67, 357),
     "hopper 64x64, backward portable": (142,),
     "hopper 128x128": (51,),
     "hopper 128x128, backward hopper": (6, 18, 240),

@@ -8,7 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["printed_by"]
+__all__ = ["every_case", "printed_by"]
+
+
+def every_case() -> bool:
+    """Whether all cases are compiled, as by `make soak`, and not each kind of kernel once."""
+    return os.environ.get("ANYFLEX_ALL_COMPILES") == "1"
 
 
 def printed_by(script: str, *, interpreted: bool = False) -> list[str]:

@@ -264,7 +264,7 @@ def test_gradients_of_captured_tensors_are_made_beside_dq() -> None:
     ("learns", "narrow", "wide"),
     [
         (by_head, True, True), (by_key, True, True), (by_row, False, False),
-        (by_distance, True, False), (by_factor, True, False), (by_score, True, False),
+        (by_distance, False, False), (by_factor, True, False), (by_score, False, False),
         (by_key_and_row, False, False),
     ],
 )  # fmt: skip

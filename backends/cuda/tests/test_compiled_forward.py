@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from scripts_beside import printed_by
+from scripts_beside import every_case, printed_by
 
 TRITON = pytest.importorskip("triton", reason="triton is not installed").__version__
 
@@ -21,7 +21,7 @@ APART = (
 def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_products() -> None:
     lines = printed_by("compiling_forward.py")
     found = [json.loads(line) for line in lines if line.startswith("{")]
-    assert len(found) == 16
+    assert len(found) == (16 if every_case() else 9)
     for facts in found:
         # Of about 600 instructions a loop three with Triton 3.9; of three consumers' under masks,
         # which have 160 registers a thread, up to 29.

@@ -90,20 +90,14 @@ def _adds_captured(spec: Spec) -> bool:
 
     Of elements that the key or only the head decides, 0.69 to 0.87 of backward's time on an H100;
     with head dim 128 1.17 if the score itself is a factor, for no register is left to keep it. Of
-    those that the row decides, whose sums go through all warps, 1.3 to 2.1. Of those that both
-    decide, an address a pair, 0.47 with head dim 64, 2.2 with 128. (`bench/learning_tables.py`)
+    those that the row decides, whose sums go through all warps, 1.3 to 2.1, and of those that
+    query and key both decide, an address a pair, as much. (`bench/learning_tables.py`)
     """
     wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
-    for each in captured_additions(spec):
-        if "score" in each.at or {"q_idx", "kv_idx"} <= each.at:
-            is_slow = wide
-        elif "q_idx" in each.at:
-            is_slow = True
-        else:
-            is_slow = wide and "score" in each.of
-        if is_slow:
-            return False
-    return True
+    return not any(
+        each.is_by_pair or "q_idx" in each.at or (wide and "score" in each.of)
+        for each in captured_additions(spec)
+    )
 
 
 def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:

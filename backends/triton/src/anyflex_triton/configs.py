@@ -175,6 +175,8 @@ class Traits(NamedTuple):
         score_reads_pairs: the score mod reads what neither a row nor a key alone decides.
         mask_reads: the mask mod reads a captured tensor, as packed documents' does.
         reads_keys: a mod reads what a key alone decides, beside the tiles.
+        adds_by_pair: captured tensors learn, and query and key both decide which of their elements
+            a pair adds to.
     """
 
     head_dim: int
@@ -184,6 +186,7 @@ class Traits(NamedTuple):
     score_reads_pairs: bool = False
     mask_reads: bool = False
     reads_keys: bool = False
+    adds_by_pair: bool = False
 
 
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
@@ -222,6 +225,11 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # 32x16 spills a few bytes there. Measured on an H100 with packed documents, head dims 80
         # and 96, S 4000 and 4096: 0.96 to 1.0 of its time.
         return _c(16, 16, 4, 2)
+    if kernel == "queries" and traits.adds_by_pair and is_half and traits.head_dim <= 128:
+        # An address a pair takes registers: with head dim 64 the table's entry spills 4 KiB a
+        # thread. Backward with biases by distance measured on an H200, head dims 64 and 128: 4.1
+        # and 4.8 ms, with the table's entries 10.7 and 5.05.
+        return _c(64, 32, 4, 2) if wide else _c(64, 64, 4, 2)
     if wide and traits.mask_reads:
         # Documents: short rows, for which less to begin with counts. Measured on an H200: forward
         # 3 % faster, dQ 10 %.

@@ -722,6 +722,11 @@ class Addition(NamedTuple):
     at: frozenset[str]
     of: frozenset[str]
 
+    @property
+    def is_by_pair(self) -> bool:
+        """Whether each pair has an address of its own."""
+        return "score" in self.at or {"q_idx", "kv_idx"} <= self.at
+
 
 def captured_additions(spec: Spec) -> tuple[Addition, ...]:
     """What ``captured_gradients`` adds, empty where no captured tensor learns."""

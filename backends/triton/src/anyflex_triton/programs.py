@@ -37,7 +37,14 @@ from anyflex_triton.launch import (
     pointer_type,
     without_bools,
 )
-from anyflex_triton.mods import Sums, cap_factors, direct_reads, reads_pairs, source_for
+from anyflex_triton.mods import (
+    Sums,
+    cap_factors,
+    captured_additions,
+    direct_reads,
+    reads_pairs,
+    source_for,
+)
 from anyflex_triton.module_files import load_module
 from anyflex_triton.tuning import Tuner
 
@@ -208,6 +215,7 @@ class Programs:
             score_reads_pairs=spec.score_graph is not None and reads_pairs(spec.score_graph),
             mask_reads=self.mask_reads,
             reads_keys=any(read.argument == _KEYS for read in self._direct),
+            adds_by_pair=any(each.is_by_pair for each in captured_additions(spec)),
         )
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (

@@ -125,17 +125,23 @@ comparisons(
         gradients=ALL,
         quick=True,
     ),
-    AttentionCase(
-        "gradients/many_additions",
-        "many additions into one address of a bf16 table are summed in a wider type",
-        heads=1,
-        kv_heads=1,
-        q_length=256,
-        kv_length=256,
-        score_mod="bf16_collide",
-        gradients=ALL,
-        dlse=True,
-        quick=True,
+    *(
+        AttentionCase(
+            f"gradients/many_additions{ending}",
+            f"many additions into one address of a {dtype} table are summed in a wider type",
+            heads=1,
+            kv_heads=1,
+            q_length=256,
+            kv_length=256,
+            score_mod=score_mod,
+            gradients=ALL,
+            dlse=True,
+            quick=True,
+        )
+        for ending, dtype, score_mod in (
+            ("", "bf16", "bf16_collide"),
+            ("_float16", "float16", "f16_collide"),
+        )
     ),
     AttentionCase(
         "gradients/dead_columns",

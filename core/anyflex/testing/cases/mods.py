@@ -224,4 +224,28 @@ comparisons(
         dlse=True,
         quick=True,
     ),
+    *(
+        AttentionCase(
+            f"mods/seven_tables{ending}",
+            "a mod reads seven tensors of five types, and four of them learn",
+            batch=2,
+            heads=4,
+            kv_heads=2,
+            q_length=q_length,
+            kv_length=kv_length,
+            head_dim=64,
+            value_head_dim=64,
+            dtype=dtype,
+            score_mod="seven_tables",
+            mask_mod="causal",
+            block_size=block_size,
+            gradients=ALL,
+            dlse=True,
+            quick=quick,
+        )
+        for ending, q_length, kv_length, dtype, block_size, quick in (
+            ("", 33, 70, torch.float32, (16, 16), True),
+            ("_bfloat16", 140, 150, BFLOAT16, (128, 128), False),
+        )
+    ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.testing.mods.leaves import Leaf, floats, shape_of
+from anyflex.testing.mods.leaves import Leaf, floats, integers, shape_of
 from anyflex.testing.mods.mod import Entry, Sizes
 from anyflex.testing.mods.register import register
 
@@ -43,6 +43,35 @@ def minimum_of_table(high: Any) -> ScoreMod:
 def bf16_collide(w: Any) -> ScoreMod:
     """Every pair adds into one of two bf16 addresses."""
     return lambda s, b, h, q, k: s + w[(q + k) % 2]
+
+
+@score_mod("S+5", w=floats("16", torch.float16, grad=True))
+def f16_collide(w: Any) -> ScoreMod:
+    """The same of float16."""
+    return lambda s, b, h, q, k: s + w[(q + k) % 2]
+
+
+@score_mod(
+    "S+6",
+    factors=floats("H", torch.float16, grad=True),
+    offsets=floats("B H"),
+    rows=floats("L", torch.bfloat16, grad=True),
+    columns=floats("Hkv S", torch.float16, grad=True),
+    distances=floats("16", grad=True),
+    kinds=integers("S", 0, 3),
+    of_kinds=floats("3", torch.float64),
+)
+def seven_tables(
+    factors: Any, offsets: Any, rows: Any, columns: Any, distances: Any, kinds: Any, of_kinds: Any
+) -> ScoreMod:
+    """Tensors of five types, four of which learn, read by everything that decides an element."""
+    group = factors.shape[0] // columns.shape[0]
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        s = s * factors[h] + offsets[b, h] + rows[q] + columns[h // group, k]
+        return s + distances[(q - k) % 16] + of_kinds[kinds[k]]
+
+    return score_mod
 
 
 @score_mod("S+3", w=floats("H", grad=True))
