@@ -227,7 +227,7 @@ comparisons(
     *(
         AttentionCase(
             f"mods/seven_tables{ending}",
-            "a mod reads seven tensors of five types, and four of them learn",
+            "a mod reads seven tensors of four types, and four of them learn",
             batch=2,
             heads=4,
             kv_heads=2,

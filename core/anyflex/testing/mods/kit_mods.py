@@ -59,12 +59,12 @@ def f16_collide(w: Any) -> ScoreMod:
     columns=floats("Hkv S", torch.float16, grad=True),
     distances=floats("16", grad=True),
     kinds=integers("S", 0, 3),
-    of_kinds=floats("3", torch.float64),
+    of_kinds=floats("3"),
 )
 def seven_tables(
     factors: Any, offsets: Any, rows: Any, columns: Any, distances: Any, kinds: Any, of_kinds: Any
 ) -> ScoreMod:
-    """Tensors of five types, four of which learn, read by everything that decides an element."""
+    """Of four types; four learn. Head, key head, batch, row, key and pair decide elements."""
     group = factors.shape[0] // columns.shape[0]
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
