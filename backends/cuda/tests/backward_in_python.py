@@ -41,7 +41,8 @@ class Case:
         rows, keys: their numbers.
         score, score_backward, mask: for torch and numpy alike.
         odd: some elements aren't finite.
-        learns: the score mod reads a tensor that learns.
+        learns: the score mod reads tensors that learn, by head and by key.
+        by_pair: another one by the distance of query and key.
         repeatable: torch's deterministic mode.
         again: made a second time, whose steps are known.
         launched: Hopper's kernel, then names of the portable ones that backward launches.
@@ -56,6 +57,7 @@ class Case:
     mask: Mod | None = None
     odd: bool = False
     learns: bool = False
+    by_pair: bool = False
     repeatable: bool = False
     again: bool = False
     launched: tuple[str, ...] = (
@@ -121,12 +123,21 @@ CASES = [
         learns=True,
     ),
     Case("learns, no weights, odd", score=steep, score_backward=same, odd=True, learns=True),
+    Case(
+        "learns by pair",
+        score=scaled,
+        score_backward=halved,
+        learns=True,
+        by_pair=True,
+        launched=PORTABLE_DQ,
+    ),
     Case("learns, far", score=lowest, score_backward=same, mask=packed, learns=True),
     Case(
         "learns, repeatable",
         score=scaled,
         score_backward=halved,
         learns=True,
+        by_pair=True,
         repeatable=True,
         launched=(*PORTABLE_DQ, "query_kernel", *["total_kernel"] * 3),
     ),
@@ -191,16 +202,16 @@ def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:
     score = case.score
     if case.learns:
         bias = torch.zeros(2).requires_grad_()
-        by_key = torch.zeros(1, case.keys, 2).requires_grad_()
-        by_distance = torch.zeros(case.rows + case.keys, dtype=torch.float16).requires_grad_()
-        leaves += [bias, by_key, by_distance]
+        by_key = torch.zeros(1, case.keys, 2, dtype=torch.float16).requires_grad_()
+        by_distance = torch.zeros(case.rows + case.keys).requires_grad_()
+        leaves += [bias, by_key, *([by_distance] if case.by_pair else [])]
 
         assert case.score is not None
         fixed = case.score
 
         def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
             s = fixed(s, b, h, i, j) * (1.0 + bias[h]) + by_key[0, j, b]
-            return s + by_distance[i - j + case.keys]
+            return s + by_distance[i - j + case.keys] if case.by_pair else s
 
     mask = None
     if case.mask is not None:

@@ -72,7 +72,7 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("distances that learn", {"dims": (64, 64)}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
 ]
-"""Each shape of tiles, and what takes most registers."""
+"""Steps of 64 rows and of 128, and what takes most registers."""
 MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("softcap", {}),

@@ -88,7 +88,8 @@ def loops_of(sass: str) -> list[str]:
 
 
 def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
-    """(name, spec, even, rest, tiles): each shape of tiles, and what mods do to the largest."""
+    """(name, spec, even, rest, tiles): one, two and three consumers; each shape of tiles, and what
+    mods do to them, where `every_case`."""
     calls = [
         ("full", 128, False, False), ("causal", 128, True, True), ("documents", 128, True, False),
         ("softcap", 128, True, False), ("full", 64, True, False), ("causal", 64, True, False),

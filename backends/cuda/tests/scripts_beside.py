@@ -12,7 +12,7 @@ __all__ = ["every_case", "printed_by"]
 
 
 def every_case() -> bool:
-    """Whether all cases are compiled, as by `make soak`, and not each kind of kernel once."""
+    """Whether all cases are compiled, as by `make soak`, and not a part."""
     return os.environ.get("ANYFLEX_ALL_COMPILES") == "1"
 
 

@@ -90,8 +90,8 @@ def _adds_captured(spec: Spec) -> bool:
 
     Of elements that the key or only the head decides, 0.69 to 0.87 of backward's time on an H100;
     with head dim 128 1.17 if the score itself is a factor, for no register is left to keep it. Of
-    those that the row decides, whose sums go through all warps, 1.3 to 2.1, and of those that
-    query and key both decide, an address a pair, as much. (`bench/learning_tables.py`)
+    those that the row decides, whose sums go through all warps, 1.3 to 2.1. Of those that query
+    and key both decide, an address a pair, 1.4 (an H200) and 2.2. (`bench/learning_tables.py`)
     """
     wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     return not any(

@@ -48,7 +48,10 @@ def accumulate(totals, LEARNED: gl.constexpr, offset, inside, value, live, SUMS:
     """The portable one. Where offset is the same along an axis it loses that axis: of a tensor
     [1, N] in a layout that is made for products a thread has several copies of an element, and
     Triton 3.6 adds each of them (2 and 16 times what is right, on an H100). Of vectors it has
-    one."""
+    one.
+
+    Backward leaves what rows decide, alone or with keys, to the portable pass: of mods, whatever
+    they read, all compiles."""
     gl.static_assert(SUMS == "floats", "the others are the portable pass's")
     if len(offset.shape) == 0 or min(offset.shape[0], offset.shape[1]) > 1:
         ops.accumulate(totals, LEARNED, offset, inside, value, live, SUMS)

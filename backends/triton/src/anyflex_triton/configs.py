@@ -175,8 +175,8 @@ class Traits(NamedTuple):
         score_reads_pairs: the score mod reads what neither a row nor a key alone decides.
         mask_reads: the mask mod reads a captured tensor, as packed documents' does.
         reads_keys: a mod reads what a key alone decides, beside the tiles.
-        adds_by_pair: captured tensors learn, and query and key both decide which of their elements
-            a pair adds to.
+        adds_by_pair: captured tensors learn, and query and key both, or the score, decide which of
+            their elements a pair adds to.
     """
 
     head_dim: int

@@ -724,7 +724,7 @@ class Addition(NamedTuple):
 
     @property
     def is_by_pair(self) -> bool:
-        """Whether each pair has an address of its own."""
+        """Whether query and key both decide where, or the score does."""
         return "score" in self.at or {"q_idx", "kv_idx"} <= self.at
 
 

@@ -236,21 +236,9 @@ def head_dims(session: Session) -> str | None:
     least = -(-max(can.head_dim_min, 1) // step) * step
     most = min(can.head_dim_max, _LARGEST_DIM) // step * step
     wanted = {
-        least,
-        least + step,
-        most - step,
-        most,
-        3 * step,
-        40,
-        64,
-        72,
-        80,
-        96,
-        128,
-        160,
-        192,
-        256,
-    }
+        least, least + step, most - step, most, 3 * step,
+        40, 64, 72, 80, 96, 128, 160, 192, 256,
+    }  # fmt: skip
     dims = sorted(dim for dim in wanted if least <= dim <= most and dim % step == 0)
     pairs = [(dim, dim) for dim in dims]
     if can.different_value_head_dim:
