@@ -9,10 +9,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 SHARED = 227 * 1024
 """Bytes that a program of Hopper may have."""
-SPILLED = 550
-"""Bytes, with Triton 3.6 at most 388, with 3.9 508; the rest is room for newer ones: scalars of
+SPILLED = 500
+"""Bytes, with Triton 3.6 at most 388, with 3.9 484; the rest is room for newer ones: scalars of
 the loops over runs and heads, and in the loop of steps that have a mask what it reads of tensors,
 or with a soft cap some registers."""
+WITHOUT_DQ = 550
+"""Of the kernel that leaves dQ to the portable pass; with Triton 3.6 at most 108, with 3.9 508."""
 BY_PAIR = 64
 """Of the portable pass over query rows where biases by distance learn, an address a pair; with
 Triton 3.6 at most 32, with 3.9 52. The table's entry for head dim 64 has 4 KiB."""
@@ -39,5 +41,6 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
             assert loops == "6/6", (case, loops)
         # Where many tensors and their strides stand is kept in memory.
         if not case.startswith("many"):
-            limit = {"backward_kernel": SPILLED, "query_kernel": BY_PAIR}.get(kernel, REPAIRED)
+            main = WITHOUT_DQ if case.startswith("distances") else SPILLED
+            limit = {"backward_kernel": main, "query_kernel": BY_PAIR}.get(kernel, REPAIRED)
             assert int(spilled) <= limit, (case, kernel, spilled)

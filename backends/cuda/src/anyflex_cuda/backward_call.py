@@ -95,7 +95,7 @@ def _adds_captured(spec: Spec) -> bool:
     """
     wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     return not any(
-        each.is_by_pair or "q_idx" in each.at or (wide and "score" in each.of)
+        each.at & {"q_idx", "score"} or (wide and "score" in each.of)
         for each in captured_additions(spec)
     )
 
