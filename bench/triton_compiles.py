@@ -8,7 +8,8 @@ Each kernel of the table is compiled with the table's configuration: forward and
 without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
 with causal; forward also with a causal mask and a soft cap (softcap), ALiBi (alibi), a bias by
 relative position (relative) or by row and key (bias), with packed documents (documents), and with
-ALiBi under a soft cap and packed documents (mixed). Where they are asked for: rows, combine,
+ALiBi under a soft cap and packed documents (mixed); backward's two also with the bias by relative
+position as a captured tensor that learns (distances). Where they are asked for: rows, combine,
 kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
 captured tensor whose gradient repeats bit for bit (learned). Intel's tiles are compiled for sm_90.
 Prints a line a kernel: registers, bytes of registers kept in memory (spills), and where those are:
@@ -67,8 +68,12 @@ RECORDED: tuple[Target, ...] = ("hopper", "blackwell", "ampere", "amd")
 """The others' are only judged: another compiler's spills aren't what Intel's would be."""
 UNSPILLED_DIM = 128
 """Up to this head dim forward keeps all its registers."""
-PATTERNS = ("plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed")
-TRAINED = ("plain", "causal", "learned")
+PATTERNS = (
+    "plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed", "distances",
+)  # fmt: skip
+LEARNING = ("learned", "distances")
+"""Patterns with a captured tensor whose gradient is wanted."""
+TRAINED = ("plain", "causal", *LEARNING)
 """Patterns whose backward is compiled."""
 KERNELS = {
     "forward_kernel": "forward",
@@ -300,14 +305,16 @@ def compile_entries(
 
     def needed(pattern: str) -> list[launch.Program]:
         programs.clear()
-        learns = pattern == "learned"
+        repeats = pattern == "learned"
         bias = torch.zeros(LENGTH, requires_grad=True)
+        distances = torch.zeros(1, 2 * LENGTH, requires_grad=pattern == "distances")
         score = {
             "softcap": soft_cap,
             "learned": learned_bias(bias),
             "alibi": alibi(torch.zeros(1)),
             "mixed": capped_alibi(torch.zeros(1)),
-            "relative": relative_bias(torch.zeros(1, 2 * LENGTH)),
+            "relative": relative_bias(distances),
+            "distances": relative_bias(distances),
             "bias": dense_bias(torch.zeros(1, LENGTH, LENGTH)),
         }.get(pattern)
         packed = documents(torch.zeros(LENGTH, dtype=torch.int32))
@@ -322,16 +329,17 @@ def compile_entries(
         def attention(query: Tensor, key: Tensor, **more: Any) -> Tensor:
             out = anyflex.flex_attention(
                 query, key, key, enable_gqa=True, backend="cuda.offline",
-                kernel_options={"cuda.offline": {"finer_mask": learns}}, **more,
+                kernel_options={"cuda.offline": {"finer_mask": repeats}}, **more,
             )  # fmt: skip
             assert isinstance(out, Tensor)
             return out
 
-        torch.use_deterministic_algorithms(learns)
+        torch.use_deterministic_algorithms(repeats)
         try:
             out = attention(rows, keys, score_mod=score, block_mask=mask)
             if pattern in TRAINED:
-                learning = (rows, keys, *([bias] if learns else []))
+                captured = {"learned": bias, "distances": distances}
+                learning = (rows, keys, *([captured[pattern]] if pattern in LEARNING else []))
                 torch.autograd.grad(out, learning, torch.zeros_like(out))
         finally:
             torch.use_deterministic_algorithms(False)

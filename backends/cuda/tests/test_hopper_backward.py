@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
 from anyflex_cuda import hopper_backward, named_barriers, spoken_words
+from anyflex_triton import tiles
 
+CALLED = (tiles, named_barriers, spoken_words)
 LOG2E = 1.4426950408889634
 Mask = Callable[..., Any]
 
@@ -171,7 +173,7 @@ class Case:
             },
             self.seed,
             changed,
-            (named_barriers, spoken_words),
+            CALLED,
         )  # fmt: skip
         yield "dk", dk, wanted["dk"]
         yield "dv", dv, wanted["dv"]
