@@ -71,6 +71,8 @@ class Tiles(NamedTuple):
         skips: sums are rescaled only where a row's largest score has grown.
         apart: steps that may have dead pairs have a loop of their own, and the others one without
             the mask's code: 0.94 to 1.01 of the time.
+        chains: in which a thread finds a row's largest score, 1 or 8; an operation waits for the
+            one before it in its chain. More are faster where two consumers wait for each other.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -81,6 +83,7 @@ class Tiles(NamedTuple):
     pinned: bool
     skips: bool
     apart: bool
+    chains: int
     dynamic: bool
     registers: tuple[int, int]
 
@@ -101,13 +104,13 @@ def tiles_for(spec: Spec) -> Tiles:
         # where rows are long.
         thirds = spec.mask_kind == "none" or spec.block_size[0] % (3 * _ROWS) == 0
         if thirds:
-            return Tiles(3, 128, 3, True, True, apart, True, (160, 24))
-        return Tiles(2, 128, 3, False, False, apart, True, (240, 24))
+            return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
+        return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
     # Steps of masks that read nothing are short, and most of them have no dead pair.
     light = spec.mask_kind == "runs" and spec.score_graph is None and not spec.captured
     if dims <= 128:
-        return Tiles(2, 128, 2, light, light, apart, True, (240, 24))
-    return Tiles(2, 64, 2, False, False, False, True, (240, 24))
+        return Tiles(2, 128, 2, light, light, apart, 1, True, (240, 24))
+    return Tiles(2, 64, 2, False, False, False, 1, True, (240, 24))
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
@@ -115,7 +118,7 @@ def small_tiles_for(spec: Spec) -> Tiles:
     multiprocessors work."""
     dims = max(spec.head_dim, spec.value_head_dim)
     stages = 3 if dims <= 64 else 2
-    return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, False, True, (240, 24))
+    return Tiles(1, 128 if dims <= 128 else 64, stages, True, False, False, 1, True, (240, 24))
 
 
 def tiles_at_once(query: Lengths, device: torch.device) -> bool:
@@ -245,6 +248,7 @@ def program_for(
             "PINNED": tiles.pinned,
             "SKIPS": tiles.skips,
             "APART": tiles.apart,
+            "CHAINS": tiles.chains,
             "SHARES_ROOM": d == dv == 256,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,

@@ -309,21 +309,25 @@ def tables_of_step(
 
 
 @gluon.jit
-def largest_of(scores, S_LAYOUT: gl.constexpr):
-    """The largest score of each row, as `gl.max`. There each operation of a thread waits for the
-    one before; here are eight chains a row, which don't wait for each other."""
-    parts = scores.reshape([ROWS, scores.shape[1] // 32, 4, 4, 2])
-    parts = gl.max(gl.max(gl.max(parts, 1), 3), 1)
-    parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
-    return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, S_LAYOUT), assert_trivial=True)
+def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
+    """The largest score of each row. A thread has a quarter of them, of which it finds the largest
+    in CHAINS, 1 or 8, that don't wait for each other."""
+    if CHAINS == 1:
+        return gl.max(scores, 1)
+    else:
+        parts = scores.reshape([ROWS, scores.shape[1] * 2 // (CHAINS * 8), CHAINS // 2, 4, 2])
+        parts = gl.max(gl.max(gl.max(parts, 1), 3), 1)
+        parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
+        OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+        return gl.convert_layout(gl.max(parts, 1), OF_ROWS, assert_trivial=True)
 
 
 @gluon.jit
 def weights_of(
     raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
     ints, floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, S_LAYOUT: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, CHAINS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """(weights, alpha, top, base, totals, nans) after a step whose scores are `raw`: one of an
     online softmax, as in `anyflex_triton.forward.forward_step`.
@@ -341,7 +345,7 @@ def weights_of(
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = gl.maximum(top, largest_of(scores, S_LAYOUT))
+    new_top = gl.maximum(top, largest_of(scores, S_LAYOUT, CHAINS))
     new_base = new_top * unit
     shift = gl.where(new_base <= -FAR, 0.0, new_base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
@@ -362,9 +366,9 @@ def advance(
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr, S_LAYOUT: gl.constexpr,
-    O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`handed`) meet their values;
     then its weights."""
@@ -391,8 +395,8 @@ def advance(
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
-        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, S_LAYOUT,
-        BLOCK_N,
+        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, CHAINS,
+        S_LAYOUT, BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -417,7 +421,8 @@ def consume(
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
     EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    SKIPS: gl.constexpr, APART: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -476,7 +481,7 @@ def consume(
             weights, _alpha, top, base, totals, nans = weights_of(
                 raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, S_LAYOUT, BLOCK_N,
+                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, CHAINS, S_LAYOUT, BLOCK_N,
             )
             handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
             step += 1
@@ -486,8 +491,8 @@ def consume(
                     step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
-                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, APART, S_LAYOUT,
-                    O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
+                    S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
             if APART:
@@ -497,7 +502,7 @@ def consume(
                         k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
                         kv_length, shifts, read, ints, floats, scale, False, True, READ_COLUMNS,
                         ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS,
-                        APART, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                        APART, CHAINS, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
             slot = (step - 1) % STAGES
@@ -573,7 +578,7 @@ def forward_kernel(
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
     DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    CHAINS: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 64 * CONSUMERS query rows of one head until there are no more.
@@ -597,6 +602,7 @@ def forward_kernel(
         PINNED: a step's softmax runs beside the product of the weights before: see `pin`.
         SKIPS: products with factors of 1 are jumped over: see `rescaled`.
         APART: steps that may have dead pairs have a loop of their own.
+        CHAINS: of `largest_of`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
         READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ: of `anyflex_triton.mods`, for
             the loops; the first two None where nothing is read early.
@@ -648,7 +654,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -668,7 +674,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -678,7 +684,7 @@ def forward_kernel(
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
@@ -698,7 +704,7 @@ def forward_kernel(
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -708,7 +714,7 @@ def forward_kernel(
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
                 o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
@@ -718,7 +724,7 @@ def forward_kernel(
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, STAGES, BLOCK_N,
+                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
