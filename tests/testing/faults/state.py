@@ -10,6 +10,8 @@ _FORWARD = "    def forward(self, call: Call, out: Outputs) -> None:\n"
 _TILES = "        for tile in tiles(call, self.keys_at_once):\n"
 _EXTRAS = "        out = saved.extras[0] if saved.extras else saved.out\n"
 _DELTA = "            if grad.delta is None:\n"
+_CLASS = "class ExampleKernel(Kernel):\n"
+_RESULT = "            result = query.new_zeros((*query.shape[:4], call.value.shape[3]))\n"
 
 
 def _at_forward(*lines: str) -> Change:
@@ -129,5 +131,21 @@ FAULTS = (
         (Change("backend.py", "return (4, 0) if", "return (2, 0) if"),),
         "compiled/forward_once",
         "saved_bytes",
+    ),
+    Fault(
+        211,
+        "once a call may round its products, all later ones do",
+        (
+            Change("kernel.py", _CLASS, "_ASKED = set()\n\n\n" + _CLASS),
+            _at_forward("_ASKED.add(torch.get_float32_matmul_precision())"),
+            Change(
+                "kernel.py",
+                _RESULT,
+                "            if 'medium' in _ASKED:\n"
+                "                query = query.bfloat16().to(self.dtype)\n" + _RESULT,
+            ),
+        ),
+        "state/matmul_precision",
+        "out is",
     ),
 )

@@ -16,7 +16,7 @@ from anyflex.errors import ModIndexError
 from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
-from anyflex.testing.comparison import Budgets, by_oracle, mismatches
+from anyflex.testing.comparison import Budgets, by_backend, by_oracle, mismatches
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
@@ -220,6 +220,28 @@ def _fresh_state() -> Iterator[None]:
         finally:
             torch.set_rng_state(numbers)
             torch.set_float32_matmul_precision(precision)
+
+
+@behaviour(
+    CASES,
+    "state/matmul_precision",
+    "where torch asks for whole float32 products, a call gives them, whatever calls that might "
+    "round more have come before",
+    quick=True,
+)
+def _precision_of_products(session: Session) -> str | None:
+    case = plain(session, "matmul_precision")
+    if case.dtype is not torch.float32:
+        return "float32 isn't declared"
+    drawn = case.draw(session.device)
+    with _fresh_state():
+        for precision in ("highest", "high", "medium", "highest"):
+            torch.set_float32_matmul_precision(precision)
+            if precision == "highest":
+                compare(session, case, drawn)
+            else:
+                by_backend(case, drawn, session.name, session.device)
+    return None
 
 
 @behaviour(
