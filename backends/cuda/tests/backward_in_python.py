@@ -25,7 +25,6 @@ from anyflex.testing import posing
 from anyflex_cuda import forward_call, hopper_backward, kernel, named_barriers, spoken_words
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import GluonProgram
-from anyflex_triton import tiles
 from anyflex_triton.launch import Program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
@@ -172,7 +171,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given["CAPTURED_GRADIENTS"] is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = (tiles, named_barriers, spoken_words)
+    more = (named_barriers, spoken_words)
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0, more=more)
 
 

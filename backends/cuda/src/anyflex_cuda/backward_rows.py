@@ -17,10 +17,10 @@ from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
 from anyflex_triton.tiles import (
     bounded_run,
-    has_strange,
     load_rows,
     mask_row,
     store_rows,
+    strange,
     tensor_at,
 )
 
@@ -100,7 +100,7 @@ def convert_kernel(
     first_row = index % tiles * 64
     sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
     lse2 = tl.load(row_values + index.to(tl.int64) * 64 + tl.arange(0, 64))
-    odd = tl.max((has_strange(sums) | (lse2 != lse2)).to(tl.int32), 0)
+    odd = tl.max(tl.max(strange(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
     # Rows past the end have no values of their own.
     tl.store(odd_rows + index, tl.where(first_row < q_length, odd, 0))
     base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
-from anyflex_triton.tiles import has_strange
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -609,6 +608,12 @@ def consume_pass(
 
 
 @gluon.jit
+def strange_rows(x):
+    """1 in rows [64] where some element of x is infinite or NaN."""
+    return gl.max(gl.where(gl.abs(x) < float("inf"), 0, 1), 1)
+
+
+@gluon.jit
 def consume(
     dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows, delta_rows,
     ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full, offsets, ends, runs,
@@ -676,7 +681,7 @@ def consume(
             wait_for_ds(it - 1, last_rows >= 0, ME)
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
         # Whether `repair_kernel` has to take these keys again.
-        odd = gl.max(has_strange(dk).to(gl.int32), 0) | gl.max(has_strange(dv).to(gl.int32), 0)
+        odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
         gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, odd)
         # They leave by the buffers of this consumer's keys and values.
         v.store(dv.to(dtype))

@@ -11,7 +11,6 @@ from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
-    has_strange,
     indices,
     load_rows,
     load_tile,
@@ -19,6 +18,7 @@ from anyflex_triton.tiles import (
     mask_row,
     next_other_step,
     store_rows,
+    strange,
     tensor_at,
     without_strange,
 )
@@ -248,8 +248,8 @@ def key_kernel(
 
     # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN. All
     # steps again, a few rows each (`FEW`).
-    odd = has_strange(dk_sum) | has_strange(dv_sum)
-    if tl.max(odd.to(tl.int32), 0) > 0:
+    odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)
+    if tl.maximum(odd, tl.max(tl.max(strange(dv_sum).to(tl.int32), 1), 0)) > 0:
         dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
         dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
         few = tl.arange(0, FEW)

@@ -11,7 +11,6 @@ from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
-    has_strange,
     indices,
     load_rows,
     load_tile,
@@ -19,6 +18,7 @@ from anyflex_triton.tiles import (
     mask_row,
     next_other_step,
     store_rows,
+    strange,
     tensor_at,
     without_strange,
 )
@@ -185,8 +185,8 @@ def query_kernel(
 
     # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN. Far rows have yet
     # to be computed. All steps again, a few keys each (`FEW`).
-    odd = has_strange(dq_sum) | (lse2 != lse2)
-    if tl.max(odd.to(tl.int32), 0) > 0:
+    odd = tl.max(strange(dq_sum).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32)
+    if tl.max(odd, 0) > 0:
         careful = row_values + values_in_all + at
         top = tl.load(careful, mask=rows < end_row, other=0.0)
         size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))

@@ -14,10 +14,8 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     first_other_step,
-    has_strange,
     indices,
     is_far,
-    largest_of_rows,
     load_rows,
     load_tile,
     long_steps,
@@ -25,6 +23,7 @@ from anyflex_triton.tiles import (
     masked_scores,
     next_other_step,
     store_rows,
+    strange,
     strange_sum,
     tensor_at,
     without_strange,
@@ -151,7 +150,7 @@ def forward_step(
     if WANT_MAX:
         nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = tl.maximum(top, largest_of_rows(scores))
+    new_top = tl.maximum(top, tl.max(scores, 1))
     new_base = new_top * unit
     # Below that nothing weighs anything beside what comes, or the row is far in the end.
     shift = tl.where(new_base <= -FAR, 0.0, new_base)
@@ -351,8 +350,8 @@ def forward_kernel(
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
     # of far rows are none. All steps again, a few keys each, and twice, first for the largest
     # scores, as these products have them.
-    odd = has_strange(acc) | is_far(top, base)
-    if tl.max(odd.to(tl.int32), 0) > 0:
+    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
+    if tl.max(odd, 0) > 0:
         few = tl.arange(0, FEW)
         k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
         v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])

@@ -17,10 +17,8 @@ __all__ = [
     "PARTIAL",
     "bounded_run",
     "first_other_step",
-    "has_strange",
     "indices",
     "is_far",
-    "largest_of_rows",
     "load_rows",
     "load_tile",
     "long_steps",
@@ -53,8 +51,6 @@ product overflows for such scores as the lowest float, of which masks are made."
 FEW = tl.constexpr(16)
 """Rows or keys of a step where something isn't finite or a row is far: the least that products
 take. What hardly ever runs should be compiled soon, not run soon."""
-PARTS = tl.constexpr(16)
-"""Of a row of scores, whose largest are found each for itself: the shortest row."""
 LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
@@ -248,25 +244,9 @@ def masked_scores(
 
 
 @triton.jit
-def largest_of_rows(x):
-    """[M], the largest of each row of x [M, N], as `tl.max`. There each operation of a thread
-    waits for the one before; here are two chains or more, which don't wait for each other."""
-    parts = tl.reshape(x, [x.shape[0], x.shape[1] // PARTS, PARTS])
-    return tl.max(tl.max(parts, 1), 1)
-
-
-@triton.jit
 def strange(x):
     """Where x, of any float type, is infinite or NaN."""
     return ~(tl.abs(x.to(tl.float32)) < float("inf"))
-
-
-@triton.jit
-def has_strange(x):
-    """Which rows of x, float32, have something infinite or NaN: times 0 that is NaN, and so is a
-    sum with it. One operation an element."""
-    sums = tl.sum(x * 0.0, 1)
-    return sums != sums
 
 
 @triton.jit
