@@ -71,9 +71,7 @@ UNSPILLED_DIM = 128
 PATTERNS = (
     "plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed", "distances",
 )  # fmt: skip
-LEARNING = ("learned", "distances")
-"""Patterns with a captured tensor whose gradient is wanted."""
-TRAINED = ("plain", "causal", *LEARNING)
+TRAINED = ("plain", "causal", "learned", "distances")
 """Patterns whose backward is compiled."""
 KERNELS = {
     "forward_kernel": "forward",
@@ -338,8 +336,8 @@ def compile_entries(
         try:
             out = attention(rows, keys, score_mod=score, block_mask=mask)
             if pattern in TRAINED:
-                captured = {"learned": bias, "distances": distances}
-                learning = (rows, keys, *([captured[pattern]] if pattern in LEARNING else []))
+                captured = {"learned": (bias,), "distances": (distances,)}.get(pattern, ())
+                learning = (rows, keys, *captured)
                 torch.autograd.grad(out, learning, torch.zeros_like(out))
         finally:
             torch.use_deterministic_algorithms(False)
@@ -357,7 +355,7 @@ def compile_entries(
         launch.Program.launch = launched  # type: ignore[method-assign]
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
-        if kernel not in kernels:
+        if kernel not in kernels or (pattern == "distances" and kernel == "forward"):
             continue
         options = program.options
         constants = program.constants

@@ -148,4 +148,20 @@ FAULTS = (
         "state/matmul_precision",
         "out is",
     ),
+    Fault(
+        212,
+        "a kernel that was made where products may be rounded is taken where they may not",
+        (
+            Change("kernel.py", _CLASS, "_FIRST = []\n\n\n" + _CLASS),
+            _at_forward("_FIRST.append(torch.get_float32_matmul_precision())"),
+            Change(
+                "kernel.py",
+                _RESULT,
+                "            if _FIRST[0] != 'highest':\n"
+                "                query = query.bfloat16().to(self.dtype)\n" + _RESULT,
+            ),
+        ),
+        "state/matmul_precision",
+        "out is",
+    ),
 )

@@ -310,11 +310,14 @@ def tables_of_step(
 
 @gluon.jit
 def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
-    """The largest score of each row. A thread has a quarter of them, of which it finds the largest
-    in CHAINS, 1 or 8, that don't wait for each other."""
+    """The largest score of each row. A thread has a quarter of each of its two rows, of which it
+    finds the largest in CHAINS chains of operations that don't wait for each other."""
     if CHAINS == 1:
         return gl.max(scores, 1)
     else:
+        gl.static_assert(CHAINS % 2 == 0 and scores.shape[1] % (4 * CHAINS) == 0)
+        # Of each eight columns a thread has two: nothing moves between threads before the last
+        # maximum, of QUARTERS.
         parts = scores.reshape([ROWS, scores.shape[1] * 2 // (CHAINS * 8), CHAINS // 2, 4, 2])
         parts = gl.max(gl.max(gl.max(parts, 1), 3), 1)
         parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
