@@ -203,6 +203,13 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
         # two fit.
         stages = min(2, config.options.num_stages)
         config = replace(config, options=replace(config.options, num_stages=stages))
+    by_pair = kernel == "queries" and traits.adds_by_pair and is_half and width < 2
+    if by_pair and target in ("hopper", "blackwell"):
+        # An address a pair takes registers, and shared memory: for Hopper the table's entry for
+        # head dim 64 spills 4 KiB a thread, for Blackwell the one for 128 doesn't fit. Backward
+        # with biases by distance measured on an H200, head dims 64 and 128: 4.1 and 4.8 ms, with
+        # the table's entries 10.7 and 5.05.
+        return _c(64, 32, 4, 2) if width else _c(64, 64, 4, 2)
     return _for_hopper(kernel, traits, config) if target == "hopper" else config
 
 
@@ -225,11 +232,6 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # 32x16 spills a few bytes there. Measured on an H100 with packed documents, head dims 80
         # and 96, S 4000 and 4096: 0.96 to 1.0 of its time.
         return _c(16, 16, 4, 2)
-    if kernel == "queries" and traits.adds_by_pair and is_half and traits.head_dim <= 128:
-        # An address a pair takes registers: with head dim 64 the table's entry spills 4 KiB a
-        # thread. Backward with biases by distance measured on an H200, head dims 64 and 128: 4.1
-        # and 4.8 ms, with the table's entries 10.7 and 5.05.
-        return _c(64, 32, 4, 2) if wide else _c(64, 64, 4, 2)
     if wide and traits.mask_reads:
         # Documents: short rows, for which less to begin with counts. Measured on an H200: forward
         # 3 % faster, dQ 10 %.
