@@ -102,7 +102,7 @@ $(NEWEST_TRITON):
 	$(READY) test
 	@$(RUN) -m pip install -qq --no-deps --target $@ triton==$(notdir $@)
 
-# Twelve minutes; ARGS="--record" writes bench/results/triton_compiles.*.
+# Twenty minutes; ARGS="--record" writes bench/results/triton_compiles.*.
 triton-compiles:
 	$(READY) test
 	@$(RUN) bench/triton_compiles.py $(ARGS)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anyflex_triton.configs import _TABLE, Config, KernelName, Target
+from anyflex_triton.configs import _TABLE, Config, KernelName, Target, Traits, config_for
 
-__all__ = ["READING", "compiled", "entries", "named", "run"]
+__all__ = ["READING", "compiled", "entries", "learning_by_pair", "named", "run"]
 
 TOOL = Path(__file__).parents[3] / "bench" / "triton_compiles.py"
 TYPES = ("bfloat16", "float32")
@@ -69,4 +69,13 @@ def entries(target: Target) -> set[str]:
         for kernel, by_type in _TABLE[target].items()
         for dtype, by_dim in zip(TYPES, by_type, strict=True)
         for dim, config in zip(DIMS, by_dim, strict=True)
+    }
+
+
+def learning_by_pair(target: Target) -> set[str]:
+    """The kernels of bfloat16 that add a pair's gradient to an element that both decide."""
+    return {
+        named(target, "bfloat16", dim, "queries", config_for(target, "queries", traits))
+        for dim in DIMS[:2]
+        for traits in [Traits(dim, 2, score_reads_pairs=True, adds_by_pair=True)]
     }

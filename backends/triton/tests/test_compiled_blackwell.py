@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import compiled, entries
+from table_entries import compiled, entries, learning_by_pair
 
 
 def test_every_entry_compiles_and_fits() -> None:
@@ -19,3 +19,8 @@ def test_every_entry_compiles_and_fits() -> None:
 
 def test_kernels_without_mask_and_grouped_heads_compile() -> None:
     assert len(compiled("blackwell", "plain", "forward,keys", ("bfloat16",), (64,))) == 2
+
+
+def test_the_pass_over_query_rows_fits_where_tensors_learn_by_pair() -> None:
+    found = compiled("blackwell", "distances", "queries", ("bfloat16",), (64, 128))
+    assert found == learning_by_pair("blackwell")

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from table_entries import READING, compiled, entries, named
+from table_entries import READING, compiled, entries, learning_by_pair, named
 
 from anyflex_triton.configs import _READING_PAIRS, Traits, config_for
 
@@ -31,3 +31,8 @@ def test_between_the_tables_head_dims_documents_spill_nothing_either() -> None:
     found = compiled("hopper", "documents,mixed", "forward", ("float32",), (96,), recorded=False)
     config = config_for("hopper", "forward", Traits(96, 4, mask_reads=True))
     assert found == {named("hopper", "float32", 96, "forward", config)}
+
+
+def test_the_pass_over_query_rows_fits_where_tensors_learn_by_pair() -> None:
+    found = compiled("hopper", "distances", "queries", ("bfloat16",), (64, 128))
+    assert found == learning_by_pair("hopper")
