@@ -355,6 +355,7 @@ def compile_entries(
         launch.Program.launch = launched  # type: ignore[method-assign]
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
+        # That pattern's forward is the relative one's.
         if kernel not in kernels or (pattern == "distances" and kernel == "forward"):
             continue
         options = program.options

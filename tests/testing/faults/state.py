@@ -18,6 +18,12 @@ def _at_forward(*lines: str) -> Change:
     return Change("kernel.py", _FORWARD, _FORWARD + "".join(f"        {line}\n" for line in lines))
 
 
+def _rounded_if(condition: str) -> Change:
+    """Queries with the digits of bfloat16."""
+    rounded = "                query = query.bfloat16().to(self.dtype)\n"
+    return Change("kernel.py", _RESULT, f"            if {condition}:\n{rounded}{_RESULT}")
+
+
 FAULTS = (
     Fault(
         201,
@@ -138,12 +144,7 @@ FAULTS = (
         (
             Change("kernel.py", _CLASS, "_ASKED = set()\n\n\n" + _CLASS),
             _at_forward("_ASKED.add(torch.get_float32_matmul_precision())"),
-            Change(
-                "kernel.py",
-                _RESULT,
-                "            if 'medium' in _ASKED:\n"
-                "                query = query.bfloat16().to(self.dtype)\n" + _RESULT,
-            ),
+            _rounded_if("'medium' in _ASKED"),
         ),
         "state/matmul_precision",
         "out is",
@@ -154,12 +155,7 @@ FAULTS = (
         (
             Change("kernel.py", _CLASS, "_FIRST = []\n\n\n" + _CLASS),
             _at_forward("_FIRST.append(torch.get_float32_matmul_precision())"),
-            Change(
-                "kernel.py",
-                _RESULT,
-                "            if _FIRST[0] != 'highest':\n"
-                "                query = query.bfloat16().to(self.dtype)\n" + _RESULT,
-            ),
+            _rounded_if("_FIRST[0] != 'highest'"),
         ),
         "state/matmul_precision",
         "out is",

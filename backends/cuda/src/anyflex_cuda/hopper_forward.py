@@ -318,7 +318,7 @@ def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
         gl.static_assert(CHAINS % 2 == 0 and scores.shape[1] % (4 * CHAINS) == 0)
         # Of each eight columns a thread has two: nothing moves between threads before the last
         # maximum, of QUARTERS.
-        parts = scores.reshape([ROWS, scores.shape[1] * 2 // (CHAINS * 8), CHAINS // 2, 4, 2])
+        parts = scores.reshape([ROWS, scores.shape[1] // (4 * CHAINS), CHAINS // 2, 4, 2])
         parts = gl.max(gl.max(gl.max(parts, 1), 3), 1)
         parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
         OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)

@@ -208,10 +208,20 @@ def _global_state() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def _kept_precision() -> Iterator[None]:
+    """The precision of float32 products is afterwards what it was."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
 def _fresh_state() -> Iterator[None]:
     """State that no earlier call has left: one that changes it to the same each time shows."""
-    numbers, precision = torch.get_rng_state(), torch.get_float32_matmul_precision()
-    with warnings.catch_warnings():
+    numbers = torch.get_rng_state()
+    with _kept_precision(), warnings.catch_warnings():
         warnings.resetwarnings()
         torch.manual_seed(20260)
         torch.set_float32_matmul_precision("highest")
@@ -219,7 +229,6 @@ def _fresh_state() -> Iterator[None]:
             yield
         finally:
             torch.set_rng_state(numbers)
-            torch.set_float32_matmul_precision(precision)
 
 
 def _raised(by: float) -> Callable[..., Any]:
@@ -239,16 +248,13 @@ def _precision_of_products(session: Session) -> str | None:
     if case.dtype is not torch.float32:
         return "float32 isn't declared"
     drawn = with_mod(case.draw(session.device), "score", case, _raised, 0.125)
-    before = torch.get_float32_matmul_precision()
-    try:
+    with _kept_precision():
         for precision in ("medium", "high"):
             torch.set_float32_matmul_precision(precision)
             with contextlib.suppress(BackendRefused):
                 by_backend(case, drawn, session.name, session.device)
         torch.set_float32_matmul_precision("highest")
         compare(session, case, drawn)
-    finally:
-        torch.set_float32_matmul_precision(before)
     return None
 
 
