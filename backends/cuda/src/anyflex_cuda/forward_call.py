@@ -386,16 +386,17 @@ def launch_boxed(
     made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
 ) -> None:
     """Launch a kernel with `boxed_arguments` on the current stream."""
-    query, key, value = call.query, call.key, call.value
-    result = out.out
-    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    values["query"] = query
-    values["key"] = key
-    values["value"] = value
-    values["out"] = result
-    values["lse"] = or_else(out.lse, result)
-    values["max_scores"] = or_else(out.max_scores, result)
-    values["counter"] = out.workspace[0] if out.workspace else result
+    query, result = call.query, out.out
+    values: dict[str, object] = {
+        **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
+        "query": query,
+        "key": call.key,
+        "value": call.value,
+        "out": result,
+        "lse": or_else(out.lse, result),
+        "max_scores": or_else(out.max_scores, result),
+        "counter": out.workspace[0] if out.workspace else result,
+    }
     if call.mask is not None:
         # Where each program has one tile, all are taken at once.
         order = tile_order(call.mask, fit.block_m) if fit.workspace else None

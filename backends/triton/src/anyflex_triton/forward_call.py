@@ -222,7 +222,7 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     values.update(split.values)
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
-    return Launch(split.program, split.grid, values, (), made.bare(device))
+    return Launch(split.program, split.grid, values)
 
 
 def _split_of(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
@@ -323,4 +323,4 @@ def _combine_launch(
         "o_strides": o_layout.strides,
     }  # fmt: skip
     batch, heads, length = call.query.shape[:3]
-    return Launch(program, batch * heads * length, values, (), made.bare(call.query.device))
+    return Launch(program, batch * heads * length, values)

@@ -28,6 +28,7 @@ from anyflex_triton.cache_keys import ask_for_keys, has_key
 
 if TYPE_CHECKING:
     from anyflex_triton.fixed_arguments import FixedArguments
+    from anyflex_triton.nvidia_launch import Launcher, Parameters
 
 __all__ = [
     "INTERPRETED",
@@ -39,6 +40,7 @@ __all__ = [
     "compile_all",
     "hooked",
     "launch_all",
+    "launch_by",
     "milliseconds",
     "pointer_type",
     "prepare",
@@ -83,13 +85,14 @@ free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers", "_prep
 
 def prepare() -> None:
     """Begin what Triton does once a process, beside what else the first call does before it
-    compiles: a checksum of its own files, a module in C that talks to the driver.
+    compiles: a checksum of its own files, a module in C that talks to the driver; and what
+    launches past it.
 
     Whatever fails here is tried again for the first kernel, which raises it for the user.
     """
     with _prepares:
         if not _preparing:
-            for task in (_make_driver, _sum_files):
+            for task in (_make_driver, _sum_files, _make_launcher):
                 thread = threading.Thread(
                     target=_attempt, args=(task,), name="anyflex-triton", daemon=True
                 )
@@ -98,7 +101,9 @@ def prepare() -> None:
                 except RuntimeError:
                     # No thread is to be had: nothing is begun early.
                     return
-                _preparing.append(thread)
+                if task is not _make_launcher:
+                    # Needed after a kernel is compiled, not before.
+                    _preparing.append(thread)
 
 
 def _attempt(task: Callable[[], None]) -> None:
@@ -117,6 +122,13 @@ def _sum_files() -> None:
     checksum = getattr(cache, "triton_key", None)
     if checksum is not None:
         checksum()
+
+
+def _make_launcher() -> None:
+    from anyflex_triton.nvidia_launch import IS_KNOWN, launch_module
+
+    if IS_KNOWN and torch.version.cuda is not None:
+        launch_module()
 
 
 def pointer_type(dtype: torch.dtype) -> str:
@@ -183,6 +195,7 @@ class Program:
         self.meanwhile: Callable[[Any], None] | None = None
         self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
+        self._launchers: dict[int | None, Launcher] = {}
         self._lock = threading.Lock()
         free_in_child(self)
         named = set(self.types) | set(self.constants)
@@ -224,6 +237,10 @@ class Program:
         """What `compile` returned, or None before it did."""
         return self._compiled.get(device)
 
+    def has_launcher(self, device: int | None) -> bool:
+        """Whether it was compiled, and is launched past Triton's own launcher."""
+        return device in self._launchers
+
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""
         found = self._compiled.get(device)
@@ -250,9 +267,10 @@ class Program:
                 found = triton.compile(
                     self.source(), target=target, options=self.options.keywords()
                 )
-                # Leaves its module in C in Triton's cache.
-                with _making_launchers:
-                    driver.active.launcher_cls(found.src, found.metadata)
+                if self._parameters(found) is None:
+                    # Leaves its module in C in Triton's cache.
+                    with _making_launchers:
+                        driver.active.launcher_cls(found.src, found.metadata)
                 self._ahead = found
 
     def _compile_for(self, device: int | None) -> Any:
@@ -279,11 +297,22 @@ class Program:
                 keywords["num_stages"] = stages
                 self.gives_up_stages = True
                 found = triton.compile(self.source(), options=keywords)
+            parameters = self._parameters(found)
             # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
             # other's loading has ended: so nobody else has the kernel yet.
-            with _making_launchers:
+            late = contextlib.nullcontext() if parameters is None else _late_launchers()
+            with _making_launchers, late:
                 found.run  # noqa: B018
+            if parameters is not None:
+                self._launchers[device] = parameters.launcher(found)
         return found
+
+    def _parameters(self, kernel: Any) -> Parameters | None:
+        """What a compiled kernel is given by our own launcher, or None where there is none."""
+        from anyflex_triton.nvidia_launch import launch_module, parameters_of
+
+        parameters = parameters_of(self.order, self.types, kernel.metadata)
+        return None if parameters is None or launch_module() is None else parameters
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
         """Run `grid` programs on the current stream of the current device.
@@ -291,16 +320,54 @@ class Program:
         Args:
             values: of all arguments that aren't constants. There may be more: another kernel's.
         """
+        if not INTERPRETED:
+            kernel = self.compile(device.index)
+            launcher = self._launchers.get(device.index)
+            if launcher is not None and not hooked():
+                launch_by(launcher, grid, device, values)
+                return
+            if self._needs_context:
+                enter_device(device)
         if self._between:
             values = {**values, **self._between}
         arguments = self._ordered(values) + self._last
         if INTERPRETED:
             with _interpreter:
                 self.function[(grid,)](*arguments, **self.options.keywords())
-            return
-        if self._needs_context:
-            enter_device(device)
-        _launch(self.compile(device.index), grid, arguments)
+        else:
+            _launch(kernel, grid, arguments)
+
+
+@contextlib.contextmanager
+def _late_launchers() -> Iterator[None]:
+    """While a kernel is loaded that Triton's own launcher seldom launches: it isn't made. It is a
+    module in C, for which the compiler takes 0.25 to 0.45 s."""
+    from anyflex_triton.nvidia_launch import LateLauncher
+
+    active = driver.active
+    own = active.launcher_cls
+
+    def make(source: Any, metadata: Any) -> Any:
+        with _making_launchers:
+            return own(source, metadata)
+
+    # Whoever else loads a kernel meanwhile has a launcher that is made a little later.
+    active.launcher_cls = lambda *given: LateLauncher(partial(make, *given))
+    try:
+        yield
+    finally:
+        active.launcher_cls = own
+
+
+def launch_by(
+    launcher: Launcher, grid: int, device: torch.device, values: Mapping[str, object]
+) -> None:
+    """Launch past Triton's own launcher, on the current stream of the current device."""
+    stream = driver.active.get_current_stream(device.index)
+    if not launcher(grid, stream, values):
+        # The thread's first launch.
+        enter_device(device)
+        launcher(grid, stream, values)
 
 
 def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:

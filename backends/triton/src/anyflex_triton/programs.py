@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
@@ -27,7 +26,6 @@ from anyflex_triton.configs import (
     config_for,
     fitted,
 )
-from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
     Launch,
@@ -200,7 +198,6 @@ class Programs:
         self.common_types = _common_types(spec)
         self.tuner = tuner
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
-        self._bare: dict[int | None, FixedArguments] = {}
         self._remembered: dict[object, object] = {}
         self._lock = threading.Lock()
         free_in_child(self)
@@ -429,14 +426,6 @@ class Programs:
         if self.target == "xpu" and all(map(is_blocked, tensors)):
             return "kernel"
         return None
-
-    def bare(self, device: torch.device) -> FixedArguments:
-        """What launches kernels that are given no descriptors, with arguments of any shape, past
-        Triton's own launcher where it can."""
-        found = self._bare.get(device.index)
-        if found is None:
-            found = self._bare.setdefault(device.index, FixedArguments({}))
-        return found
 
     def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
         if described != "host":

@@ -1,0 +1,515 @@
+/* Launching a kernel of CUDA's driver again and again: what its launches have in common is laid out
+ * once, and a launch writes a call's addresses, numbers and descriptors over a copy of it.
+ *
+ * Compiled where it runs, by what Triton compiles its own launchers with: see nvidia_launch.py.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* What a kernel can be given: 4 KB, since CUDA 12.1 32 KB less 4 bytes. */
+#define MOST_BYTES 32768
+#define MOST_PARAMETERS 4096
+#define MOST_DIMENSIONS 5
+/* A descriptor's, which the driver asks for. */
+#define ALIGNMENT 64
+
+typedef CUresult (*GetCurrent)(CUcontext *);
+typedef CUresult (*GetErrorString)(CUresult, const char **);
+typedef CUresult (*LaunchKernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+typedef CUresult (*EncodeTiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *,
+                                const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                                const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+typedef CUresult (*ReplaceAddress)(CUtensorMap *, void *);
+typedef CUresult (*GetParamInfo)(CUfunction, size_t, size_t *, size_t *);
+
+static struct {
+  GetCurrent get_current;
+  GetErrorString get_error_string;
+  LaunchKernel launch;
+  EncodeTiled encode;
+  ReplaceAddress replace_address;
+  GetParamInfo get_param_info; /* since CUDA 12.4, else NULL */
+} driver;
+
+static PyObject *data_ptr, *base_name, *shape_name, *strides_name;
+
+/* What stands for a value of a call: a tensor's address; its address in a descriptor that is there
+ * but for it; a descriptor, of which the call has the shape too; numbers. */
+typedef enum {
+  POINTER = 'P',
+  ADDRESS = 'A',
+  DESCRIPTOR = 'D',
+  INT32 = 'i',
+  INT64 = 'q',
+  FLOAT = 'f'
+} Kind;
+
+/* What a kernel's descriptor is, whatever it is of. */
+typedef struct {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+  int64_t size; /* bytes of an element */
+  cuuint32_t rank;
+  cuuint32_t box[MOST_DIMENSIONS]; /* the last dimension first, as all that the driver is given */
+} Boxes;
+
+typedef struct {
+  PyObject *name;     /* of the call's value */
+  Py_ssize_t element; /* of a tuple; -1: the value itself */
+  Py_ssize_t offset;
+  Kind kind;
+  /* Of a descriptor, behind which stand its sizes in 32 bits, then its strides in 64. */
+  Boxes boxes;
+  Py_ssize_t sizes, strides;
+} Slot;
+
+typedef struct {
+  Py_ssize_t offset, size;
+} Place;
+
+typedef struct {
+  PyObject_HEAD
+  vectorcallfunc call;
+  CUfunction function;
+  unsigned threads, shared;
+  Py_ssize_t bytes, parameters, slots;
+  unsigned char *fixed; /* of the parameters, one after the other; aligned */
+  Place *place;         /* in it, of each */
+  Slot *slot;
+} Launch;
+
+static PyObject *failed(const char *what, CUresult status) {
+  const char *text = NULL;
+  driver.get_error_string(status, &text);
+  PyErr_Format(PyExc_RuntimeError, "%s: CUDA error %d, %s", what, (int)status,
+               text == NULL ? "unknown" : text);
+  return NULL;
+}
+
+/* 0, or -1 with an exception. */
+static int address_of(PyObject *tensor, void **address) {
+  PyObject *found = PyObject_CallMethodNoArgs(tensor, data_ptr);
+  if (found == NULL)
+    return -1;
+  *address = PyLong_AsVoidPtr(found);
+  Py_DECREF(found);
+  return *address == NULL && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Reads a tuple or list of so many integers, the last first. 0, or -1 with an exception. */
+static int read_backwards(PyObject *sequence, cuuint32_t rank, int64_t *numbers) {
+  PyObject *fast = PySequence_Fast(sequence, "a descriptor's sizes are a sequence");
+  if (fast == NULL)
+    return -1;
+  Py_ssize_t count = PySequence_Fast_GET_SIZE(fast);
+  int status = 0;
+  if (count != (Py_ssize_t)rank) {
+    PyErr_Format(PyExc_ValueError, "a descriptor of %u dimensions is given %zd", rank, count);
+    status = -1;
+  }
+  for (Py_ssize_t i = 0; status == 0 && i < count; ++i) {
+    numbers[count - 1 - i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast, i));
+    status = PyErr_Occurred() ? -1 : 0;
+  }
+  Py_DECREF(fast);
+  return status;
+}
+
+/* Encodes a descriptor as Triton does. Lengths and strides, in elements: the last first. */
+static int encode(const Boxes *boxes, void *address, const int64_t *lengths,
+                  const int64_t *strides, unsigned char *there) {
+  cuuint64_t wide[MOST_DIMENSIONS], of_bytes[MOST_DIMENSIONS];
+  cuuint32_t ones[MOST_DIMENSIONS];
+  for (cuuint32_t i = 0; i < boxes->rank; ++i) {
+    wide[i] = (cuuint64_t)lengths[i];
+    ones[i] = 1;
+    /* Of the first dimension, whose elements are neighbours, none is given. */
+    if (i > 0)
+      of_bytes[i - 1] = (cuuint64_t)(strides[i] * boxes->size);
+  }
+  CUresult status = driver.encode(
+      (CUtensorMap *)there, boxes->type, boxes->rank, address, wide, of_bytes, boxes->box, ones,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, boxes->swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) {
+    failed("a descriptor", status);
+    return -1;
+  }
+  return 0;
+}
+
+/* Encodes a descriptor of an object with base, a tensor, shape and strides, and writes these behind
+ * it. */
+static int write_descriptor(const Slot *slot, PyObject *value, unsigned char *parameters) {
+  PyObject *base = PyObject_GetAttr(value, base_name);
+  PyObject *shape = base == NULL ? NULL : PyObject_GetAttr(value, shape_name);
+  PyObject *strides = shape == NULL ? NULL : PyObject_GetAttr(value, strides_name);
+  int64_t lengths[MOST_DIMENSIONS], steps[MOST_DIMENSIONS];
+  cuuint32_t rank = slot->boxes.rank;
+  void *address;
+  int status = -1;
+  if (strides != NULL && address_of(base, &address) == 0 &&
+      read_backwards(shape, rank, lengths) == 0 && read_backwards(strides, rank, steps) == 0)
+    status = encode(&slot->boxes, address, lengths, steps, parameters + slot->offset);
+  for (cuuint32_t i = 0; status == 0 && i < rank; ++i) {
+    int32_t narrow = (int32_t)lengths[rank - 1 - i];
+    memcpy(parameters + slot->sizes + 4 * i, &narrow, sizeof narrow);
+    memcpy(parameters + slot->strides + 8 * i, steps + rank - 1 - i, sizeof *steps);
+  }
+  Py_XDECREF(base);
+  Py_XDECREF(shape);
+  Py_XDECREF(strides);
+  return status;
+}
+
+/* Writes one value over the parameters. `address` is the value's where `known`. */
+static int write_slot(const Slot *slot, PyObject *value, void **address, int *known,
+                      unsigned char *parameters) {
+  unsigned char *there = parameters + slot->offset;
+  if (slot->element >= 0) {
+    if (!PyTuple_Check(value) || slot->element >= PyTuple_GET_SIZE(value)) {
+      PyErr_Format(PyExc_TypeError, "%U has no element %zd", slot->name, slot->element);
+      return -1;
+    }
+    value = PyTuple_GET_ITEM(value, slot->element);
+    *known = 0;
+  }
+  switch (slot->kind) {
+  case DESCRIPTOR:
+    return write_descriptor(slot, value, parameters);
+  case POINTER:
+  case ADDRESS:
+    if (!*known && address_of(value, address) < 0)
+      return -1;
+    *known = 1;
+    if (slot->kind == POINTER) {
+      memcpy(there, address, sizeof *address);
+    } else {
+      CUresult status = driver.replace_address((CUtensorMap *)there, *address);
+      if (status != CUDA_SUCCESS) {
+        failed("a descriptor's address", status);
+        return -1;
+      }
+    }
+    return 0;
+  case INT32:
+  case INT64: {
+    int64_t wide = PyLong_AsLongLong(value);
+    if (wide == -1 && PyErr_Occurred())
+      return -1;
+    int32_t narrow = (int32_t)wide;
+    if (slot->kind == INT64) {
+      memcpy(there, &wide, sizeof wide);
+    } else if (narrow == wide) {
+      memcpy(there, &narrow, sizeof narrow);
+    } else {
+      PyErr_Format(PyExc_OverflowError, "%U is %lld: more than 32 bits", slot->name,
+                   (long long)wide);
+      return -1;
+    }
+    return 0;
+  }
+  case FLOAT: {
+    double wide = PyFloat_AsDouble(value);
+    if (wide == -1.0 && PyErr_Occurred())
+      return -1;
+    float narrow = (float)wide;
+    memcpy(there, &narrow, sizeof narrow);
+    return 0;
+  }
+  }
+  return 0;
+}
+
+/* launch(grid, stream, values): whether it was launched; False: this thread has no context yet. */
+static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t count,
+                             PyObject *names) {
+  const Launch *launch = (Launch *)self;
+  if (PyVectorcall_NARGS(count) != 3 || names != NULL || !PyDict_Check(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "a launch takes (grid, stream, values)");
+    return NULL;
+  }
+  CUcontext context = NULL;
+  CUresult status = driver.get_current(&context);
+  if (status != CUDA_SUCCESS && status != CUDA_ERROR_NOT_INITIALIZED)
+    return failed("the current context", status);
+  if (context == NULL)
+    Py_RETURN_FALSE;
+  unsigned long grid = PyLong_AsUnsignedLong(given[0]);
+  if (grid == (unsigned long)-1 && PyErr_Occurred())
+    return NULL;
+  void *stream = PyLong_AsVoidPtr(given[1]);
+  if (stream == NULL && PyErr_Occurred())
+    return NULL;
+
+  _Alignas(ALIGNMENT) unsigned char parameters[launch->bytes];
+  void *places[launch->parameters];
+  memcpy(parameters, launch->fixed, launch->bytes);
+  for (Py_ssize_t i = 0; i < launch->parameters; ++i)
+    places[i] = parameters + launch->place[i].offset;
+  const PyObject *name = NULL;
+  PyObject *value = NULL;
+  void *address = NULL;
+  int known = 0;
+  for (Py_ssize_t i = 0; i < launch->slots; ++i) {
+    const Slot *slot = launch->slot + i;
+    if (slot->name != name) {
+      name = slot->name;
+      known = 0;
+      value = PyDict_GetItemWithError(given[2], slot->name);
+      if (value == NULL) {
+        if (!PyErr_Occurred())
+          PyErr_SetObject(PyExc_KeyError, slot->name);
+        return NULL;
+      }
+    }
+    if (write_slot(slot, value, &address, &known, parameters) < 0)
+      return NULL;
+  }
+  CUlaunchConfig config = {
+      .gridDimX = (unsigned)grid, .gridDimY = 1, .gridDimZ = 1,
+      .blockDimX = launch->threads, .blockDimY = 1, .blockDimZ = 1,
+      .sharedMemBytes = launch->shared, .hStream = (CUstream)stream,
+  };
+  /* Where its queue is full the driver waits for the device. */
+  Py_BEGIN_ALLOW_THREADS
+  status = driver.launch(&config, launch->function, places, NULL);
+  Py_END_ALLOW_THREADS
+  if (status != CUDA_SUCCESS)
+    return failed("launching a kernel", status);
+  Py_RETURN_TRUE;
+}
+
+/* Whether the driver knows parameters of these sizes, where it can tell. */
+static int check_sizes(const Launch *launch) {
+  if (driver.get_param_info == NULL)
+    return 0;
+  for (Py_ssize_t i = 0; i <= launch->parameters; ++i) {
+    size_t offset, size = 0;
+    if (driver.get_param_info(launch->function, (size_t)i, &offset, &size) != CUDA_SUCCESS)
+      size = 0;
+    /* After the last there is none. */
+    size_t ours = i < launch->parameters ? (size_t)launch->place[i].size : 0;
+    if (size != ours) {
+      PyErr_Format(PyExc_RuntimeError, "the kernel's parameter %zd has %zu bytes, not %zu", i,
+                   size, ours);
+      return -1;
+    }
+  }
+  return 0;
+}
+
+static void launch_dealloc(PyObject *self) {
+  Launch *launch = (Launch *)self;
+  for (Py_ssize_t i = 0; i < launch->slots; ++i)
+    Py_XDECREF(launch->slot[i].name);
+  PyMem_Free(launch->slot);
+  PyMem_Free(launch->place);
+  free(launch->fixed);
+  Py_TYPE(self)->tp_free(self);
+}
+
+/* Reads (offset, sizes, strides, type, swizzle, bytes of an element, box) of a descriptor. */
+static int read_boxes(PyObject *given, Py_ssize_t bytes, Slot *slot) {
+  int type, swizzle, size;
+  PyObject *box;
+  if (!PyTuple_Check(given)) {
+    PyErr_SetString(PyExc_TypeError, "a descriptor is a tuple");
+    return -1;
+  }
+  if (!PyArg_ParseTuple(given, "nnniiiO!", &slot->offset, &slot->sizes, &slot->strides, &type,
+                        &swizzle, &size, &PyTuple_Type, &box))
+    return -1;
+  Py_ssize_t rank = PyTuple_GET_SIZE(box);
+  if (rank < 1 || rank > MOST_DIMENSIONS) {
+    PyErr_Format(PyExc_ValueError, "a descriptor has 1 to 5 dimensions, not %zd", rank);
+    return -1;
+  }
+  if (slot->offset < 0 || slot->offset % ALIGNMENT || slot->sizes < 0 || slot->strides < 0 ||
+      slot->offset > bytes - (Py_ssize_t)sizeof(CUtensorMap) || slot->sizes > bytes - 4 * rank ||
+      slot->strides > bytes - 8 * rank) {
+    PyErr_Format(PyExc_ValueError, "a descriptor can't be at %zd, %zd and %zd", slot->offset,
+                 slot->sizes, slot->strides);
+    return -1;
+  }
+  int64_t numbers[MOST_DIMENSIONS];
+  if (read_backwards(box, (cuuint32_t)rank, numbers) < 0)
+    return -1;
+  Boxes *boxes = &slot->boxes;
+  boxes->type = (CUtensorMapDataType)type;
+  boxes->swizzle = (CUtensorMapSwizzle)swizzle;
+  boxes->size = size;
+  boxes->rank = (cuuint32_t)rank;
+  for (Py_ssize_t i = 0; i < rank; ++i)
+    boxes->box[i] = (cuuint32_t)numbers[i];
+  return 0;
+}
+
+/* Launch(function, threads, shared, fixed, places, descriptors, slots)
+ *
+ * fixed: bytes of all parameters. places: (offset, size) in it, of each. descriptors: those that
+ * have one shape, (as `read_boxes` reads, an object as `write_descriptor` takes). slots: (name,
+ * element, kind, offset), where for a descriptor's offset stands what `read_boxes` reads. */
+static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names) {
+  unsigned long long function;
+  unsigned threads, shared;
+  const char *fixed;
+  Py_ssize_t bytes;
+  PyObject *places, *descriptors, *slots;
+  if (names != NULL && PyDict_GET_SIZE(names)) {
+    PyErr_SetString(PyExc_TypeError, "a Launch has no named arguments");
+    return NULL;
+  }
+  if (!PyArg_ParseTuple(args, "KIIy#O!O!O!", &function, &threads, &shared, &fixed, &bytes,
+                        &PyTuple_Type, &places, &PyTuple_Type, &descriptors, &PyTuple_Type,
+                        &slots))
+    return NULL;
+  Py_ssize_t count = PyTuple_GET_SIZE(places);
+  if (bytes < 1 || bytes > MOST_BYTES || count < 1 || count > MOST_PARAMETERS) {
+    PyErr_Format(PyExc_ValueError, "no kernel takes %zd parameters of %zd bytes", count, bytes);
+    return NULL;
+  }
+  Launch *launch = (Launch *)type->tp_alloc(type, 0);
+  if (launch == NULL)
+    return NULL;
+  launch->call = launch_call;
+  launch->function = (CUfunction)(uintptr_t)function;
+  launch->threads = threads;
+  launch->shared = shared;
+  launch->bytes = bytes;
+  launch->parameters = count;
+  size_t whole = ((size_t)bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  launch->fixed = aligned_alloc(ALIGNMENT, whole);
+  launch->place = PyMem_Calloc((size_t)count, sizeof *launch->place);
+  launch->slot = PyMem_Calloc((size_t)PyTuple_GET_SIZE(slots) + 1, sizeof *launch->slot);
+  if (launch->fixed == NULL || launch->place == NULL || launch->slot == NULL) {
+    PyErr_NoMemory();
+    goto broken;
+  }
+  memcpy(launch->fixed, fixed, (size_t)bytes);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Place *place = launch->place + i;
+    PyObject *given = PyTuple_GET_ITEM(places, i);
+    if (!PyTuple_Check(given)) {
+      PyErr_SetString(PyExc_TypeError, "a place is a tuple");
+      goto broken;
+    }
+    if (!PyArg_ParseTuple(given, "nn", &place->offset, &place->size))
+      goto broken;
+    if (place->offset < 0 || place->size < 1 || place->size > bytes - place->offset) {
+      PyErr_Format(PyExc_ValueError, "parameter %zd can't be at %zd", i, place->offset);
+      goto broken;
+    }
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(descriptors); ++i) {
+    PyObject *described = PyTuple_GET_ITEM(descriptors, i);
+    if (!PyTuple_Check(described)) {
+      PyErr_SetString(PyExc_TypeError, "a descriptor is a tuple");
+      goto broken;
+    }
+    PyObject *boxes, *of;
+    Slot slot;
+    if (!PyArg_ParseTuple(described, "OO", &boxes, &of) || read_boxes(boxes, bytes, &slot) < 0 ||
+        write_descriptor(&slot, of, launch->fixed) < 0)
+      goto broken;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
+    Slot *slot = launch->slot + i;
+    PyObject *given = PyTuple_GET_ITEM(slots, i);
+    PyObject *place;
+    int kind;
+    if (!PyTuple_Check(given)) {
+      PyErr_SetString(PyExc_TypeError, "a slot is a tuple");
+      goto broken;
+    }
+    if (!PyArg_ParseTuple(given, "UnCO", &slot->name, &slot->element, &kind, &place)) {
+      slot->name = NULL;
+      goto broken;
+    }
+    Py_INCREF(slot->name);
+    launch->slots = i + 1;
+    slot->kind = (Kind)kind;
+    if (kind == DESCRIPTOR) {
+      if (read_boxes(place, bytes, slot) < 0)
+        goto broken;
+      continue;
+    }
+    slot->offset = PyLong_AsSsize_t(place);
+    if (PyErr_Occurred())
+      goto broken;
+    Py_ssize_t size = kind == ADDRESS                      ? (Py_ssize_t)sizeof(CUtensorMap)
+                      : kind == POINTER || kind == INT64 ? 8
+                      : kind == INT32 || kind == FLOAT   ? 4
+                                                         : bytes + 1;
+    if (slot->offset < 0 || slot->offset > bytes - size) {
+      PyErr_Format(PyExc_ValueError, "a slot of kind %c can't be at %zd", kind, slot->offset);
+      goto broken;
+    }
+  }
+  if (check_sizes(launch) < 0)
+    goto broken;
+  return (PyObject *)launch;
+broken:
+  Py_DECREF(launch);
+  return NULL;
+}
+
+static PyTypeObject LaunchType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "anyflex_nvidia_launch.Launch",
+    .tp_basicsize = sizeof(Launch),
+    .tp_dealloc = launch_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Launch, call),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = launch_new,
+};
+
+/* open_driver(path): takes the driver's functions from this library. */
+static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
+  const char *name = PyUnicode_AsUTF8(path);
+  if (name == NULL)
+    return NULL;
+  void *library = dlopen(name, RTLD_LAZY);
+  if (library == NULL)
+    return PyErr_Format(PyExc_OSError, "%s", dlerror());
+  driver.get_current = (GetCurrent)dlsym(library, "cuCtxGetCurrent");
+  driver.get_error_string = (GetErrorString)dlsym(library, "cuGetErrorString");
+  driver.launch = (LaunchKernel)dlsym(library, "cuLaunchKernelEx");
+  driver.encode = (EncodeTiled)dlsym(library, "cuTensorMapEncodeTiled");
+  driver.replace_address = (ReplaceAddress)dlsym(library, "cuTensorMapReplaceAddress");
+  driver.get_param_info = (GetParamInfo)dlsym(library, "cuFuncGetParamInfo");
+  if (driver.get_current == NULL || driver.get_error_string == NULL || driver.launch == NULL ||
+      driver.encode == NULL || driver.replace_address == NULL)
+    return PyErr_Format(PyExc_OSError, "%s has no cuLaunchKernelEx or no tensor maps", name);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"open_driver", open_driver, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "anyflex_nvidia_launch", .m_size = -1, .m_methods = functions,
+};
+
+PyMODINIT_FUNC PyInit_anyflex_nvidia_launch(void) {
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  base_name = PyUnicode_InternFromString("base");
+  shape_name = PyUnicode_InternFromString("shape");
+  strides_name = PyUnicode_InternFromString("strides");
+  if (data_ptr == NULL || base_name == NULL || shape_name == NULL || strides_name == NULL)
+    return NULL;
+  PyObject *module = PyModule_Create(&definition);
+  if (module == NULL || PyModule_AddType(module, &LaunchType) < 0)
+    return NULL;
+  return module;
+}

@@ -1,0 +1,233 @@
+"""Launching past Triton's own launcher on NVIDIA's GPUs: nvidia_launch.c, and what it is given.
+
+Triton compiles a launcher in C for each signature, which takes all arguments anew at each launch,
+each a Python object. This one is compiled once a machine, into Triton's cache, by the compiler
+that Triton takes, and is given what belongs to a call.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from anyflex.plugin import free_in_child
+from anyflex_triton.arguments import Boxes
+
+__all__ = ["IS_KNOWN", "LateLauncher", "Launcher", "Parameters", "launch_module", "parameters_of"]
+
+IS_KNOWN = triton.__version__.startswith("3.6.")
+"""What this version of Triton gives a kernel is known here."""
+
+Types = str | tuple[str, ...]
+"""As `anyflex_triton.launch.Types`."""
+
+Launcher = Callable[[int, int, Mapping[str, Any]], bool]
+"""Launches so many programs on a stream with a call's values, of which there may be more than it
+takes; False, and nothing, where the thread has no context of the device yet."""
+
+_NUMBERS = {"i32": "i", "i64": "q", "fp32": "f"}
+"""Types of numbers -> letters of `struct`, and of nvidia_launch.c."""
+_SCRATCH = 2
+"""Pointers that Triton gives each kernel after its own arguments, to memory that ours don't ask
+for."""
+_DESCRIPTOR_BYTES, _ALIGNMENT = 128, 64
+"""A descriptor's size, and what its address is a multiple of."""
+
+_made: list[Any] = []
+_making = threading.Lock()
+free_in_child(sys.modules[__name__], "_making")
+
+
+def launch_module() -> Any | None:
+    """nvidia_launch.c, compiled and bound to the driver; None, with a warning the first time,
+    where it can't be."""
+    with _making:
+        if not _made:
+            _made.append(_make_module())
+        return _made[0]
+
+
+def _make_module() -> Any | None:
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    try:
+        module = compile_module_from_src(
+            src=Path(__file__).with_suffix(".c").read_text(),
+            name="anyflex_nvidia_launch",
+            include_dirs=nvidia.include_dirs,
+        )
+        module.open_driver("libcuda.so.1")
+    except Exception as error:  # noqa: BLE001  calls work without it
+        warnings.warn(
+            "anyflex's launcher can't be compiled, and Triton's own launches instead, which takes "
+            f"some microseconds longer a call: {error}. It takes a C compiler (CC, gcc or clang) "
+            "and Python's headers.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return module
+
+
+class LateLauncher:
+    """Stands for Triton's own launcher of a kernel, which is made when somebody needs it.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._launcher: Any = None
+
+    def __call__(self, *given: Any) -> Any:
+        return self._real()(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def _real(self) -> Any:
+        if self._launcher is None:
+            self._launcher = self._make()
+        return self._launcher
+
+
+def parameters_of(
+    order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
+    fixed: Mapping[str, Any] | None = None, described: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
+) -> Parameters | None:  # fmt: skip
+    """Return what a compiled kernel is given at each launch, or None where it isn't known.
+
+    Args:
+        order: names of its arguments.
+        types: of those that aren't constants.
+        metadata: of Triton's.
+        fixed, described: as of `FixedArguments`; what isn't fixed is given with a call, a
+            descriptor as `Boxes`.
+        values: of a call, where a descriptor is fixed.
+    """
+    if (
+        not IS_KNOWN
+        or metadata.target.backend != "cuda"
+        or metadata.num_ctas != 1
+        or metadata.launch_pdl
+        or metadata.launch_cooperative_grid
+        or metadata.global_scratch_size
+        or metadata.profile_scratch_size
+    ):
+        return None
+    fixed, described = fixed or {}, described or {}
+    parameters = Parameters()
+    metas = iter(metadata.tensordesc_meta or ())
+    for name in order:
+        kind = types.get(name)
+        if kind is None:
+            continue
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            meta = next(metas, None)
+            if meta is None or meta["fp4_padded"]:
+                return None
+            boxes = None
+            tensor = name
+            if name in fixed:
+                assert values is not None
+                tensor = described.get(name, name)
+                boxes = Boxes(values[tensor], *fixed[name])
+            parameters.add_descriptor(tensor, meta, boxes)
+        elif not parameters.add(name, kind, fixed.get(name)):
+            return None
+    for _ in range(_SCRATCH):
+        parameters.append(struct.pack("Q", 0))
+    return parameters
+
+
+class Parameters:
+    """What a kernel is given, one after the other, with gaps where a call's values stand."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._places: list[tuple[int, int]] = []
+        self._descriptors: list[tuple[Any, Boxes]] = []
+        self._slots: list[tuple[str, int, str, Any]] = []
+
+    def append(self, content: bytes) -> int:
+        """Put a parameter behind the others, and return where it is."""
+        size = len(content)
+        unit = min(size, _ALIGNMENT)
+        offset = -(-len(self._bytes) // unit) * unit
+        self._bytes += bytes(offset - len(self._bytes)) + content
+        self._places.append((offset, size))
+        return offset
+
+    def add(self, name: str, types: Types, fixed: Any, element: int = -1) -> bool:
+        """Add an argument, or of a tuple one element after the other, and return whether it is
+        known how."""
+        if not isinstance(types, str):
+            return all(
+                self.add(name, each, None if fixed is None else fixed[place], place)
+                for place, each in enumerate(types)
+            )
+        letter = "P" if types.startswith("*") else _NUMBERS.get(types)
+        if letter is None:
+            return False
+        if fixed is not None and letter != "P":
+            self.append(struct.pack(letter, fixed))
+        else:
+            offset = self.append(bytes(struct.calcsize(letter)))
+            self._add_slot(name, element, letter, offset)
+        return True
+
+    def add_descriptor(self, name: str, meta: Mapping[str, Any], boxes: Boxes | None) -> None:
+        """Add a descriptor, and what Triton gives a kernel behind it: sizes in 32 bits and strides
+        in 64.
+
+        Args:
+            name: of a call's `Boxes`, or of its tensor where `boxes` are one's of that shape.
+            meta: of the compiler.
+        """
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        offset = self.append(bytes(_DESCRIPTOR_BYTES))
+        box = tuple(meta["block_size"])
+        sizes, strides = (
+            min([self.append(bytes(struct.calcsize(letter))) for _ in box]) for letter in "iq"
+        )
+        kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+        place = (offset, sizes, strides, kind, meta["swizzle"], meta["elem_size"], box)
+        if boxes is None:
+            self._add_slot(name, -1, "D", place)
+        else:
+            self._descriptors.append((place, boxes))
+            self._add_slot(name, -1, "A", offset)
+
+    def _add_slot(self, name: str, element: int, kind: str, place: object) -> None:
+        # One object for each name: nvidia_launch.c sees by it that a value is the same.
+        self._slots.append((sys.intern(name), element, kind, place))
+
+    def launcher(self, kernel: Any) -> Launcher:
+        """Return what launches a kernel that is loaded.
+
+        Raises:
+            RuntimeError: it takes other parameters, or the driver refuses a descriptor.
+        """
+        module = launch_module()
+        assert module is not None
+        metadata = kernel.metadata
+        # Slots of one value follow each other: it is asked for its address once.
+        slots = sorted(self._slots, key=lambda slot: slot[0])
+        launcher: Launcher = module.Launch(
+            kernel.function, 32 * metadata.num_warps, metadata.shared, bytes(self._bytes),
+            tuple(self._places), tuple(self._descriptors), tuple(slots),
+        )  # fmt: skip
+        return launcher

@@ -1,0 +1,501 @@
+"""Cases of test_nvidia_launch.py, in a process whose libcuda.so.1 is fake_driver.c."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.knobs import HookChain
+
+from anyflex_triton import launch, nvidia_launch
+from anyflex_triton.arguments import Boxes
+from anyflex_triton.fixed_arguments import FixedArguments
+
+GPU = torch.device("cuda", 1)
+TYPES = {
+    "x_desc": "tensordesc<bf16[1, 8],layout>", "x": "*bf16", "tables": ("*fp32", "*i8"),
+    "count": "i32", "y_desc": "tensordesc<fp16[1, 2, 64],layout>", "strides": ("i64", "i64"),
+    "none": (), "shifts": ("i32",) * 4, "wide": "i64", "floats": ("fp32", "fp32"),
+    "scale": "fp32",
+}  # fmt: skip
+DESCRIBED = [
+    {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [1, 8], "fp4_padded": False},
+    {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [1, 2, 64], "fp4_padded": False},
+]
+FIXED = {
+    "x_desc": ([4, 8], [8, 1], [1, 8]),
+    "y_desc": ([5, 6, 64], [6 * 64, 64, 1], [1, 2, 64]),
+    "strides": (8, -(1 << 40)), "count": -4,
+}  # fmt: skip
+SIZES = [128, 4, 4, 8, 8, 8, 8, 8, 4, 128, 4, 4, 4, 8, 8, 8, 8, 8, 4, 4, 4, 4, 8, 4, 4, 4, 8, 8]
+"""Bytes of what the kernel takes."""
+
+
+class Kernel(ctypes.Structure):
+    _fields_ = [("count", ctypes.c_int), ("sizes", ctypes.c_int * 64)]
+
+
+class Last(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint),
+        ("threads", ctypes.c_uint),
+        ("shared", ctypes.c_uint),
+        ("launches", ctypes.c_uint),
+        ("stream", ctypes.c_ulonglong),
+        ("parameters", ctypes.c_ubyte * 8192),
+        ("bytes", ctypes.c_int),
+    ]
+
+
+fake = ctypes.CDLL("libcuda.so.1")
+fake.last_launch.restype = ctypes.POINTER(Last)
+
+
+def last() -> tuple[Any, ...]:
+    """Grid, threads, shared memory, stream and parameters of the last launch."""
+    found = fake.last_launch().contents
+    return (
+        found.grid, found.threads, found.shared, found.stream,
+        bytes(found.parameters[: found.bytes]),
+    )  # fmt: skip
+
+
+def launches() -> int:
+    return int(fake.last_launch().contents.launches)
+
+
+def kernel_of(sizes: list[int]) -> Kernel:
+    return Kernel(len(sizes), (ctypes.c_int * 64)(*sizes))
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's own utilities and launchers, whose driver is the fake one."""
+    flags = sys.getdlopenflags()
+    # What a test doesn't call isn't there.
+    sys.setdlopenflags(os.RTLD_LAZY)
+    active = SimpleNamespace(
+        get_current_device=lambda: GPU.index,
+        get_current_stream=lambda device: 70 + device,
+        utils=nvidia.CudaUtils(),
+        launcher_cls=Launchers,
+    )
+    made_by_triton.clear()
+    monkeypatch.setattr(triton, "compile", None)
+    monkeypatch.setattr(launch, "_most_shared", lambda device: 1 << 20)
+    for module in (launch, triton.runtime):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "enter_device", lambda device: fake.set_context(1))
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        monkeypatch.setattr(knobs.runtime, name, HookChain())
+    fake.forget()
+    fake.set_context(1)
+    fake.set_status(0)
+    yield
+    sys.setdlopenflags(flags)
+
+
+def metadata_of(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{
+            "target": GPUTarget("cuda", 90, 32), "num_warps": 4, "num_ctas": 1, "shared": 1234,
+            "tensordesc_meta": DESCRIBED, "global_scratch_size": 0, "global_scratch_align": 1,
+            "profile_scratch_size": 0, "profile_scratch_align": 1,
+            "launch_cooperative_grid": False, "launch_pdl": False, **more,
+        }
+    )  # fmt: skip
+
+
+class Compiled:
+    """What `triton.compile` returns: its launcher is made when somebody asks for it."""
+
+    def __init__(self, program: launch.Program, sizes: list[int], metadata: Any) -> None:
+        types = program.types
+        signature = {name: types.get(name, "constexpr") for name in program.order}
+        self.src = SimpleNamespace(signature=signature)
+        self.metadata = metadata
+        self.kernel = kernel_of(sizes)
+        self.function = ctypes.addressof(self.kernel)
+        self.packed_metadata = (4, 1, 1234)
+        self._run: Any = None
+
+    @property
+    def run(self) -> Any:
+        if self._run is None:
+            self._run = launch.driver.active.launcher_cls(self.src, self.metadata)
+        return self._run
+
+    def launch_metadata(self, *given: Any) -> str:
+        return "record"
+
+
+made_by_triton: list[object] = []
+
+
+class Launchers(nvidia.CudaLauncher):  # type: ignore[misc]
+    """Triton's own, counted."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        made_by_triton.append(source)
+        super().__init__(source, metadata)
+
+
+def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> launch.Program:
+    """A program that "Triton" compiles."""
+    function = SimpleNamespace(__name__="add", arg_names=[*types, "SIZE"])
+    program = launch.Program(function, types, {"SIZE": 8}, (), launch.Options(4, 1))
+    compiled = Compiled(program, sizes, metadata_of(**metadata))
+    program.source = lambda: None  # type: ignore[method-assign]
+    triton.compile = lambda source, **options: compiled
+    program.compile(GPU.index)
+    return program
+
+
+def compiled(sizes: list[int] = SIZES, **metadata: Any) -> launch.Program:
+    return program_of(TYPES, sizes, **metadata)
+
+
+def launched_by_triton(program: launch.Program, grid: int, values: dict[str, Any]) -> None:
+    """As a hook makes it."""
+    told: list[object] = []
+    hook = told.append
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        program.launch(grid, GPU, values)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    assert told == ["record"]
+
+
+def given() -> tuple[FixedArguments, dict[str, Any]]:
+    """What stays, and what is a call's."""
+    x = torch.zeros(4, 8, dtype=torch.bfloat16)
+    tables = (torch.zeros(2), torch.zeros(2, dtype=torch.int8))
+    return FixedArguments(FIXED, {"x_desc": "x", "y_desc": "y"}), {
+        "x": x, "y": torch.zeros(5, 6, 64, dtype=torch.float16), "tables": tables, "none": (),
+        "scale": 0.1, "floats": (1, -1e300), "shifts": (-1, 0, 7, 1 << 30), "wide": -3,
+        "another kernel's": 3,
+    }  # fmt: skip
+
+
+def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
+    """The first, of any shape, and later ones, of which only what is a call's is written."""
+    program = compiled()
+    fixed, _ = given()
+    seen: list[tuple[Any, ...]] = []
+    for grid, more in (
+        (3, {}),
+        (3, {}),
+        (4, {"scale": 2, "wide": 1 << 62, "shifts": (4, 3, 2, 1)}),
+    ):
+        _, others = given()
+        others.update(more)
+        fake.forget()
+        fixed.launch(program, grid, GPU, others)
+        seen.append(last())
+        assert seen[-1][:4] == (grid, 128, 1234, 71) and len(seen[-1][4]) == sum(SIZES)
+        assert len(made_by_triton) == min(1, len(seen) - 1), "it is made for a hook alone"
+        fake.forget()
+        launched_by_triton(program, grid, fixed._together(others))
+        assert last() == seen[-1]
+    assert len(made_by_triton) == 1
+    assert isinstance(fixed._launchers[program], nvidia_launch.launch_module().Launch)
+
+
+def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
+    program = compiled()
+    fixed, values = given()
+    for _ in range(3):
+        fixed.launch(program, 1, GPU, values)
+        program.launch(1, GPU, fixed._together(values))
+    assert launches() == 6 and not made_by_triton
+    assert launch.driver.active.launcher_cls is Launchers
+    # Whoever asks for it has it.
+    assert program.compiled(GPU.index).run.num_ctas == 1
+    assert len(made_by_triton) == 1
+
+
+def test_calls_of_any_shape_give_all() -> None:
+    types = {"out": "*fp32", "sizes": ("i64", "i32"), "count": "i32"}
+    program = program_of(types, [8, 8, 4, 4, 8, 8], tensordesc_meta=[])
+    for out in (torch.zeros(4), torch.zeros(4)):
+        program.launch(2, GPU, {"out": out, "sizes": (5, -6), "count": 7, "another's": None})
+        expected = struct.pack("<QqiiQQ", out.data_ptr(), 5, -6, 7, 0, 0)
+        assert last() == (2, 128, 1234, 71, expected)
+    assert not made_by_triton
+
+
+def test_a_descriptor_that_is_none_is_refused() -> None:
+    program = compiled()
+    fixed, values = given()
+    x = values["x"]
+    right = fixed._together(values)
+    program.launch(1, GPU, right)
+    for wrong, raised in (
+        (x, AttributeError), (Boxes(x, [4], [8, 1], []), ValueError),
+        (Boxes(x, [4, "8"], [8, 1], []), TypeError), (Boxes(x, [4, 8], 8, []), TypeError),
+        (Boxes(3, [4, 8], [8, 1], []), AttributeError),
+    ):  # fmt: skip
+        with pytest.raises(raised):
+            program.launch(1, GPU, {**right, "x_desc": wrong})
+    assert launches() == 1
+
+
+def test_a_threads_first_launch_makes_its_context() -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    before = launches()
+    fake.set_context(0)
+    fixed.launch(program, 1, GPU, values)
+    assert launches() == before + 1
+
+
+def test_a_profilers_hook_is_told_of_later_launches_too() -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    launched_by_triton(program, 1, fixed._together(values))
+    told: list[object] = []
+    hook = told.append
+    knobs.runtime.launch_enter_hook.add(hook)
+    fixed.launch(program, 1, GPU, values)
+    knobs.runtime.launch_enter_hook.remove(hook)
+    fixed.launch(program, 1, GPU, values)
+    assert told == ["record"] and launches() == 4
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"target": GPUTarget("hip", "gfx942", 64)}, {"num_ctas": 2}, {"launch_pdl": True},
+        {"launch_cooperative_grid": True}, {"global_scratch_size": 128},
+        {"profile_scratch_size": 8},
+    ],
+)  # fmt: skip
+def test_a_launch_that_is_not_known_is_left_to_triton(
+    metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(launch, "_launch", lambda *given: launched.append(given[-1]))
+    program = compiled(**metadata)
+    fixed, values = given()
+    for _ in range(2):
+        fixed.launch(program, 1, GPU, values)
+    assert launches() == 0 and len(launched) == 2
+    assert fixed._launchers == {program: None} and len(made_by_triton) == 1
+    places = [program.order.index(name) for name in ("x_desc", "x")]
+    for x_desc, x in ([arguments[place] for place in places] for arguments in launched):
+        assert isinstance(x_desc, Boxes) and x_desc.base is x
+
+
+def test_another_version_of_triton_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvidia_launch, "IS_KNOWN", False)
+    program = compiled()
+    fixed, values = given()
+    for _ in range(2):
+        fixed.launch(program, 1, GPU, values)
+    assert fixed._launchers == {program: None} and launches() == 2
+
+
+def test_without_a_compiler_triton_launches_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(nvidia_launch, "_made", [])
+    own = knobs.cache.dir
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+
+    def make(*given: Any) -> Any:
+        # Triton's launchers are in its cache.
+        monkeypatch.setattr(knobs.cache, "dir", own)
+        return Launchers(*given)
+
+    launch.driver.active.launcher_cls = make
+    fixed, values = given()
+    with pytest.warns(RuntimeWarning, match="C compiler"):
+        program = compiled()
+    for _ in range(2):
+        fixed.launch(program, 1, GPU, values)
+    assert fixed._launchers == {program: None} and launches() == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "raised", "message"),
+    [
+        ({"wide": "1"}, TypeError, "integer"),
+        ({"wide": 1 << 63}, OverflowError, "int"),
+        ({"shifts": (0, 0, 0)}, TypeError, "shifts has no element 3"),
+        ({"shifts": (0, 0, 0, 1 << 31)}, OverflowError, "shifts is 2147483648"),
+        ({"scale": None}, TypeError, "real number"),
+        ({"x": 3}, AttributeError, "data_ptr"),
+        ({"y": torch.zeros(3)[1:]}, RuntimeError, "address: CUDA error 1"),
+    ],
+)
+def test_what_is_no_value_is_refused_before_a_launch(
+    change: dict[str, Any], raised: type[Exception], message: str
+) -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    with pytest.raises(raised, match=message):
+        fixed.launch(program, 1, GPU, {**values, **change})
+    for name in ("x", "scale", "tables"):
+        with pytest.raises(KeyError, match=name):
+            fixed.launch(program, 1, GPU, {n: v for n, v in values.items() if n != name})
+    assert launches() == 1
+
+
+def test_a_failing_launch_says_what_the_driver_says() -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    fake.set_status(701)
+    with pytest.raises(RuntimeError, match="launching a kernel: CUDA error 701, too many"):
+        fixed.launch(program, 1, GPU, values)
+
+
+@pytest.mark.parametrize("place", [0, 1, len(SIZES) - 1])
+def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
+    """Before anything is launched with them."""
+    sizes = list(SIZES)
+    sizes[place] *= 2
+    for wrong in (sizes, SIZES[:-1], [*SIZES, 8]):
+        with pytest.raises(RuntimeError, match="parameter"):
+            compiled(wrong)
+
+
+BOXES = (0, 0, 8, 10, 0, 4, (1,))
+"""Place of a descriptor, and of its sizes and strides, in so few bytes on top of each other."""
+BOX = Boxes(torch.zeros(4), [4], [1], [1])
+WRONG: list[tuple[Callable[[list[Any]], Any], type[Exception]]] = [
+    (lambda a: a.__setitem__(3, b""), ValueError),
+    (lambda a: a.__setitem__(3, bytes(1 << 16)), ValueError),
+    (lambda a: a.__setitem__(4, ()), ValueError),
+    (lambda a: a.__setitem__(4, ((0, 999999),)), ValueError),
+    (lambda a: a.__setitem__(4, ((-8, 8),)), ValueError),
+    (lambda a: a.__setitem__(4, ((0, 0),)), ValueError),
+    (lambda a: a.__setitem__(4, (("0", 8),)), TypeError),
+    (lambda a: a.__setitem__(4, (0,)), TypeError),
+    (lambda a: a.__setitem__(5, (3,)), TypeError),
+    (lambda a: a.__setitem__(5, ((BOXES, BOX, 3),)), TypeError),
+    (lambda a: a.__setitem__(5, ((3, BOX),)), TypeError),
+    (lambda a: a.__setitem__(5, ((BOXES, 3),)), AttributeError),
+    (lambda a: a.__setitem__(5, (((8, *BOXES[1:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((64, *BOXES[1:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((0, 126, *BOXES[2:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((0, 0, -1, *BOXES[3:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((*BOXES[:6], ()), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((*BOXES[:6], (1,) * 6), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((*BOXES[:6], ("1",)), BOX),)), TypeError),
+    (lambda a: a.__setitem__(5, (((*BOXES[:6], (1, 1)), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (("x", -1, "D", 0),)), TypeError),
+    (lambda a: a.__setitem__(6, (("x", -1, "D", (8, *BOXES[1:])),)), ValueError),
+    (lambda a: a.__setitem__(6, (("x", -1, "P", "0"),)), TypeError),
+    (lambda a: a.__setitem__(6, (3,)), TypeError),
+    (lambda a: a.__setitem__(6, (("x", -1, "P"),)), TypeError),
+    (lambda a: a.__setitem__(6, (("x", -1, "P", 1 << 20),)), ValueError),
+    (lambda a: a.__setitem__(6, (("x", -1, "?", 0),)), ValueError),
+    (lambda a: a.__setitem__(6, ((3, -1, "P", 0),)), TypeError),
+    (lambda a: a.pop(), TypeError),
+]
+
+
+@pytest.mark.parametrize("place", range(len(WRONG)))
+def test_a_launch_that_cannot_be_is_not_made(place: int) -> None:
+    kernel = kernel_of([128])
+    right = [
+        ctypes.addressof(kernel),
+        128,
+        0,
+        bytes(128),
+        ((0, 128),),
+        ((BOXES, BOX),),
+        (("x", -1, "A", 0),),
+    ]
+    make = nvidia_launch.launch_module().Launch
+    make(*right)
+    wrong, raised = WRONG[place]
+    arguments = list(right)
+    wrong(arguments)
+    with pytest.raises(raised):
+        make(*arguments)
+    with pytest.raises(TypeError):
+        make(*right, shared=3)
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, []), (-1, 2, {}), ("1", 2, {})])
+def test_a_launch_called_wrongly_raises(arguments: tuple[Any, ...]) -> None:
+    kernel = kernel_of([8])
+    made = nvidia_launch.launch_module().Launch(
+        ctypes.addressof(kernel), 128, 0, bytes(8), ((0, 8),), (), ()
+    )
+    with pytest.raises((TypeError, OverflowError)):
+        made(*arguments)
+    with pytest.raises(TypeError):
+        made(1, 2, {}, values={})
+    assert launches() == 0
+    assert made(1, 2, {}) is True and launches() == 1
+
+
+def test_nothing_of_a_call_is_kept() -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    gone = weakref.ref(values["y"])
+    counts = [sys.getrefcount(values[name]) for name in ("x", "tables", "scale")]
+    for _ in range(100):
+        fixed.launch(program, 1, GPU, values)
+    assert counts == [sys.getrefcount(values[name]) for name in ("x", "tables", "scale")]
+    del values
+    gc.collect()
+    assert gone() is None
+
+
+def test_threads_launch_the_same_kernel() -> None:
+    program = compiled()
+    fixed, values = given()
+    fixed.launch(program, 1, GPU, values)
+    before = launches()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(200):
+                fixed.launch(program, 1, GPU, values)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The fake driver counts without a lock.
+    assert not failures and before < launches() <= before + 800
+
+
+def test_a_library_that_is_no_driver_is_refused() -> None:
+    module = nvidia_launch.launch_module()
+    for path in ("no such library", "libc.so.6"):
+        with pytest.raises(OSError, match=r"no such library|libc\.so\.6"):
+            module.open_driver(path)
+    with pytest.raises(TypeError):
+        module.open_driver(3)
+    module.open_driver("libcuda.so.1")
