@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from compiling_backward import causal, recorded
 
 import anyflex
-from anyflex_cuda import forward_call
+from anyflex_triton import forward_call as portable_call
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program
 
@@ -178,11 +178,15 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
         assert {**values, "scale": 0.25} == {**others, "scale": 0.25}
 
 
-@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("wanted", ["qkv", "kv", "v"])
 @pytest.mark.parametrize("lengths_differ", [True, False])
-def test_forward_knows_what_backward_will_compile(wanted: str, lengths_differ: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_forward_knows_what_backward_will_compile(
+    wanted: str, lengths_differ: bool, dtype: torch.dtype
+) -> None:
+    """Of Hopper's kernels, and of the portable ones, which float32 takes."""
     keys = 300 if lengths_differ else 256
-    q, k, v = (torch.zeros(2, 2, n, 64).bfloat16() for n in (256, keys, keys))
+    q, k, v = (torch.zeros(2, 2, n, 64, dtype=dtype) for n in (256, keys, keys))
     leaves = {"q": q, "k": k, "v": v}
     chosen = [leaves[name].requires_grad_() for name in wanted]
     mask = anyflex.create_block_mask(causal, None, None, 256, keys)
@@ -194,12 +198,13 @@ def test_forward_knows_what_backward_will_compile(wanted: str, lengths_differ: b
             "is_compiled",
             lambda program, device: False,
         ),
+        mock.patch.object(portable_call, "_compiles_beside", lambda call: True),
     ):
         out = anyflex.flex_attention(q, k, v, None, mask, backend="cuda.recorded")
         assert isinstance(out, torch.Tensor)
         (forward,) = launched
         assert forward[0].meanwhile is not None
-        with mock.patch.object(forward_call, "begin_compiling") as begun:
+        with mock.patch.object(portable_call, "begin_compiling") as begun:
             forward[0].meanwhile("target")
         (known, target), _ = begun.call_args
         assert target == "target"
@@ -215,7 +220,7 @@ def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
     with (
         recorded() as launched,
         mock.patch.object(Program, "is_compiled", lambda program, device: False),
-        mock.patch.object(forward_call, "_is_captured", lambda call: True),
+        mock.patch.object(portable_call, "_compiles_beside", lambda call: False),
     ):
         anyflex.flex_attention(q, q, q, None, mask, backend="cuda.recorded")
     ((program, _),) = launched

@@ -36,7 +36,7 @@ class Hopper(TritonBackend):
 compile_for = triton.compile
 
 
-def compile_offline(source: Any, options: dict[str, Any]) -> Any:
+def compile_offline(source: Any, target: Any, options: dict[str, Any]) -> Any:
     return compile_for(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -48,7 +48,7 @@ def note(*, src: Any, cache_hit: bool, **more: Any) -> None:
 asked: set[tuple[str, str]] = set()
 
 
-def ask_for(source: Any, options: dict[str, Any]) -> Any:
+def ask_for(source: Any, target: Any, options: dict[str, Any]) -> Any:
     # What has been compiled Triton takes out of its cache.
     wanted = (source.hash(), repr(sorted(options.items())))
     if wanted not in asked:

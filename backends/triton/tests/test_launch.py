@@ -194,8 +194,8 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what was begun; nothing was yet."""
     begun: list[str] = []
-    monkeypatch.setattr(launch, "_preparing", [])
-    for name in ("_make_driver", "_sum_files"):
+    monkeypatch.setattr(launch, "_preparing", {})
+    for name in ("_make_driver", "_sum_files", "_make_launcher"):
         monkeypatch.setattr(launch, name, lambda name=name: begun.append(name))
     return begun
 
@@ -203,9 +203,9 @@ def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_what_is_done_once_is_begun_once(unprepared: list[str]) -> None:
     launch.prepare()
     launch.prepare()
-    for thread in launch._preparing:
+    for thread in launch._preparing.values():
         thread.join(timeout=20)
-    assert sorted(unprepared) == ["_make_driver", "_sum_files"]
+    assert sorted(unprepared) == ["_make_driver", "_make_launcher", "_sum_files"]
 
 
 def test_what_fails_early_fails_no_call(
@@ -216,9 +216,37 @@ def test_what_fails_early_fails_no_call(
 
     monkeypatch.setattr(launch, "_make_driver", missing)
     launch.prepare()
-    for thread in launch._preparing:
+    for thread in launch._preparing.values():
         thread.join(timeout=20)
-    assert unprepared == ["_sum_files"]
+    assert sorted(unprepared) == ["_make_launcher", "_sum_files"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_compiles_waits_for_a_driver_only_to_know_its_target(
+    known: bool, unprepared: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, made = threading.Event(), threading.Event()
+    before: list[bool] = []
+
+    def make_driver() -> None:
+        # Until something is compiled, or for long enough to see that nothing is.
+        compiling.wait(timeout=20 if known else 0.5)
+        made.set()
+
+    def compiled(source: object, target: object, options: object) -> SimpleNamespace:
+        assert target == (AMD if known else None)
+        before.append(made.is_set())
+        compiling.set()
+        return SimpleNamespace(metadata=SimpleNamespace(shared=0, target=AMD), run=None)
+
+    monkeypatch.setattr(launch, "_make_driver", make_driver)
+    monkeypatch.setattr(launch, "_nvidia_target", lambda device: AMD if known else None)
+    monkeypatch.setattr(launch, "_most_shared", lambda device: made.is_set() and 1)
+    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    monkeypatch.setattr("triton.compile", compiled)
+    launch.prepare()
+    new_program().compile(0)
+    assert before == [not known] and made.is_set()
 
 
 def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
@@ -230,9 +258,9 @@ def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refused)
         launch.prepare()
-    assert launch._preparing == []
+    assert launch._preparing == {}
     launch.prepare()
-    assert len(launch._preparing) == 2
+    assert len(launch._preparing) == 3
 
 
 class Compiled:
@@ -362,7 +390,7 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
     driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
     asked: list[int] = []
 
-    def compiled(source: object, options: Mapping[str, Any]) -> SimpleNamespace:
+    def compiled(source: object, target: object, options: Mapping[str, Any]) -> SimpleNamespace:
         asked.append(options["num_stages"])
         shared = 100 * options["num_stages"]
         return SimpleNamespace(metadata=SimpleNamespace(shared=shared, target=AMD), run=None)
@@ -415,7 +443,7 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
             shared=0, num_warps=4, warp_size=32, tmem_size=None, target=AMD
         ),
     )  # fmt: skip
-    monkeypatch.setattr("triton.compile", lambda source, options: kernel)
+    monkeypatch.setattr("triton.compile", lambda source, target, options: kernel)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
     launch._most_shared.cache_clear()
     program = launch.Program(
@@ -444,7 +472,8 @@ class Source:
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, notes: list[str], cached: bool = False) -> None:
-    def compiled(source: Any, target: str = "the current", options: Any = None) -> SimpleNamespace:
+    def compiled(source: Any, target: str | None, options: Any) -> SimpleNamespace:
+        target = target or "the current"
         if not cached:
             assert source.make_ir(target, options) == f"module for {target}"
         notes.append(f"compiled for {target}")
@@ -473,6 +502,57 @@ def test_what_is_needed_next_is_begun_after_the_front_end_of_what_is_not_cached(
     assert program.meanwhile is None
 
 
+def finish() -> None:
+    """Wait for what compiles in threads, and begins others."""
+    while True:
+        running = [each for each in threading.enumerate() if each.name == "anyflex-triton"]
+        if not running:
+            return
+        for thread in running:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    running = 0
+    most_running = most_compiling = compiling = 0
+    both = threading.Barrier(2)
+
+    class Slow(Source):
+        def make_ir(self, target: str, options: object) -> str:
+            nonlocal running, most_running
+            running += 1
+            most_running = max(most_running, running)
+            time.sleep(0.02)
+            running -= 1
+            return "module"
+
+    def compiled(source: Any, target: str, options: Any) -> SimpleNamespace:
+        nonlocal compiling, most_compiling
+        compiling += 1
+        most_compiling = max(most_compiling, compiling)
+        if not cached:
+            source.make_ir(target, options)
+            # Each of two goes on when the other one's front end is done too.
+            both.wait(timeout=20)
+        compiling -= 1
+        return SimpleNamespace(
+            src=source, metadata=SimpleNamespace(shared=0, target=AMD), run="loaded"
+        )
+
+    driver.launcher_cls = lambda *given: None
+    monkeypatch.setattr(launch.Program, "source", lambda program: Slow())
+    monkeypatch.setattr("triton.compile", compiled)
+    programs = [new_program() for _ in range(4)]
+    launch.begin_compiling(programs, "sm_90")
+    finish()
+    assert most_running == (not cached) and (most_compiling == 1) == cached
+    assert all(program._ahead is not None for program in programs)
+
+
 def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,14 +562,12 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
     driver.launcher_cls = lambda *given: launchers.append(given)
     ahead, broken = new_program(), new_program()
 
-    def fail(target: object) -> None:
+    def fail(*given: object) -> None:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(broken, "compile_ahead", fail)
     launch.begin_compiling([broken, ahead, ahead], "sm_90")
-    for thread in threading.enumerate():
-        if thread.name == "anyflex-triton":
-            thread.join(timeout=20)
+    finish()
     assert notes == ["compiled for sm_90"] and len(launchers) == 1
     assert not ahead.is_compiled(None) and not broken.is_compiled(None)
     assert ahead.compile().run == "loaded" and notes == ["compiled for sm_90"]

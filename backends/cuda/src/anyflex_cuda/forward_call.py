@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.tile_order import tile_order
 from anyflex_triton.fixed_arguments import FixedArguments
-from anyflex_triton.launch import Options, Program, Types, begin_compiling
+from anyflex_triton.forward_call import NeededNext, compile_next
+from anyflex_triton.launch import Options, Program, Types
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import Mods, float_pointers, int32s, or_else
 
@@ -356,7 +357,7 @@ def _with_out(
 
 def launch_forward(
     made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs,
-    needed_next: Callable[[Call, Outputs], Sequence[Program]],
+    needed_next: NeededNext,
 ) -> None:  # fmt: skip
     """Launch the kernel for a call without `refusal`, on the current stream.
 
@@ -371,15 +372,8 @@ def launch_forward(
         made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
         rest is not None,
     )  # fmt: skip
-    if not program.is_compiled(call.query.device.index) and not _is_captured(call):
-        program.meanwhile = lambda target: begin_compiling(needed_next(call, out), target)
+    compile_next(program, call, out, needed_next)
     launch_boxed(made, program, fit, call, out)
-
-
-def _is_captured(call: Call) -> bool:
-    """Whether the call becomes part of a CUDA graph: what backward needs may wait for the device
-    then, and a mask's columns are counted there."""
-    return call.query.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def launch_boxed(

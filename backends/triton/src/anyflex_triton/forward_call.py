@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import facts_of, layout_of
 from anyflex_triton.configs import Config
-from anyflex_triton.launch import Launch, Options, Program, launch_all
+from anyflex_triton.launch import Launch, Options, Program, begin_compiling, launch_all
 from anyflex_triton.mask_rows import mask_rows, rows_for
 from anyflex_triton.programs import (
     MaskRows,
@@ -30,12 +30,17 @@ from anyflex_triton.programs import (
 )
 
 __all__ = [
+    "NeededNext",
+    "compile_next",
     "launch_decode",
     "launch_prefill",
     "mask_shape",
     "packed_heads",
     "splits_of",
 ]
+
+NeededNext = Callable[[Call, Outputs], Sequence[Program]]
+"""Programs that will be needed after a call's forward."""
 
 _PROGRAMS_A_CORE = 2
 """That decode. With more an H200 took 5 to 15 % longer, for some run when the others are done."""
@@ -110,11 +115,38 @@ def _cores(device: torch.device) -> int:
     return 32
 
 
-def launch_prefill(made: Programs, call: Call, out: Outputs) -> None:
+def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: NeededNext) -> None:
     """Launch the forward kernel: tiles of queries."""
     rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
+    if not before:
+        compile_next(launch.program, call, out, needed_next)
     launch_all([*before, launch], call.query.device)
+
+
+def compile_next(program: Program, call: Call, out: Outputs, needed_next: NeededNext) -> None:
+    """Let what a training call needs next be compiled beside the program that it needs now, if
+    that is compiled yet to be."""
+    if program.is_compiled(call.query.device.index) or not _compiles_beside(call):
+        return
+
+    def begin_next(target: object) -> None:
+        programs = needed_next(call, out)
+        if programs:
+            begin_compiling(programs, target)
+
+    program.meanwhile = begin_next
+
+
+def _compiles_beside(call: Call) -> bool:
+    """Whether programs are compiled in threads without the device. Not while the call becomes part
+    of a CUDA graph: what backward needs may wait for the device then, and a mask's columns are
+    counted there."""
+    return (
+        call.query.is_cuda
+        and torch.version.cuda is not None
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _prefill_launch(

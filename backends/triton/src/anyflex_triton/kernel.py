@@ -21,7 +21,7 @@ from anyflex_triton.forward_call import (
     packed_heads,
     splits_of,
 )
-from anyflex_triton.launch import Launch, launch_all
+from anyflex_triton.launch import Launch, Program, launch_all
 from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
 from anyflex_triton.programs import Programs
 from anyflex_triton.tuning import Tuner
@@ -156,26 +156,54 @@ class TritonKernel(Kernel):
             if self._decodes(call):
                 launch_decode(self._made, call, out)
             else:
-                launch_prefill(self._made, call, out)
+                launch_prefill(self._made, call, out, self._of_backward)
         except OutOfResources as error:
             self._made.blame_options("forward", error)
             raise
 
+    def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
+        """Programs that the backward of a call will need if the gradient that comes in is laid out
+        as out is, and those that go out as query, key and value are."""
+        spec = self.spec
+        lse = out.lse
+        if not spec.needs_backward or self._made.tuner is not None or lse is None:
+            return []
+        # What they are given decides nothing; of their types alone programs are made.
+        workspace = tuple(
+            torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for each in self.workspace(call, "backward")
+        )
+        captured = tuple(
+            torch.empty(0, device="meta") if facts.needs_grad else None for facts in spec.captured
+        )
+        dq, dk, dv = (
+            tensor if name in spec.gradients else None
+            for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
+        )
+        launches = self._backward_launches(
+            call, Saved(out.out, lse, out.saved), GradInputs(out.out, lse if spec.dlse else None),
+            Grads(dq, dk, dv, captured, workspace),
+        )  # fmt: skip
+        return [launch.program for launch in launches]
+
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`. Raises as forward does."""
-        try:
-            self._launch_backward(call, saved, grad, grads)
-        except OutOfResources as error:
-            self._made.blame_options("backward", error)
-            raise
-
-    def _launch_backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
-        dout = grad.dout
         if call.query.numel() == 0 or call.key.numel() == 0 or call.value.numel() == 0:
             for gradient in (grads.dq, grads.dk, grads.dv):
                 if gradient is not None:
                     gradient.zero_()
             return
+        try:
+            launch_all(self._backward_launches(call, saved, grad, grads), call.query.device)
+        except OutOfResources as error:
+            self._made.blame_options("backward", error)
+            raise
+
+    def _backward_launches(
+        self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+    ) -> list[Launch]:
+        """What fills `grads`, of tensors that aren't empty."""
+        dout = grad.dout
         made = self._made
         row_values, *rest = grads.workspace
         for_keys, rest = cut(rest, len(self._finer_specs(call, "keys")))
@@ -189,7 +217,7 @@ class TritonKernel(Kernel):
         launches += self.query_launches(
             call, dout, row_values, grads, for_queries, integers, [first]
         )
-        launch_all(launches, call.query.device)
+        return launches
 
     def query_launches(
         self,

@@ -78,7 +78,7 @@ gets another launcher's if a second thread has loaded one in between. Nothing ke
 Triton in the process from doing that. Loading a kernel lies inside, hooks included: Triton does it
 with the launcher, and a hook may make a call of its own."""
 
-_preparing: list[threading.Thread] = []
+_preparing: dict[Callable[[], None], threading.Thread] = {}
 _prepares = threading.Lock()
 free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers", "_prepares")
 
@@ -92,7 +92,7 @@ def prepare() -> None:
     """
     with _prepares:
         if not _preparing:
-            for task in (_make_driver, _sum_files, _make_launcher):
+            for task in (_sum_files, _make_driver, _make_launcher):
                 thread = threading.Thread(
                     target=_attempt, args=(task,), name="anyflex-triton", daemon=True
                 )
@@ -101,9 +101,15 @@ def prepare() -> None:
                 except RuntimeError:
                     # No thread is to be had: nothing is begun early.
                     return
-                if task is not _make_launcher:
-                    # Needed after a kernel is compiled, not before.
-                    _preparing.append(thread)
+                _preparing[task] = thread
+
+
+def _await(*tasks: Callable[[], None]) -> None:
+    """Wait for what `prepare` began."""
+    for task in tasks:
+        thread = _preparing.get(task)
+        if thread is not None:
+            thread.join()
 
 
 def _attempt(task: Callable[[], None]) -> None:
@@ -245,28 +251,28 @@ class Program:
         """Compile for the current device, whose index is `device`, at most once."""
         found = self._compiled.get(device)
         if found is None:
-            for thread in _preparing:
-                thread.join()
             with self._lock:
                 found = self._compiled.get(device)
                 if found is None:
                     found = self._compiled[device] = self._compile_for(device)
         return found
 
-    def compile_ahead(self, target: Any) -> None:
+    def compile_ahead(self, target: Any, meanwhile: Callable[[Any], None] | None = None) -> None:
         """Do of `compile` what needs no device, at most once. In any thread: a graph that another
         one records isn't disturbed.
 
         Args:
             target: of the compiler.
+            meanwhile: as the attribute.
         """
         import triton
 
         with self._lock:
             if not self._compiled and self._ahead is None:
-                found = triton.compile(
-                    self.source(), target=target, options=self.options.keywords()
-                )
+                source = self.source()
+                if meanwhile is not None:
+                    _call_after_front_end(source, meanwhile)
+                found = triton.compile(source, target=target, options=self.options.keywords())
                 if self._parameters(found) is None:
                     # Leaves its module in C in Triton's cache.
                     with _making_launchers:
@@ -281,6 +287,11 @@ class Program:
         """
         import triton
 
+        # Its driver isn't needed before there is something to load, where the target is known.
+        target = _nvidia_target(device)
+        _await(_sum_files)
+        if target is None:
+            _await(_make_driver)
         keywords = self.options.keywords()
         found, self._ahead = self._ahead, None
         if found is None:
@@ -289,14 +300,15 @@ class Program:
             meanwhile, self.meanwhile = self.meanwhile, None
             if meanwhile is not None:
                 _call_after_front_end(source, meanwhile)
-            found = triton.compile(source, options=keywords)
+            found = triton.compile(source, target=target, options=keywords)
         if device is not None:
+            _await(_make_driver)
             stages = self.options.num_stages
             while stages > 1 and found.metadata.shared > _most_shared(device):
                 stages -= 1
                 keywords["num_stages"] = stages
                 self.gives_up_stages = True
-                found = triton.compile(self.source(), options=keywords)
+                found = triton.compile(self.source(), target=target, options=keywords)
             parameters = self._parameters(found)
             # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
             # other's loading has ended: so nobody else has the kernel yet.
@@ -381,18 +393,27 @@ def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None
     source.make_ir = make_and_call
 
 
-def begin_compiling(programs: Iterable[Program], target: Any) -> None:
-    """Compile what will be needed soon, in threads of their own, without loading it. The process
-    ends after they do. What fails is tried again when it is needed, and raised then."""
-    for program in programs:
-        thread = threading.Thread(
-            target=_attempt, args=(partial(program.compile_ahead, target),), name="anyflex-triton"
-        )
-        try:
-            thread.start()
-        except RuntimeError:
-            # No thread is to be had.
-            return
+def begin_compiling(programs: Sequence[Program], target: Any) -> None:
+    """Compile what will be needed soon, in threads of their own, without loading it. Each begins
+    when Python's lock is no longer needed for the one before: several at a time would keep it from
+    whoever compiles what is needed now, for half a second of two. The process ends after they do.
+    What fails is tried again when it is needed, and raised then."""
+    first, *rest = programs
+    # Taken out by whoever begins them.
+    waiting = [rest] if rest else []
+
+    def begin_rest(*_: object) -> None:
+        if waiting:
+            begin_compiling(waiting.pop(), target)
+
+    def compile_first() -> None:
+        _attempt(partial(first.compile_ahead, target, begin_rest))
+        # Its front end hasn't run: it was compiled before, or failed.
+        begin_rest()
+
+    # If no thread is to be had, nothing is begun.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=compile_first, name="anyflex-triton").start()
 
 
 def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
@@ -423,6 +444,16 @@ def hooked() -> bool:
 def _listened(hook: Any) -> Any:
     """A launch hook of Triton's, or None where it is a chain of none."""
     return hook if getattr(hook, "calls", hook) else None
+
+
+def _nvidia_target(device: int | None) -> Any:
+    """What Triton's driver for NVIDIA says that it compiles for, without it; None elsewhere."""
+    if device is None or torch.version.cuda is None:
+        return None
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return GPUTarget("cuda", major * 10 + minor, 32)
 
 
 @lru_cache
