@@ -213,6 +213,30 @@ def test_forward_knows_what_backward_will_compile(
         assert [program for program, _ in launched] == known
 
 
+def test_forward_knows_what_repeatable_sums_will_compile() -> None:
+    q = torch.zeros(2, 2, 256, 64, requires_grad=True)
+    table = torch.zeros(2, requires_grad=True)
+    with (
+        recorded() as launched,
+        mock.patch.object(Program, "is_compiled", lambda program, device: False),
+        mock.patch.object(portable_call, "_compiles_beside", lambda call: True),
+        mock.patch.object(portable_call, "begin_compiling") as begun,
+        mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True),
+    ):
+        out = anyflex.flex_attention(
+            q, q, q, lambda s, b, h, i, j: s * table[h], backend="cuda.recorded"
+        )
+        assert isinstance(out, torch.Tensor)
+        meanwhile = launched[0][0].meanwhile
+        assert meanwhile is not None
+        meanwhile("target")
+        (known, _), _ = begun.call_args
+        launched.clear()
+        torch.autograd.grad(out, [q, table], torch.zeros_like(out))
+        assert [program for program, _ in launched] == known
+        assert len({program.function.__name__ for program in known}) > 3
+
+
 def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
     """To know it, the mask's columns are counted, which waits for the device."""
     q = torch.zeros(2, 2, 256, 64, requires_grad=True).bfloat16()

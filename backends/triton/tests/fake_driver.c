@@ -54,7 +54,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   const Kernel *kernel = (const Kernel *)function;
   if (status_of_launch)
     return status_of_launch;
-  if (extra != NULL || config->numAttrs || config->gridDimY != 1 || config->gridDimZ != 1)
+  if (extra != NULL || config->gridDimX == 0 || config->numAttrs || config->gridDimY != 1 || config->gridDimZ != 1)
     return CUDA_ERROR_INVALID_VALUE;
   last.grid = config->gridDimX;
   last.threads = config->blockDimX;

@@ -305,6 +305,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made.get_current_stream = lambda device: made.stream if device == GPU.index else None
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=made))
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    # Of a torch for CUDA no device is asked.
+    monkeypatch.setattr(launch, "_nvidia_target", lambda device: None)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         monkeypatch.setattr(knobs.runtime, name, HookChain())
     return made
@@ -500,6 +502,25 @@ def test_what_is_needed_next_is_begun_after_the_front_end_of_what_is_not_cached(
     program.compile()
     assert notes == ["begun for the current"] * (not cached) + ["compiled for the current"]
     assert program.meanwhile is None
+
+
+def test_what_another_thread_asks_for_meanwhile_is_not_kept(
+    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds on to a call's tensors."""
+    notes: list[str] = []
+    compiler(monkeypatch, notes)
+    program = new_program()
+    compile_for = program._compile_for
+
+    def compile_and_ask(device: int | None) -> Any:
+        found = compile_for(device)
+        program.meanwhile = lambda target: notes.append("begun")
+        return found
+
+    monkeypatch.setattr(program, "_compile_for", compile_and_ask)
+    program.compile()
+    assert program.meanwhile is None and notes == ["compiled for the current"]
 
 
 def finish() -> None:

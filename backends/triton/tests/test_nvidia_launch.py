@@ -47,7 +47,9 @@ def test_with_a_driver_that_notes_launches(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env={
-            **os.environ, "LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path),
+            **os.environ,
+            "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "TRITON_LIBCUDA_PATH": str(tmp_path),
             "TRITON_CACHE_DIR": str(tmp_path / "cache"),
         },
         check=False,

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.knobs import HookChain
 
+from anyflex.plugin import PerformanceWarning
 from anyflex_triton import launch, nvidia_launch
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.fixed_arguments import FixedArguments
@@ -100,7 +101,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (launch, triton.runtime):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch, "INTERPRETED", False)
-    monkeypatch.setattr(launch, "enter_device", lambda device: fake.set_context(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: fake.set_context(1))
+    monkeypatch.setattr(launch, "_nvidia_target", lambda device: None)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         monkeypatch.setattr(knobs.runtime, name, HookChain())
     fake.forget()
@@ -250,6 +252,7 @@ def test_a_descriptor_that_is_none_is_refused() -> None:
         (x, AttributeError), (Boxes(x, [4], [8, 1], []), ValueError),
         (Boxes(x, [4, "8"], [8, 1], []), TypeError), (Boxes(x, [4, 8], 8, []), TypeError),
         (Boxes(3, [4, 8], [8, 1], []), AttributeError),
+        (Boxes(x, [1 << 32, 8], [8, 1], []), OverflowError),
     ):  # fmt: skip
         with pytest.raises(raised):
             program.launch(1, GPU, {**right, "x_desc": wrong})
@@ -260,10 +263,33 @@ def test_a_threads_first_launch_makes_its_context() -> None:
     program = compiled()
     fixed, values = given()
     fixed.launch(program, 1, GPU, values)
-    before = launches()
-    fake.set_context(0)
+    for count in (2, 3):
+        # The second time somebody has taken it away.
+        fake.set_context(0)
+        fixed.launch(program, 1, GPU, values)
+        assert launches() == count
+
+
+def test_a_thread_that_gets_no_context_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = compiled()
+    fixed, values = given()
     fixed.launch(program, 1, GPU, values)
-    assert launches() == before + 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: None)
+    fake.set_context(0)
+    for launch_it in (fixed.launch, lambda *given: given[0].launch(*given[1:])):
+        with pytest.raises(RuntimeError, match="context on cuda:1"):
+            launch_it(program, 1, GPU, fixed._together(values))
+    assert launches() == 1
+
+
+def test_a_grid_of_none_launches_nothing() -> None:
+    program = compiled()
+    fixed, values = given()
+    for _ in range(2):
+        fixed.launch(program, 0, GPU, values)
+    assert launches() == 0
+    with pytest.raises(OverflowError, match="4294967301 programs"):
+        fixed.launch(program, (1 << 32) + 5, GPU, values)
 
 
 def test_a_profilers_hook_is_told_of_later_launches_too() -> None:
@@ -328,7 +354,7 @@ def test_without_a_compiler_triton_launches_and_a_warning_says_so(
 
     launch.driver.active.launcher_cls = make
     fixed, values = given()
-    with pytest.warns(RuntimeWarning, match="C compiler"):
+    with pytest.warns(PerformanceWarning, match="C compiler"):
         program = compiled()
     for _ in range(2):
         fixed.launch(program, 1, GPU, values)
@@ -397,7 +423,7 @@ WRONG: list[tuple[Callable[[list[Any]], Any], type[Exception]]] = [
     (lambda a: a.__setitem__(5, ((3, BOX),)), TypeError),
     (lambda a: a.__setitem__(5, ((BOXES, 3),)), AttributeError),
     (lambda a: a.__setitem__(5, (((8, *BOXES[1:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((64, *BOXES[1:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(5, (((128, *BOXES[1:]), BOX),)), ValueError),
     (lambda a: a.__setitem__(5, (((0, 126, *BOXES[2:]), BOX),)), ValueError),
     (lambda a: a.__setitem__(5, (((0, 0, -1, *BOXES[3:]), BOX),)), ValueError),
     (lambda a: a.__setitem__(5, (((*BOXES[:6], ()), BOX),)), ValueError),

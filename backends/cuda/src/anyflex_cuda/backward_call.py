@@ -19,6 +19,7 @@ from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
+from anyflex_triton.backward_call import expected_backward
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
@@ -302,22 +303,8 @@ def backward_programs(
         out: of the call's forward.
         workspace: of `backward_workspace`.
     """
-    lse = out.lse
-    assert lse is not None
-    work = work_of(
-        [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in workspace]
-    )
-    spec = portable.spec
-    dq = call.query if "q" in spec.gradients else None
-    dlse = lse if spec.dlse else None
-    # Of their types alone, float32, a program is made.
-    captured = tuple(
-        torch.empty(0, device="meta") if facts.needs_grad else None for facts in spec.captured
-    )
-    launches = _launches(
-        portable, gluon, call, Saved(out.out, lse, out.saved), GradInputs(out.out, dlse),
-        Grads(dq, call.key, call.value, captured), work,
-    )  # fmt: skip
+    saved, grad, grads = expected_backward(portable.spec, call, out, workspace)
+    launches = _launches(portable, gluon, call, saved, grad, grads, work_of(grads.workspace))
     return [launch.program for launch in launches]
 
 

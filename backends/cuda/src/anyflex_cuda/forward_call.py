@@ -372,7 +372,8 @@ def launch_forward(
         made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
         rest is not None,
     )  # fmt: skip
-    compile_next(program, call, out, needed_next)
+    if made.spec.needs_backward:
+        compile_next(program, call, out, needed_next)
     launch_boxed(made, program, fit, call, out)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_described_whole",
     "layout_like",
     "layout_of",
+    "make_context",
     "row_strides",
 ]
 
@@ -167,6 +168,12 @@ def descriptor_of_floats(tensor: Tensor, count: int) -> Boxes:
     return Boxes(tensor, [tensor.numel()], [1], [count])
 
 
+def make_context(device: torch.device) -> None:
+    """Give this thread a context on the device, whether it has had one or not."""
+    # The cheapest call of the runtime that does.
+    torch.cuda.mem_get_info(device)
+
+
 _entered = threading.local()
 
 
@@ -175,6 +182,5 @@ def enter_device(device: torch.device) -> None:
     nor Triton has made one before a thread's first launch."""
     if device.type != "cuda" or device.index in getattr(_entered, "devices", ()):
         return
-    # The cheapest call of the runtime that does.
-    torch.cuda.mem_get_info(device)
+    make_context(device)
     _entered.devices = {*getattr(_entered, "devices", ()), device.index}

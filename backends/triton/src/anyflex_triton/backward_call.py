@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from anyflex.plugin import Call, GradInputs, Grads, Saved
+from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
     descriptor_of_floats,
@@ -35,7 +36,36 @@ from anyflex_triton.programs import (
     tile_count,
 )
 
-__all__ = ["keys_launch", "queries_launch", "rows_launch"]
+__all__ = ["expected_backward", "keys_launch", "queries_launch", "rows_launch"]
+
+
+def expected_backward(
+    spec: Spec, call: Call, out: Outputs, workspace: Sequence[TensorSpec]
+) -> tuple[Saved, GradInputs, Grads]:
+    """What backward will be given if the gradient that comes in is laid out as out is, and those
+    that go out as query, key, value and captured tensors are. Nothing of it may be read: it is for
+    knowing programs, before there is a backward.
+
+    Args:
+        out: of forward, with lse.
+        workspace: of backward.
+    """
+    lse = out.lse
+    assert lse is not None
+    dq, dk, dv = (
+        tensor if name in spec.gradients else None
+        for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
+    )
+    captured = tuple(
+        torch.empty(tensor.shape, device="meta") if facts.needs_grad else None
+        for facts, tensor in zip(spec.captured, call.captured, strict=True)
+    )
+    tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device="meta") for each in workspace)
+    return (
+        Saved(out.out, lse, out.saved),
+        GradInputs(out.out, lse if spec.dlse else None),
+        Grads(dq, dk, dv, captured, tensors),
+    )
 
 
 _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}

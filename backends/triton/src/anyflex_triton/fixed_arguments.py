@@ -24,8 +24,7 @@ class FixedArguments:
     """Arguments that calls of one shape on one device have in common. Thread-safe.
 
     Args:
-        values: by name, none for calls of all shapes; of a descriptor what `Boxes` takes beside
-            the base.
+        values: by name; of a descriptor what `Boxes` takes beside the base.
         described: name of a descriptor -> name of its tensor, where that is an argument too; else
             they have one name.
     """

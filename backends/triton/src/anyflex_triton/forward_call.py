@@ -12,7 +12,14 @@ from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import facts_of, layout_of
 from anyflex_triton.configs import Config
-from anyflex_triton.launch import Launch, Options, Program, begin_compiling, launch_all
+from anyflex_triton.launch import (
+    INTERPRETED,
+    Launch,
+    Options,
+    Program,
+    begin_compiling,
+    launch_all,
+)
 from anyflex_triton.mask_rows import mask_rows, rows_for
 from anyflex_triton.programs import (
     MaskRows,
@@ -119,7 +126,7 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: Needed
     """Launch the forward kernel: tiles of queries."""
     rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
-    if not before:
+    if made.spec.needs_backward and not before:
         compile_next(launch.program, call, out, needed_next)
     launch_all([*before, launch], call.query.device)
 
@@ -127,7 +134,8 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: Needed
 def compile_next(program: Program, call: Call, out: Outputs, needed_next: NeededNext) -> None:
     """Let what a training call needs next be compiled beside the program that it needs now, if
     that is compiled yet to be."""
-    if program.is_compiled(call.query.device.index) or not _compiles_beside(call):
+    device = call.query.device.index
+    if INTERPRETED or program.is_compiled(device) or not _compiles_beside(call):
         return
 
     def begin_next(target: object) -> None:
@@ -136,6 +144,9 @@ def compile_next(program: Program, call: Call, out: Outputs, needed_next: Needed
             begin_compiling(programs, target)
 
     program.meanwhile = begin_next
+    if program.is_compiled(device):
+        # By another thread since.
+        program.meanwhile = None
 
 
 def _compiles_beside(call: Call) -> bool:

@@ -11,7 +11,12 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
-from anyflex_triton.backward_call import keys_launch, queries_launch, rows_launch
+from anyflex_triton.backward_call import (
+    expected_backward,
+    keys_launch,
+    queries_launch,
+    rows_launch,
+)
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
 from anyflex_triton.forward_call import (
@@ -164,27 +169,10 @@ class TritonKernel(Kernel):
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
         """Programs that the backward of a call will need if the gradient that comes in is laid out
         as out is, and those that go out as query, key and value are."""
-        spec = self.spec
-        lse = out.lse
-        if not spec.needs_backward or self._made.tuner is not None or lse is None:
+        if not self.spec.needs_backward or self._made.tuner is not None:
             return []
-        # What they are given decides nothing; of their types alone programs are made.
-        workspace = tuple(
-            torch.empty(each.shape, dtype=each.dtype, device="meta")
-            for each in self.workspace(call, "backward")
-        )
-        captured = tuple(
-            torch.empty(0, device="meta") if facts.needs_grad else None for facts in spec.captured
-        )
-        dq, dk, dv = (
-            tensor if name in spec.gradients else None
-            for name, tensor in zip("qkv", (call.query, call.key, call.value), strict=True)
-        )
-        launches = self._backward_launches(
-            call, Saved(out.out, lse, out.saved), GradInputs(out.out, lse if spec.dlse else None),
-            Grads(dq, dk, dv, captured, workspace),
-        )  # fmt: skip
-        return [launch.program for launch in launches]
+        given = expected_backward(self.spec, call, out, self.workspace(call, "backward"))
+        return [launch.program for launch in self._backward_launches(call, *given)]
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         """Fill `grads`. Raises as forward does."""

@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from anyflex.plugin import free_in_child
-from anyflex_triton.arguments import enter_device
+from anyflex_triton.arguments import enter_device, make_context
 from anyflex_triton.cache_keys import ask_for_keys, has_key
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers", "_prep
 
 def prepare() -> None:
     """Begin what Triton does once a process, beside what else the first call does before it
-    compiles: a checksum of its own files, a module in C that talks to the driver; and what
-    launches past it.
+    compiles: a checksum of its own files, a module in C that talks to the driver. What fails of
+    these is tried again for the first kernel, which raises it for the user.
 
-    Whatever fails here is tried again for the first kernel, which raises it for the user.
+    Beside them, what launches past Triton: without that Triton's own launches.
     """
     with _prepares:
         if not _preparing:
@@ -255,6 +255,8 @@ class Program:
                 found = self._compiled.get(device)
                 if found is None:
                     found = self._compiled[device] = self._compile_for(device)
+                # Of a thread that has waited meanwhile: it holds on to a call's tensors.
+                self.meanwhile = None
         return found
 
     def compile_ahead(self, target: Any, meanwhile: Callable[[Any], None] | None = None) -> None:
@@ -275,6 +277,7 @@ class Program:
                 found = triton.compile(source, target=target, options=self.options.keywords())
                 if self._parameters(found) is None:
                     # Leaves its module in C in Triton's cache.
+                    _await(_make_driver)
                     with _making_launchers:
                         driver.active.launcher_cls(found.src, found.metadata)
                 self._ahead = found
@@ -350,6 +353,10 @@ class Program:
             _launch(kernel, grid, arguments)
 
 
+_late: list[Any] = []
+"""What makes launchers at the moment, by `_late_launchers`."""
+
+
 @contextlib.contextmanager
 def _late_launchers() -> Iterator[None]:
     """While a kernel is loaded that Triton's own launcher seldom launches: it isn't made. It is a
@@ -358,16 +365,25 @@ def _late_launchers() -> Iterator[None]:
 
     active = driver.active
     own = active.launcher_cls
+    if own in _late:
+        # A hook that is told of a loading makes a call.
+        yield
+        return
 
     def make(source: Any, metadata: Any) -> Any:
         with _making_launchers:
             return own(source, metadata)
 
+    def make_late(*given: Any) -> LateLauncher:
+        return LateLauncher(partial(make, *given))
+
     # Whoever else loads a kernel meanwhile has a launcher that is made a little later.
-    active.launcher_cls = lambda *given: LateLauncher(partial(make, *given))
+    active.launcher_cls = make_late
+    _late.append(make_late)
     try:
         yield
     finally:
+        _late.remove(make_late)
         active.launcher_cls = own
 
 
@@ -376,10 +392,12 @@ def launch_by(
 ) -> None:
     """Launch past Triton's own launcher, on the current stream of the current device."""
     stream = driver.active.get_current_stream(device.index)
+    if launcher(grid, stream, values):
+        return
+    # The thread's first launch, or somebody has taken its context away.
+    make_context(device)
     if not launcher(grid, stream, values):
-        # The thread's first launch.
-        enter_device(device)
-        launcher(grid, stream, values)
+        raise RuntimeError(f"this thread can't have a CUDA context on {device}")
 
 
 def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:

@@ -17,8 +17,8 @@
 #define MOST_BYTES 32768
 #define MOST_PARAMETERS 4096
 #define MOST_DIMENSIONS 5
-/* A descriptor's, which the driver asks for. */
-#define ALIGNMENT 64
+/* A descriptor's: the driver asks for 64, the type of some of its headers for more. */
+#define ALIGNMENT 128
 
 typedef CUresult (*GetCurrent)(CUcontext *);
 typedef CUresult (*GetErrorString)(CUresult, const char **);
@@ -161,6 +161,12 @@ static int write_descriptor(const Slot *slot, PyObject *value, unsigned char *pa
     status = encode(&slot->boxes, address, lengths, steps, parameters + slot->offset);
   for (cuuint32_t i = 0; status == 0 && i < rank; ++i) {
     int32_t narrow = (int32_t)lengths[rank - 1 - i];
+    if (narrow != lengths[rank - 1 - i]) {
+      PyErr_Format(PyExc_OverflowError, "a descriptor of %lld rows: more than 32 bits",
+                   (long long)lengths[rank - 1 - i]);
+      status = -1;
+      break;
+    }
     memcpy(parameters + slot->sizes + 4 * i, &narrow, sizeof narrow);
     memcpy(parameters + slot->strides + 8 * i, steps + rank - 1 - i, sizeof *steps);
   }
@@ -246,6 +252,13 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
   unsigned long grid = PyLong_AsUnsignedLong(given[0]);
   if (grid == (unsigned long)-1 && PyErr_Occurred())
     return NULL;
+  if (grid > INT32_MAX) {
+    PyErr_Format(PyExc_OverflowError, "a grid of %lu programs: 2^31 - 1 are the most", grid);
+    return NULL;
+  }
+  /* The driver refuses a grid of none. */
+  if (grid == 0)
+    Py_RETURN_TRUE;
   void *stream = PyLong_AsVoidPtr(given[1]);
   if (stream == NULL && PyErr_Occurred())
     return NULL;

@@ -7,39 +7,41 @@ that Triton takes, and is given what belongs to a call.
 
 from __future__ import annotations
 
+import logging
 import struct
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton
 
-from anyflex.plugin import free_in_child
+from anyflex.plugin import PerformanceWarning, free_in_child
 from anyflex_triton.arguments import Boxes
+
+if TYPE_CHECKING:
+    from anyflex_triton.launch import Types
 
 __all__ = ["IS_KNOWN", "LateLauncher", "Launcher", "Parameters", "launch_module", "parameters_of"]
 
 IS_KNOWN = triton.__version__.startswith("3.6.")
 """What this version of Triton gives a kernel is known here."""
 
-Types = str | tuple[str, ...]
-"""As `anyflex_triton.launch.Types`."""
-
 Launcher = Callable[[int, int, Mapping[str, Any]], bool]
-"""Launches so many programs on a stream with a call's values, of which there may be more than it
-takes; False, and nothing, where the thread has no context of the device yet."""
+"""Launches so many programs on a stream with a call's values, a dict, of which there may be more
+than it takes; False, and nothing, where the thread has no context of the device yet."""
 
 _NUMBERS = {"i32": "i", "i64": "q", "fp32": "f"}
 """Types of numbers -> letters of `struct`, and of nvidia_launch.c."""
 _SCRATCH = 2
 """Pointers that Triton gives each kernel after its own arguments, to memory that ours don't ask
 for."""
-_DESCRIPTOR_BYTES, _ALIGNMENT = 128, 64
+_DESCRIPTOR_BYTES, _ALIGNMENT = 128, 128
 """A descriptor's size, and what its address is a multiple of."""
 
+_log = logging.getLogger(__name__)
 _made: list[Any] = []
 _making = threading.Lock()
 free_in_child(sys.modules[__name__], "_making")
@@ -66,11 +68,14 @@ def _make_module() -> Any | None:
         )
         module.open_driver("libcuda.so.1")
     except Exception as error:  # noqa: BLE001  calls work without it
+        _log.info("the launcher in C can't be made", exc_info=True)
+        cure = "It takes a C compiler (CC, gcc or clang) and Python's headers."
+        if isinstance(error, OSError) and "libcuda" in str(error):
+            cure = "It takes NVIDIA's driver 525 or a later one."
         warnings.warn(
-            "anyflex's launcher can't be compiled, and Triton's own launches instead, which takes "
-            f"some microseconds longer a call: {error}. It takes a C compiler (CC, gcc or clang) "
-            "and Python's headers.",
-            RuntimeWarning,
+            "anyflex's launcher can't be made, and Triton's own launches kernels instead, which "
+            f"takes some microseconds longer a call: {error}. {cure}",
+            PerformanceWarning,
             stacklevel=2,
         )
         return None
