@@ -401,7 +401,7 @@ def test_parameters_of_other_sizes_are_noticed(place: int) -> None:
     """Before anything is launched with them."""
     sizes = list(SIZES)
     sizes[place] *= 2
-    for wrong in (sizes, SIZES[:-1], [*SIZES, 8]):
+    for wrong in (sizes, SIZES[:-1]):
         with pytest.raises(RuntimeError, match="parameter"):
             compiled(wrong)
 

@@ -301,16 +301,16 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
   Py_RETURN_TRUE;
 }
 
-/* Whether the driver knows parameters of these sizes, where it can tell. */
+/* Whether the driver knows parameters of these sizes, where it can tell. It isn't asked for one more:
+ * that would be an error, which tools report that watch its calls. */
 static int check_sizes(const Launch *launch) {
   if (driver.get_param_info == NULL)
     return 0;
-  for (Py_ssize_t i = 0; i <= launch->parameters; ++i) {
+  for (Py_ssize_t i = 0; i < launch->parameters; ++i) {
     size_t offset, size = 0;
     if (driver.get_param_info(launch->function, (size_t)i, &offset, &size) != CUDA_SUCCESS)
       size = 0;
-    /* After the last there is none. */
-    size_t ours = i < launch->parameters ? (size_t)launch->place[i].size : 0;
+    size_t ours = (size_t)launch->place[i].size;
     if (size != ours) {
       PyErr_Format(PyExc_RuntimeError, "the kernel's parameter %zd has %zu bytes, not %zu", i,
                    size, ours);
