@@ -372,8 +372,7 @@ def launch_forward(
         made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
         rest is not None,
     )  # fmt: skip
-    if made.spec.needs_backward:
-        compile_next(program, call, out, needed_next)
+    compile_next(made.spec, program, call, out, needed_next)
     launch_boxed(made, program, fit, call, out)
 
 

@@ -219,7 +219,7 @@ class CudaKernel(TritonKernel):
             launch_forward(self._hopper, self._tiles_of(fit), fit, call, out, self._of_backward)
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
-        if not self.spec.needs_backward or self._refused_backward_of(call) is not None:
+        if self._refused_backward_of(call) is not None:
             return super()._of_backward(call, out)
         specs = self._backward_workspace(call.query.shape, call.key.shape)
         return backward_programs(self._made, self._hopper, call, out, specs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.launch import Program, hooked, launch_by
-from anyflex_triton.nvidia_launch import Launcher, parameters_of
+from anyflex_triton.nvidia_launch import Launcher
 
 __all__ = ["FixedArguments"]
 
@@ -76,14 +76,8 @@ class FixedArguments:
 
     def _remember(self, program: Program, device: torch.device, values: Mapping[str, Any]) -> None:
         """Lay out how to launch a program that was compiled, or that there is no such way."""
-        kernel = program.compiled(device.index)
-        if kernel is None or not program.has_launcher(device.index):
-            # Interpreted, or Triton's own launches it.
-            if kernel is not None:
-                self._launchers[program] = None
-            return
-        parameters = parameters_of(
-            program.order, program.types, kernel.metadata, self.values, self._described, values
-        )
-        assert parameters is not None
-        self._launchers[program] = parameters.launcher(kernel)
+        # Else it is interpreted, or somebody else's launch stands in for the program's.
+        if program.compiled(device.index) is not None:
+            self._launchers[program] = program.launcher(
+                device.index, self.values, self._described, values
+            )

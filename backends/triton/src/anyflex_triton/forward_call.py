@@ -126,16 +126,20 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: Needed
     """Launch the forward kernel: tiles of queries."""
     rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
-    if made.spec.needs_backward and not before:
-        compile_next(launch.program, call, out, needed_next)
+    if not before:
+        compile_next(made.spec, launch.program, call, out, needed_next)
     launch_all([*before, launch], call.query.device)
 
 
-def compile_next(program: Program, call: Call, out: Outputs, needed_next: NeededNext) -> None:
+def compile_next(
+    spec: Spec, program: Program, call: Call, out: Outputs, needed_next: NeededNext
+) -> None:
     """Let what a training call needs next be compiled beside the program that it needs now, if
     that is compiled yet to be."""
     device = call.query.device.index
-    if INTERPRETED or program.is_compiled(device) or not _compiles_beside(call):
+    if INTERPRETED or not spec.needs_backward:
+        return
+    if program.is_compiled(device) or not _compiles_beside(call):
         return
 
     def begin_next(target: object) -> None:

@@ -167,9 +167,9 @@ class TritonKernel(Kernel):
             raise
 
     def _of_backward(self, call: Call, out: Outputs) -> list[Program]:
-        """Programs that the backward of a call will need if the gradient that comes in is laid out
-        as out is, and those that go out as query, key and value are."""
-        if not self.spec.needs_backward or self._made.tuner is not None:
+        """Programs that a training call's backward will need if the gradient that comes in is laid
+        out as out is, and those that go out as query, key and value are."""
+        if self._made.tuner is not None:
             return []
         given = expected_backward(self.spec, call, out, self.workspace(call, "backward"))
         return [launch.program for launch in self._backward_launches(call, *given)]

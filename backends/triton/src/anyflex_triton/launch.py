@@ -243,9 +243,21 @@ class Program:
         """What `compile` returned, or None before it did."""
         return self._compiled.get(device)
 
-    def has_launcher(self, device: int | None) -> bool:
-        """Whether it was compiled, and is launched past Triton's own launcher."""
-        return device in self._launchers
+    def launcher(
+        self,
+        device: int | None,
+        fixed: Mapping[str, Any],
+        described: Mapping[str, str],
+        values: Mapping[str, Any],
+    ) -> Launcher | None:
+        """What launches it past Triton's own launcher where some values stay, or None where that
+        one launches it, or it isn't compiled. Arguments: `nvidia_launch.parameters_of`."""
+        if device not in self._launchers:
+            return None
+        kernel = self._compiled[device]
+        parameters = self._parameters(kernel, fixed, described, values)
+        assert parameters is not None, "with nothing fixed there were some"
+        return parameters.launcher(kernel)
 
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""
@@ -322,11 +334,11 @@ class Program:
                 self._launchers[device] = parameters.launcher(found)
         return found
 
-    def _parameters(self, kernel: Any) -> Parameters | None:
+    def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
         """What a compiled kernel is given by our own launcher, or None where there is none."""
         from anyflex_triton.nvidia_launch import launch_module, parameters_of
 
-        parameters = parameters_of(self.order, self.types, kernel.metadata)
+        parameters = parameters_of(self.order, self.types, kernel.metadata, *fixed)
         return None if parameters is None or launch_module() is None else parameters
 
     def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
