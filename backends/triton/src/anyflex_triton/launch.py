@@ -122,12 +122,9 @@ def _make_driver() -> None:
 
 
 def _sum_files() -> None:
-    from triton.runtime import cache
+    from anyflex_triton.triton_checksum import take_recorded_checksum
 
-    # Not every Triton has it there. It is cached, and else computed when a kernel is compiled.
-    checksum = getattr(cache, "triton_key", None)
-    if checksum is not None:
-        checksum()
+    take_recorded_checksum()
 
 
 def _make_launcher() -> None:
