@@ -16,12 +16,14 @@ from anyflex_triton.tiles import (
     first_other_step,
     indices,
     is_far,
+    load_part,
     load_rows,
     load_tile,
     long_steps,
     mask_row,
     masked_scores,
     next_other_step,
+    store_part,
     store_rows,
     strange,
     strange_sum,
@@ -167,16 +169,17 @@ def forward_step(
 
 @triton.jit
 def careful_step(
-    acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides, keys, end, full, b, h,
-    q_idx, kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr,
+    acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides, keys, end, columns, full, b,
+    h, q_idx, kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr,
     SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """(acc, highest, total) after one more step: the largest score, and sums of values and weights
     relative to `top`. What isn't finite reaches the rows that see it, and no other.
 
     Args:
+        acc: [M, C], of the values' `columns`.
         top: [M], the largest score of all steps, or where that is yet to be found anything.
         highest: [M], of the steps so far.
     """
@@ -191,13 +194,29 @@ def careful_step(
         scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx[None, :], tables, ints,
         floats, SCORE_MOD, MASK_MOD,
     )
-    v = load_rows(v_rows, v_strides, keys, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True)
+    v = load_part(
+        v_rows, v_strides, keys, end, columns, VALUE_DIM, UNITS[2], SCATTERED[2], WIDE
+    )
     shift = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(scale, SCORE_MOD))
     total += tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
     acc += strange_sum(scores != float("-inf"), v)
     return acc, tl.maximum(highest, tl.max(scores, 1)), total
+
+
+@triton.jit
+def divided(acc, top, total):
+    """A softmax's values. A row without a live pair has a total of 0, and gives 0; NaN stays."""
+    dead = (top == float("-inf")) & (total == total)
+    acc = acc / tl.where(dead, 1.0, total)[:, None]
+    return tl.where(dead[:, None], 0.0, acc)
+
+
+@triton.jit
+def rounding_of(values, dtype):
+    """What rounding takes from values, and delta needs."""
+    return without_strange(values - values.to(dtype).to(tl.float32))
 
 
 @triton.jit
@@ -347,48 +366,63 @@ def forward_kernel(
     SCORED: tl.constexpr = SCORE_MOD is not None
     # What rounding added to the base: weights are relative to it, not to top.
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
-    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
-    # of far rows are none. All steps again, a few keys each, and twice, first for the largest
-    # scores, as these products have them.
-    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
-    if tl.max(odd, 0) > 0:
-        few = tl.arange(0, FEW)
-        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
-        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
-        excess = tl.zeros([BLOCK_M], tl.float32)
-        for _pass in range(2):
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            acc = tl.zeros([BLOCK_M, DV], tl.float32)
-            for r in range(run, last_run):
-                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-                for first in tl.range(begin, end, FEW, num_stages=1):
-                    acc, highest, total = careful_step(
-                        acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
-                        first + few, end, full, mod_b, mod_h, q_idx, kv_length, shifts, tables,
-                        ints, floats, scale, READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D,
-                        DV, UNITS, SCATTERED, WIDE, PRECISION,
-                    )
-            top = highest
-
-    # A row without a live pair has 0 here, and gives 0. NaN stays.
-    dead = top == float("-inf")
-    dead = dead & (total == total)
-    acc = acc / tl.where(dead, 1.0, total)[:, None]
-    acc = tl.where(dead[:, None], 0.0, acc)
     # Counted from the tile's first row: places as the query's above would be kept in registers
     # through all loops.
     of_tile = tl.arange(0, BLOCK_M)
     there = end_row - first_row
     o_base = tensor_at(out, o_strides, b, h, UNITS[3])
     o_base += first_row.to(tl.int64) * o_strides[2] * UNITS[3]
-    store_rows(o_base, o_strides, of_tile, there, acc, VALUE_DIM, DV, UNITS[3], WIDE)
+    r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
+    r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
+    values = divided(acc, top, total)
+    store_rows(o_base, o_strides, of_tile, there, values, VALUE_DIM, DV, UNITS[3], WIDE)
     if WANT_REST:
-        # What rounding takes from out, and delta needs.
-        rounding = without_strange(acc - acc.to(out.dtype.element_ty).to(tl.float32))
-        r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
-        r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
+        rounding = rounding_of(values, out.dtype.element_ty)
         store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
+    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
+    # of far rows are none. All steps again, a few keys each and for a part of the values' columns,
+    # over what is stored: with all columns at once the compiler takes an eighth longer.
+    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
+    if tl.max(odd, 0) > 0:
+        # Other threads have stored what is written here.
+        tl.debug_barrier()
+        few = tl.arange(0, FEW)
+        PART: tl.constexpr = DV if DV < 32 else 32
+        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
+        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
+        excess = tl.zeros([BLOCK_M], tl.float32)
+        # The first columns twice: the first time finds the largest scores, as these products have
+        # them, and what it writes is written again.
+        for first_column in range(-PART, VALUE_DIM, PART):
+            part_columns = tl.maximum(first_column, 0) + tl.arange(0, PART)
+            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            sums = tl.zeros([BLOCK_M, PART], tl.float32)
+            for careful_run in range(run, last_run):
+                begin, run_end, run_full = bounded_run(
+                    runs, careful_run, KV_BLOCK, kv_length, HAS_MASK,
+                )
+                for place in tl.range(begin, run_end, FEW, num_stages=1):
+                    sums, highest, total = careful_step(
+                        sums, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
+                        place + few, run_end, part_columns, run_full, mod_b, mod_h, q_idx,
+                        kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
+                        MASK_MOD, DIM, VALUE_DIM, D, UNITS, SCATTERED, WIDE, PRECISION,
+                    )
+            top = highest
+            part_values = divided(sums, top, total)
+            store_part(
+                o_base, o_strides, of_tile, there, part_columns, part_values, VALUE_DIM, UNITS[3],
+                WIDE,
+            )
+            if WANT_REST:
+                part_rounding = rounding_of(part_values, out.dtype.element_ty)
+                store_part(
+                    r_base, r_strides, of_tile, there, part_columns, part_rounding, VALUE_DIM,
+                    UNITS[4], WIDE,
+                )
+
+    dead = (top == float("-inf")) & (total == total)
     at = bh.to(tl.int64) * q_length + first_row
     size = tl.log2(total) + excess
     highest = natural_scores(top, scale, SCORED)

@@ -19,6 +19,7 @@ __all__ = [
     "first_other_step",
     "indices",
     "is_far",
+    "load_part",
     "load_rows",
     "load_tile",
     "long_steps",
@@ -26,6 +27,7 @@ __all__ = [
     "masked_scores",
     "next_other_step",
     "row_offsets",
+    "store_part",
     "store_rows",
     "strange",
     "strange_counts",
@@ -63,11 +65,11 @@ def tensor_at(pointer, strides, b, h, UNIT: tl.constexpr):
 
 @triton.jit
 def row_offsets(
-    rows, strides, UNIT: tl.constexpr, D: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr
+    rows, columns, strides, UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Offsets [rows, D] of elements within one (b, h)."""
+    """Offsets [rows, columns] of elements within one (b, h)."""
     INDEX: tl.constexpr = tl.int64 if WIDE else tl.int32
-    columns = tl.arange(0, D).to(INDEX)
+    columns = columns.to(INDEX)
     if SCATTERED:
         columns = columns * strides[3].to(INDEX)
     return rows.to(INDEX)[:, None] * (strides[2].to(INDEX) * UNIT) + columns[None, :]
@@ -108,7 +110,7 @@ def load_rows(
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
 ):
     """Rows [R, D] of one (b, h); 0 past `end` where BOUND, and in columns from DIM on."""
-    offsets = row_offsets(rows, strides, UNIT, D, SCATTERED, WIDE)
+    offsets = row_offsets(rows, tl.arange(0, D), strides, UNIT, SCATTERED, WIDE)
     if BOUND and DIM != D:
         inside = (rows < end)[:, None] & (tl.arange(0, D) < DIM)[None, :]
         return tl.load(base + offsets, mask=inside, other=0.0)
@@ -117,6 +119,17 @@ def load_rows(
     if DIM != D:
         return tl.load(base + offsets, mask=(tl.arange(0, D) < DIM)[None, :], other=0.0)
     return tl.load(base + offsets)
+
+
+@triton.jit
+def load_part(
+    base, strides, rows, end, columns, DIM: tl.constexpr, UNIT: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+):
+    """Some columns of rows of one (b, h); 0 past `end`, and in columns from DIM on."""
+    offsets = row_offsets(rows, columns, strides, UNIT, SCATTERED, WIDE)
+    inside = (rows < end)[:, None] & (columns < DIM)[None, :]
+    return tl.load(base + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -143,10 +156,21 @@ def store_rows(
     WIDE: tl.constexpr,
 ):
     """Stores rows before `end`, columns before DIM; the last stride is 1."""
-    offsets = row_offsets(rows, strides, UNIT, D, False, WIDE)
+    offsets = row_offsets(rows, tl.arange(0, D), strides, UNIT, False, WIDE)
     inside = (rows < end)[:, None]
     if DIM != D:
         inside = inside & (tl.arange(0, D) < DIM)[None, :]
+    tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_part(
+    base, strides, rows, end, columns, value, DIM: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """`store_rows`, of some columns."""
+    offsets = row_offsets(rows, columns, strides, UNIT, False, WIDE)
+    inside = (rows < end)[:, None] & (columns < DIM)[None, :]
     tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
 
 
