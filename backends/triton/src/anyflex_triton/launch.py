@@ -25,7 +25,6 @@ from triton.runtime import driver
 from anyflex.plugin import free_in_child
 from anyflex_triton.arguments import enter_device, make_context
 from anyflex_triton.cache_keys import ask_for_keys, has_key
-from anyflex_triton.python_lock import often_given_back
 
 if TYPE_CHECKING:
     from anyflex_triton.fixed_arguments import FixedArguments
@@ -435,8 +434,7 @@ def begin_compiling(programs: Sequence[Program], target: Any) -> None:
             begin_compiling(waiting.pop(), target)
 
     def compile_first() -> None:
-        with often_given_back():
-            _attempt(partial(first.compile_ahead, target, begin_rest))
+        _attempt(partial(first.compile_ahead, target, begin_rest))
         # Its front end hasn't run: it was compiled before, or failed.
         begin_rest()
 
