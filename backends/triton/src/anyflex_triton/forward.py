@@ -366,6 +366,10 @@ def forward_kernel(
     SCORED: tl.constexpr = SCORE_MOD is not None
     # What rounding added to the base: weights are relative to it, not to top.
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
+    # of far rows are none. Asked before the sums are stored, which then need no registers.
+    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
+    is_odd = tl.max(odd, 0) > 0
     # Counted from the tile's first row: places as the query's above would be kept in registers
     # through all loops.
     of_tile = tl.arange(0, BLOCK_M)
@@ -379,11 +383,9 @@ def forward_kernel(
     if WANT_REST:
         rounding = rounding_of(values, out.dtype.element_ty)
         store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
-    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
-    # of far rows are none. All steps again, a few keys each and for a part of the values' columns,
-    # over what is stored: with all columns at once the compiler takes an eighth longer.
-    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
-    if tl.max(odd, 0) > 0:
+    # All steps again, a few keys each and for a part of the values' columns, over what is stored:
+    # with all columns at once the compiler takes an eighth longer.
+    if is_odd:
         # Other threads have stored what is written here.
         tl.debug_barrier()
         few = tl.arange(0, FEW)
