@@ -379,15 +379,14 @@ def forward_kernel(
     r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
     r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
     values = divided(acc, top, total)
-    store_rows(o_base, o_strides, of_tile, there, values, VALUE_DIM, DV, UNITS[3], WIDE)
+    right = tl.where(is_odd, 0, there)
+    store_rows(o_base, o_strides, of_tile, right, values, VALUE_DIM, DV, UNITS[3], WIDE)
     if WANT_REST:
         rounding = rounding_of(values, out.dtype.element_ty)
-        store_rows(r_base, r_strides, of_tile, there, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
-    # All steps again, a few keys each and for a part of the values' columns, over what is stored:
-    # with all columns at once the compiler takes an eighth longer.
+        store_rows(r_base, r_strides, of_tile, right, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
+    # All steps again, a few keys each and for a part of the values' columns: with all columns at
+    # once the compiler takes an eighth longer.
     if is_odd:
-        # Other threads have stored what is written here.
-        tl.debug_barrier()
         few = tl.arange(0, FEW)
         PART: tl.constexpr = DV if DV < 32 else 32
         k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])

@@ -12,7 +12,7 @@ import base64
 import csv
 import os
 from functools import lru_cache
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -39,18 +39,17 @@ def take_recorded_checksum() -> None:
 
 def recorded_checksum() -> str | None:
     """Return what ``triton.runtime.cache.triton_key`` computes, or None where that can't be told
-    without reading all files: Triton was built in place, or one of them has been changed since it
-    was installed."""
-    from triton.runtime import cache
-
-    compute: Any = getattr(cache.triton_key, "__wrapped__", None)
+    without reading all files: Triton was built in place, comes in a wheel of another name, or by
+    its size or time one of them has been changed since it was installed."""
     try:
+        from triton.runtime import cache
+
+        compute: Any = cache.triton_key.__wrapped__
         record = _Record(distribution("triton"))
         # Triton's own function decides which files these are, and in which order.
         names = {**compute.__globals__, "open": record.open, "hashlib": record}
         return str(FunctionType(compute.__code__, names)())
-    except (PackageNotFoundError, _UnknownError, AttributeError, TypeError):
-        # Or it is another function than this project knows.
+    except Exception:  # noqa: BLE001  it may be another function than this project knows
         return None
 
 
@@ -58,40 +57,44 @@ class _UnknownError(Exception):
     """The record doesn't say what a file has in it."""
 
 
+class _Digest(str):
+    """Of a file: its SHA-256, in hexadecimal digits."""
+
+
 class _Record:
     """The list of files of an installed wheel, as what reads files and as ``hashlib``."""
 
     def __init__(self, installed: Distribution) -> None:
         text = installed.read_text("RECORD")
-        files = installed.files or ()
-        record = next((file for file in files if file.name == "RECORD"), None)
-        if text is None or record is None:
+        if text is None:
             raise _UnknownError
         self._root = Path(str(installed.locate_file("")))
-        self._written = os.stat(self._root / record).st_mtime_ns
-        self._lines = {line[0]: line[1:] for line in csv.reader(text.splitlines())}
+        self._lines = {line[0]: line[1:] for line in csv.reader(text.splitlines()) if line}
+        # It lists itself.
+        itself = next(name for name in self._lines if name.endswith(".dist-info/RECORD"))
+        self._written = os.stat(self._root / itself).st_mtime_ns
 
     def open(self, path: str | os.PathLike[str], mode: str) -> _Unread:
         """As the function, for reading what isn't read."""
-        try:
-            name = Path(path).relative_to(self._root).as_posix()
-            kind, _, digest = self._lines[name][0].partition("=")
-            facts = os.stat(path)
-            is_same = facts.st_size == int(self._lines[name][1])
-        except (ValueError, KeyError, OSError):
-            raise _UnknownError from None
-        if kind != "sha256" or not is_same or facts.st_mtime_ns > self._written:
+        hashed, size = self._lines[Path(path).relative_to(self._root).as_posix()][:2]
+        kind, _, digits = hashed.partition("=")
+        digest = base64.urlsafe_b64decode(digits + "=")
+        facts = os.stat(path)
+        if (kind, len(digest), facts.st_size) != ("sha256", 32, int(size)):
             raise _UnknownError
-        return _Unread(base64.urlsafe_b64decode(digest + "=").hex())
+        if facts.st_mtime_ns > self._written:
+            raise _UnknownError
+        return _Unread(_Digest(digest.hex()))
 
-    def sha256(self, content: str = "") -> Any:
+    def sha256(self, content: object = None) -> Any:
         """As ``hashlib.sha256``, of a file that is `open`ed here, all at once."""
-        told = [content] * bool(content)
+        told = [] if content is None else [content]
 
         def digest() -> str:
-            if len(told) != 1:
+            (found,) = told
+            if not isinstance(found, _Digest):
                 raise _UnknownError
-            return told[0]
+            return found
 
         return SimpleNamespace(update=told.append, hexdigest=digest)
 
