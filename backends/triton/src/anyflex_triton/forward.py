@@ -206,9 +206,15 @@ def careful_step(
 
 
 @triton.jit
+def is_dead(top, total):
+    """Which rows have no live pair: their total is 0. NaN stays."""
+    return (top == float("-inf")) & (total == total)
+
+
+@triton.jit
 def divided(acc, top, total):
-    """A softmax's values. A row without a live pair has a total of 0, and gives 0; NaN stays."""
-    dead = (top == float("-inf")) & (total == total)
+    """A softmax's values; dead rows give 0."""
+    dead = is_dead(top, total)
     acc = acc / tl.where(dead, 1.0, total)[:, None]
     return tl.where(dead[:, None], 0.0, acc)
 
@@ -423,7 +429,7 @@ def forward_kernel(
                     UNITS[4], WIDE,
                 )
 
-    dead = (top == float("-inf")) & (total == total)
+    dead = is_dead(top, total)
     at = bh.to(tl.int64) * q_length + first_row
     size = tl.log2(total) + excess
     highest = natural_scores(top, scale, SCORED)
