@@ -84,8 +84,11 @@ def check_tensor_types(query: Any, key: Any, value: Any) -> None:
         )
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Check dtypes, devices and shapes against each other."""
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[int, int, int, int, int]:
+    """Check dtypes, devices and shapes against each other, and return B, Hq, L, S and E: torch
+    takes long to make a tensor's shape."""
     dtype = query.dtype
     if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
         _refuse_dtypes(query, key, value)
@@ -96,7 +99,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             f"query, key and value must be on one device, got {query.device}, {key.device} and "
             f"{value.device}.",
         )
-    batch, heads, _, head_dim = query.shape
+    batch, heads, length, head_dim = query.shape
     key_batch, key_heads, key_length, key_dim = key.shape
     value_batch, value_heads, value_length, value_dim = value.shape
     if head_dim != key_dim:
@@ -136,6 +139,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         _check_heads(heads, key_heads, enable_gqa)
     elif heads == 0:
         fail("ArgumentError", "query and key must have at least one head, got H = 0.")
+    return batch, heads, length, key_length, head_dim
 
 
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
@@ -256,11 +260,15 @@ def refuse_score_mod(score_mod: Any) -> NoReturn:
 
 
 def check_mask_fits(
-    mask_shape: Sequence[int], lengths: tuple[int, int], query: Tensor, key: Tensor
+    mask_shape: Sequence[int],
+    lengths: tuple[int, int],
+    batch: int,
+    heads: int,
+    q_length: int,
+    kv_length: int,
 ) -> None:
-    """Check a block mask's batch, heads (`mask_shape`) and (q, kv) lengths against the tensors."""
-    batch, heads, q_length, _ = query.shape
-    kv_length = key.shape[2]
+    """Check a block mask's batch and heads (`mask_shape`) and its (q, kv) lengths against those of
+    the tensors."""
     if lengths[0] != q_length or lengths[1] != kv_length:
         # Under torch.compile these may be symbols, which Dynamo can't put into a text.
         built = f"({fixed(lengths[0])}, {fixed(lengths[1])})"

@@ -156,11 +156,12 @@ def check(
     if return_aux is not None or return_lse:
         aux = check_aux(return_lse, return_aux)
     check_tensor_types(query, key, value)
-    device_type = query.device.type
+    # To ask for both costs a call 0.4 us more.
+    device_type = "cuda" if query.is_cuda else query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value = _autocast(query, key, value)
-    check_tensors(query, key, value, enable_gqa)
-    scale = query.shape[3] ** -0.5 if scale is None else check_scale(scale)
+    *sizes, head_dim = check_tensors(query, key, value, enable_gqa)
+    scale = head_dim**-0.5 if scale is None else check_scale(scale)
     if block_mask is not None:
         block_mask = _own_mask(block_mask)
         if block_mask.needs_mask_mod:
@@ -169,7 +170,7 @@ def check(
                 "block_mask is a slice whose mask_mod would see shifted indices: assign "
                 "block_mask.mask_mod, a function of the slice's own indices, before the call.",
             )
-        check_mask_fits(block_mask.offsets.shape, block_mask.seq_lengths, query, key)
+        check_mask_fits(block_mask.offsets.shape, block_mask.seq_lengths, *sizes)
     if score_mod is not None and not callable(score_mod):
         refuse_score_mod(score_mod)
     options: tuple[tuple[str, object], ...] = ()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
+from anyflex.contract.backend import Kernel
+from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.contract.spec import Spec
 from anyflex.runtime import plan
 
@@ -89,3 +93,120 @@ def test_strides_and_scales_are_no_part_of_a_spec() -> None:
             part: Any = (slice(None), slice(None), slice(None), slice(0, 64))
             anyflex.flex_attention(query[part], key[part], value[part], scale=scale)
     assert len(specs()) == 1
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Calls that a kernel is given, forward and backward."""
+    calls: list[Call] = []
+    kernel = type(planned(*inputs(1, 80)).kernel)
+    forward, backward = kernel.forward, kernel.backward
+
+    def noting_forward(self: Kernel, call: Call, out: Outputs) -> None:
+        calls.append(call)
+        forward(self, call, out)
+
+    def noting_backward(
+        self: Kernel, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+    ) -> None:
+        calls.append(call)
+        backward(self, call, saved, grad, grads)
+
+    monkeypatch.setattr(kernel, "forward", noting_forward)
+    monkeypatch.setattr(kernel, "backward", noting_backward)
+    return calls
+
+
+def planned(*tensors: Tensor) -> plan.Plan:
+    """The plan of a call."""
+    anyflex.flex_attention(*tensors)
+    *_, last = plan._plans.values()
+    return last
+
+
+def test_calls_of_the_same_shapes_and_strides_share_what_is_kept(seen: list[Call]) -> None:
+    for scale in (None, 0.1):
+        anyflex.flex_attention(*inputs(2, 80), scale=scale)
+    first, second = seen
+    assert first.kept is not None
+    assert first.kept is second.kept
+
+
+def test_backward_is_given_what_forward_kept(seen: list[Call]) -> None:
+    tensors = [tensor.requires_grad_() for tensor in inputs(1, 80)]
+    anyflex.flex_attention(*tensors).sum().backward()
+    forward, backward = seen
+    assert forward.kept is not None
+    assert backward.kept is forward.kept
+
+
+def test_the_static_op_s_calls_are_given_what_eager_calls_keep(seen: list[Call]) -> None:
+    tensors = inputs(1, 80)
+    anyflex.flex_attention(*tensors)
+    with Watching():  # nobody who watches the dispatcher misses the op
+        anyflex.flex_attention(*tensors)
+    assert len(seen) == 2
+    assert seen[0].kept is seen[1].kept is not None
+
+
+def test_other_shapes_strides_masks_and_requests_keep_their_own(seen: list[Call]) -> None:
+    query, key, value = inputs(2, 80)
+
+    def heads_last(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def masked(batch: int | None, heads: int | None, **more: Any) -> None:
+        mask = anyflex.create_block_mask(
+            lambda b, h, q, k: q + b * 9 + h * 7 >= k, batch, heads, 80, 80, **more
+        )
+        anyflex.flex_attention(query, key, value, block_mask=mask)
+
+    anyflex.flex_attention(query, key, value)
+    anyflex.flex_attention(*inputs(2, 81))
+    anyflex.flex_attention(*inputs(2, 80, kv_length=72))
+    anyflex.flex_attention(*inputs(3, 80))
+    anyflex.flex_attention(query, key[:1], value[:1])
+    anyflex.flex_attention(heads_last(query), key, value)
+    anyflex.flex_attention(query, heads_last(key), value)
+    anyflex.flex_attention(query, key, heads_last(value))
+    anyflex.flex_attention(query, key, value, return_lse=True)
+    anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s * 2)
+    masked(None, None)
+    masked(2, None)
+    masked(None, 2)
+    masked(None, None, BLOCK_SIZE=64)
+    assert len({id(call.kept) for call in seen}) == len(seen) == 14
+
+
+def test_no_more_than_so_many_shapes_are_remembered(
+    seen: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "SHAPES", 3)
+    for length in (70, 71, 72, 73, 70):
+        anyflex.flex_attention(*inputs(1, length, kv_length=8))
+    assert len(plan._by_shapes) == 3
+    # The first was forgotten, and is worked out anew.
+    assert seen[0].kept is not seen[-1].kept
+    assert len({call.kept is None for call in seen}) == 1
+
+
+def test_threads_share_what_is_kept(seen: list[Call]) -> None:
+    tensors = inputs(1, 90)
+    start = threading.Barrier(8)
+
+    def call() -> None:
+        start.wait()
+        anyflex.flex_attention(*tensors)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 8
+    assert len({id(call.kept) for call in seen}) == 1

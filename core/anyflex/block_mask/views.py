@@ -52,6 +52,9 @@ class MaskViews(_Referable):
             ``offsets[-1]``: trust offsets only.
         q_length, kv_length: in elements; the last block of each may be ragged.
         block_size: elements of a block, (q, kv).
+
+    Attributes:
+        shape: of offsets.
     """
 
     offsets: Tensor
@@ -59,6 +62,8 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
+    # Of offsets: torch takes long to make a tensor's, and each call asks for it.
+    shape: tuple[int, ...] = field(init=False, repr=False)
     _changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
@@ -66,6 +71,7 @@ class MaskViews(_Referable):
     def __post_init__(self) -> None:
         counts = changes(self.offsets), changes(self.runs)
         object.__setattr__(self, "_changes", counts)
+        object.__setattr__(self, "shape", tuple(self.offsets.shape))
 
     def check_unchanged(self) -> None:
         """Check that what a backward derives is of the runs that forward read.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ class Call:
         score_function, mask_function: the user's mods themselves where they could not be traced
             (``Spec.opaque``); else None.
         index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
+        kept: one dict for all calls of a spec on one device whose query, key and value have the
+            same shapes and strides, and whose block masks' offsets have the same shape: a kernel
+            may put there what follows from these. None for a call that no plan was made for.
         q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: None in contract 1.
     """
 
@@ -59,6 +62,7 @@ class Call:
     mask_function: Callable[..., Tensor] | None
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
+    kept: dict[object, Any] | None = None
     q_lengths: None = None
     kv_lengths: None = None
     page_table: None = None

@@ -60,6 +60,7 @@ class FlexAttention(torch.autograd.Function):
             _read_by(call) if call.score_function or call.mask_function else None,
             inputs.lse,
             inputs.names,
+            call.kept,
         )
         if not inputs.lse and not inputs.max_scores:
             return out
@@ -76,7 +77,7 @@ class FlexAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         (
             plan, facts, views, count, ints, floats, scale, score_function, mask_function, read,
-            with_lse, names,
+            with_lse, names, kept,
         ) = ctx.rest  # fmt: skip
         (query, key, value, out, lse, *others), looked = as_saved(
             ctx.saved_tensors, facts, lambda position: _name(position, count, names)
@@ -100,6 +101,7 @@ class FlexAttention(torch.autograd.Function):
             score_function,
             mask_function,
         )
+        call.__dict__["kept"] = kept
         dlse = aux[0] if with_lse else None
         if dout is None:
             dout = torch.zeros_like(out)

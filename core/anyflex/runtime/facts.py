@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from anyflex.runtime.readable import check_readable
+from anyflex.runtime.readable import PLAIN, check_readable
 
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
@@ -27,22 +28,31 @@ def memory(tensor: Tensor, name: str = "") -> tuple[Alignment, bool]:
     size = tensor.element_size()
     begin = tensor.data_ptr()
     odd = begin & 15
-    if contiguous := tensor.is_contiguous():
+    scattered = False
+    if tensor.is_contiguous():
         last = tensor.numel() - 1
         odd |= tensor.shape[3] * size & 15
     else:
-        *outer, last_stride = strides = tensor.stride()
-        last = sum([max(0, n - 1) * step for n, step in zip(tensor.shape, strides, strict=True)])
-        for stride in outer:
-            odd |= stride * size & 15
+        last, steps, scattered = _layout(tensor.shape, tensor.stride())
+        odd |= steps * size & 15
     if name:
         storage = tensor.untyped_storage()
         if not begin or begin + (last + 1) * size > storage.data_ptr() + len(storage):
             check_readable(name, tensor)
     narrow = last < 2**31
-    if not contiguous and last_stride != 1 and tensor.shape[3] > 1:
+    if scattered:
         return "scattered", narrow
     return "strided" if odd else "aligned", narrow
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
+    """Elements from the first to the last, the outer strides' bits, and whether the last dimension
+    isn't contiguous."""
+    *outer, inner = strides
+    last = sum([max(0, n - 1) * step for n, step in zip(shape, strides, strict=True)])
+    # A multiple of a power of two has its low bits 0, and so has what all of them have together.
+    return last, functools.reduce(operator.or_, outer), inner != 1 and shape[-1] > 1
 
 
 def memories(
@@ -115,18 +125,26 @@ def empty_dense(tensor: Tensor, last: int | None = None) -> Tensor:
     if contiguous and last is None:
         # Where a size is 1 the tensor's own stride can be anything.
         return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    sizes = list(tensor.shape)
+    shape: tuple[int, ...] = tensor.shape
     if last is not None:
-        sizes[-1] = last
+        shape = (*shape[:-1], last)
     if contiguous:
-        return tensor.new_empty(sizes)
+        return tensor.new_empty(shape)
     strides = tensor.stride()
-    rank = len(sizes)
+    # Under torch.compile sizes may be symbols, which have no hash.
+    dense = _dense if type(tensor) in PLAIN else _dense.__wrapped__
+    return tensor.new_empty_strided(shape, dense(shape, strides))
+
+
+@functools.lru_cache(maxsize=1024)
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a dense tensor of that shape, whose dimensions lie as with those strides."""
+    rank = len(shape)
     # The outermost dimension has the largest stride; expanded ones go outside of all.
     order = sorted(range(rank - 1), key=lambda d: (1 if strides[d] != 0 else 0, -strides[d], d))
     dense = [1] * rank
-    step = sizes[-1]
+    step = shape[-1]
     for d in reversed(order):
         dense[d] = step
-        step *= sizes[d]
-    return torch.empty_strided(sizes, dense, dtype=tensor.dtype, device=tensor.device)
+        step *= shape[d]
+    return tuple(dense)

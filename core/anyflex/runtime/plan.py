@@ -28,6 +28,8 @@ from anyflex.runtime.readable import check_captured
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
 PLANS = 4096
+SHAPES = 1024
+"""Shapes of calls that are remembered with their plans."""
 
 
 @dataclass(slots=True)
@@ -176,12 +178,14 @@ def _device_guard(device: torch.device) -> Callable[[], Any] | None:
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
+_by_shapes: dict[tuple[Any, ...], tuple[Plan, dict[object, Any]]] = {}
+"""By what calls are exactly, plans and `Call.kept`; by what a spec tells of them, above."""
 _lock = threading.Lock()
 free_in_child(sys.modules[__name__])
 
 
 def plan_for(inputs: Inputs) -> Plan:
-    """Return the plan of this call, compiling its spec if it is new.
+    """Return the plan of this call, compiling its spec if it is new, and fill in `Call.kept`.
 
     Raises:
         ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
@@ -194,10 +198,9 @@ def plan_for(inputs: Inputs) -> Plan:
     history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
     names = names_in_force(inputs.backend)
     views = call.mask
-    batch, heads, length, head_dim = query.shape
-    kv_batch, kv_heads, _, _ = key.shape
     dtype = query.dtype
     layouts = memories(query, key, value)
+    shapes = query.shape, key.shape, value.shape
     facts = (
         history,  # stands for both texts
         bound,
@@ -205,11 +208,6 @@ def plan_for(inputs: Inputs) -> Plan:
         query.device,
         inputs.posed,
         dtype,
-        head_dim,
-        value.shape[3],
-        heads // kv_heads,
-        kv_batch != batch,
-        "long" if length > 64 else q_class(length),
         layouts,
         inputs.gradients,
         inputs.lse,
@@ -227,13 +225,45 @@ def plan_for(inputs: Inputs) -> Plan:
         else (inputs.score_slots, tuple([(t.dtype, t.dim()) for t in call.captured])),
         generation(),
     )
+    exactly = (
+        facts,
+        shapes,
+        # Tensors of the usual case are contiguous.
+        None if layouts is None else (query.stride(), key.stride(), value.stride()),
+        None if views is None else views.shape,
+    )
+    found = _by_shapes.get(exactly)
+    if found is None:
+        classes = (facts, _class_of(*shapes))
+        plan = _plan_of_class(classes, inputs, bound, names, layouts is None)
+        with _lock:
+            if len(_by_shapes) >= SHAPES:
+                del _by_shapes[next(iter(_by_shapes))]
+            found = _by_shapes.setdefault(exactly, (plan, {}))
+    plan, call.__dict__["kept"] = found
+    return plan
+
+
+def _class_of(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[object, ...]:
+    """What a spec tells of shapes."""
+    batch, heads, length, head_dim = query
+    return head_dim, value[3], heads // key[1], key[0] != batch, q_class(length)
+
+
+def _plan_of_class(
+    facts: tuple[Any, ...],
+    inputs: Inputs,
+    bound: Bound,
+    names: tuple[str, ...],
+    contiguous: bool,
+) -> Plan:
     plan = _plans.get(facts)
     if plan is None:
         spec = _spec(inputs, bound)
         compiled = kernel_for(
             spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
         )
-        plan = Plan(compiled, query.device, layouts is None)
+        plan = Plan(compiled, inputs.call.query.device, contiguous)
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]
@@ -315,4 +345,5 @@ def clear_plans() -> None:
     """Forget every plan and what was seen of numbers. Kernels stay in their own cache."""
     with _lock:
         _plans.clear()
+        _by_shapes.clear()
     forget_numbers()

@@ -7,8 +7,6 @@ from functools import lru_cache, partial
 from typing import Any, Literal
 from weakref import ref
 
-import torch
-
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
     Step,
@@ -30,7 +28,6 @@ from anyflex_cuda.decode_call import (
 )
 from anyflex_cuda.forward_call import (
     Fit,
-    Lengths,
     Tiles,
     boxes_for,
     fit_of,
@@ -96,8 +93,8 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
-        self._fits = lru_cache(_FITS)(self._fit_of)
-        self._last: tuple[Callable[[], object], Fit | DecodeFit | None] = (_nobody, None)
+        # Where it isn't, strides may be why.
+        self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
         self._backward_workspace = lru_cache(_FITS)(partial(backward_workspace, spec, want_dq))
         self._steps: Callable[[object], list[Step]] = lru_cache(_FITS)(lambda key: [])
@@ -146,25 +143,26 @@ class CudaKernel(TritonKernel):
         neither takes the call."""
         if self._refused is not None and self._refused_decode is not None:
             return None
-        # A call is asked for its workspace, then run. One tuple: threads may do so at once.
-        last, fit = self._last
-        if last() is call:
-            return fit
-        query, key, value = call.query, call.key, call.value
-        fit = None
-        if is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
-            fit = self._fits(
-                query.device, query.shape, query.stride(), key.shape, key.stride(), value.shape,
-                value.stride(), mask_shape(call),
-            )  # fmt: skip
-        self._last = (ref(call), fit)
+        if not self._begins_aligned:
+            query, key, value = call.query, call.key, call.value
+            if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
+                return None
+        kept = call.kept
+        if kept is None:
+            return self._fit_of(call)
+        # False: nobody has asked.
+        fit: Fit | DecodeFit | Literal[False] | None = kept.get("anyflex_cuda.fit", False)
+        if fit is False:
+            fit = kept["anyflex_cuda.fit"] = self._fit_of(call)
         return fit
 
-    def _fit_of(
-        self, device: torch.device, query: Lengths, q_strides: Lengths, key: Lengths,
-        k_strides: Lengths, value: Lengths, v_strides: Lengths, mask: Lengths | None,
-    ) -> Fit | DecodeFit | None:  # fmt: skip
-        layouts = (query, q_strides, key, k_strides, value, v_strides)
+    def _fit_of(self, call: Call) -> Fit | DecodeFit | None:
+        device = call.query.device
+        query, key, value = call.query.shape, call.key.shape, call.value.shape
+        mask = mask_shape(call)
+        layouts = (
+            query, call.query.stride(), key, call.key.stride(), value, call.value.stride(),
+        )  # fmt: skip
         if self._decodes_rows(query[2], mask):
             if self._refused_decode is not None:
                 return None
@@ -181,7 +179,7 @@ class CudaKernel(TritonKernel):
 
     def _refused_backward_of(self, call: Call) -> str | None:
         """Why backward takes the portable kernels, or None."""
-        # As `_fit`.
+        # A call is asked for its workspace, then run. One tuple: threads may do so at once.
         last, reason = self._last_backward
         if last() is call:
             return reason

@@ -67,7 +67,7 @@ def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
 
 def mask_shape(call: Call) -> tuple[int, ...] | None:
     """Of the mask's offsets, or None."""
-    return None if call.mask is None else call.mask.offsets.shape
+    return None if call.mask is None else call.mask.shape
 
 
 class Splits(NamedTuple):
@@ -136,9 +136,9 @@ def compile_next(
 ) -> None:
     """Let what a training call needs next be compiled beside the program that it needs now, if
     that is compiled yet to be."""
-    device = call.query.device.index
     if INTERPRETED or not spec.needs_backward:
         return
+    device = call.query.device.index
     if program.is_compiled(device) or not _compiles_beside(call):
         return
 
