@@ -279,10 +279,10 @@ def test_a_call_is_run_as_itself_whoever_asked_in_between() -> None:
             kernel = given[0][0]
             assert all(other is kernel for other, _, _ in given[:2])
             found = []
-            for _, call, out in (*given[:2], *given):
-                given[1][0].workspace(given[1][1], "forward")
+            for taken_by, call, out in (*given[:2], *given):
+                kernel.workspace(given[1][1], "forward")
                 launched.clear()
-                kernel.forward(call, out)
+                taken_by.forward(call, out)
                 found.append([facts(launch) for launch in launched])
             alone = [
                 [facts(launch) for launch in decoded(*IN_TURN[name]())[0]]
