@@ -156,7 +156,7 @@ def check(
     if return_aux is not None or return_lse:
         aux = check_aux(return_lse, return_aux)
     check_tensor_types(query, key, value)
-    # To ask for both costs a call 0.4 us more.
+    # A tensor's device type takes 0.4 us longer than this bit of it.
     device_type = "cuda" if query.is_cuda else query.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value = _autocast(query, key, value)

@@ -192,21 +192,45 @@ def test_no_more_than_so_many_shapes_are_remembered(
     assert len(plan._by_shapes) == 3
     # The first was forgotten, and is worked out anew.
     assert seen[0].kept is not seen[-1].kept
-    assert len({call.kept is None for call in seen}) == 1
+    assert all(call.kept is not None for call in seen)
 
 
-def test_threads_share_what_is_kept(seen: list[Call]) -> None:
+def test_a_size_of_one_may_have_any_stride(seen: list[Call]) -> None:
+    query, key, value = inputs(1, 80)
+    odd = query.as_strided(query.shape, (7, *query.stride()[1:]))
+    assert odd.is_contiguous() and odd.stride() != query.stride()
+    for first in (query, odd):
+        anyflex.flex_attention(first, key, value)
+    assert seen[0].kept is seen[1].kept
+
+
+def test_what_is_kept_tells_no_calls_apart(seen: list[Call]) -> None:
+    anyflex.flex_attention(*inputs(1, 80))
+    (call,) = seen
+    assert call.kept is not None
+    call.kept["of a kernel"] = "a large thing"
+    assert isinstance(hash(call), int)
+    assert "a large thing" not in repr(call)
+
+
+def test_threads_share_what_is_kept(seen: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(1, 90)
-    start = threading.Barrier(8)
+    none_has_planned = threading.Barrier(8)
+    plan_of_class = plan._plan_of_class
 
-    def call() -> None:
-        start.wait()
-        anyflex.flex_attention(*tensors)
+    def planned_together(*given: Any) -> plan.Plan:
+        none_has_planned.wait()
+        return plan_of_class(*given)
 
-    threads = [threading.Thread(target=call) for _ in range(8)]
+    monkeypatch.setattr(plan, "_plan_of_class", planned_together)
+    threads = [
+        threading.Thread(target=anyflex.flex_attention, args=tensors, daemon=True)
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(seen) == 8
+    assert seen[0].kept is not None
     assert len({id(call.kept) for call in seen}) == 1

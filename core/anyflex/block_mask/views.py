@@ -62,7 +62,7 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
-    # Of offsets: torch takes long to make a tensor's, and each call asks for it.
+    # Each call asks for it, and torch makes a tensor's anew each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
     _changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)

@@ -8,7 +8,7 @@ twice as long, and each call pays for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +45,9 @@ class Call:
             (``Spec.opaque``); else None.
         index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
         kept: one dict for all calls of a spec on one device whose query, key and value have the
-            same shapes and strides, and whose block masks' offsets have the same shape: a kernel
-            may put there what follows from these. None for a call that no plan was made for.
+            same shapes and strides (of a dimension of one element the stride may differ), and
+            whose block masks' offsets have the same shape: a kernel may put there what follows
+            from these. None for a call that no plan was made for.
         q_lengths, kv_lengths, page_table, k_scale, v_scale, rng, sinks: None in contract 1.
     """
 
@@ -60,9 +61,10 @@ class Call:
     scale: float
     score_function: Callable[..., Tensor] | None
     mask_function: Callable[..., Tensor] | None
+    # Of many calls, not of this one.
+    kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
-    kept: dict[object, Any] | None = None
     q_lengths: None = None
     kv_lengths: None = None
     page_table: None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.runtime.readable import PLAIN, check_readable
+from anyflex.runtime.readable import PLAIN, check_readable, last_element
 
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
@@ -50,9 +50,12 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int,
     """Elements from the first to the last, the outer strides' bits, and whether the last dimension
     isn't contiguous."""
     *outer, inner = strides
-    last = sum([max(0, n - 1) * step for n, step in zip(shape, strides, strict=True)])
     # A multiple of a power of two has its low bits 0, and so has what all of them have together.
-    return last, functools.reduce(operator.or_, outer), inner != 1 and shape[-1] > 1
+    return (
+        last_element(shape, strides),
+        functools.reduce(operator.or_, outer),
+        inner != 1 and shape[-1] > 1,
+    )
 
 
 def memories(

@@ -28,8 +28,9 @@ from anyflex.runtime.readable import check_captured
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
 PLANS = 4096
-SHAPES = 1024
-"""Shapes of calls that are remembered with their plans."""
+SHAPES = 4096
+"""Of calls, that are remembered with their plans. The first is forgotten first, in use or not: to
+work out again what follows from it, once in so many, takes less than to note each use."""
 
 
 @dataclass(slots=True)
@@ -179,7 +180,8 @@ def _device_guard(device: torch.device) -> Callable[[], Any] | None:
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 _by_shapes: dict[tuple[Any, ...], tuple[Plan, dict[object, Any]]] = {}
-"""By what calls are exactly, plans and `Call.kept`; by what a spec tells of them, above."""
+"""Plan and `Call.kept` by facts, shapes, strides and the mask's shape. `_plans` has classes of
+shapes instead."""
 _lock = threading.Lock()
 free_in_child(sys.modules[__name__])
 
@@ -228,14 +230,15 @@ def plan_for(inputs: Inputs) -> Plan:
     exactly = (
         facts,
         shapes,
-        # Tensors of the usual case are contiguous.
+        # Tensors of the usual case are contiguous, whose strides follow from their shapes, but
+        # where a size is 1.
         None if layouts is None else (query.stride(), key.stride(), value.stride()),
         None if views is None else views.shape,
     )
     found = _by_shapes.get(exactly)
     if found is None:
-        classes = (facts, _class_of(*shapes))
-        plan = _plan_of_class(classes, inputs, bound, names, layouts is None)
+        of_class = (facts, _class_of(*shapes))
+        plan = _plan_of_class(of_class, inputs, bound, names, layouts is None)
         with _lock:
             if len(_by_shapes) >= SHAPES:
                 del _by_shapes[next(iter(_by_shapes))]
@@ -251,13 +254,20 @@ def _class_of(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[ob
 
 
 def _plan_of_class(
-    facts: tuple[Any, ...],
+    of_class: tuple[Any, ...],
     inputs: Inputs,
     bound: Bound,
     names: tuple[str, ...],
     contiguous: bool,
 ) -> Plan:
-    plan = _plans.get(facts)
+    """The plan of a class of calls, of which this is one.
+
+    Args:
+        of_class: what tells the class.
+        bound, names: of `bind_numbers` and `names_in_force`.
+        contiguous: as `Plan`'s.
+    """
+    plan = _plans.get(of_class)
     if plan is None:
         spec = _spec(inputs, bound)
         compiled = kernel_for(
@@ -267,7 +277,7 @@ def _plan_of_class(
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]
-            _plans[facts] = plan
+            _plans[of_class] = plan
     return plan
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_captured",
     "check_readable",
     "kept_name",
+    "last_element",
     "why_unreadable",
 ]
 
@@ -131,17 +132,15 @@ def _is_usual(tensor: Tensor) -> bool:
         if tensor.is_contiguous():
             size = tensor.nbytes
         else:
-            size = (_last(tensor) + 1) * tensor.element_size()
+            size = (last_element(tensor.shape, tensor.stride()) + 1) * tensor.element_size()
         return begin + size <= storage.data_ptr() + len(storage)
     except RuntimeError:  # torch's answer for a BatchedTensor, which has no storage
         return False
 
 
-def _last(tensor: Tensor) -> int:
-    """Elements from the first to the last that a tensor addresses, which isn't empty."""
-    return sum(
-        [(size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    )
+def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor addresses; 0 of one without elements."""
+    return sum([max(0, size - 1) * step for size, step in zip(shape, strides, strict=True)])
 
 
 def _refuse(name: str, tensor: Tensor) -> None:
@@ -175,7 +174,8 @@ def why_unreadable(tensor: Tensor) -> str:
             f"has no memory that a kernel could read ({error}): pass a plain tensor, not one that "
             "was kept from inside of torch.func's vmap or grad"
         )
-    end = (tensor.storage_offset() + _last(tensor) + 1) * tensor.element_size()
+    last = tensor.storage_offset() + last_element(tensor.shape, tensor.stride())
+    end = (last + 1) * tensor.element_size()
     if end > storage.nbytes():
         return (
             f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} needs a storage "

@@ -4,7 +4,6 @@ call, else the portable kernels. Backward is the portable kernels'."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache, partial
 from typing import Any, Literal
 
 from anyflex.plugin import Call, Outputs, Spec, TensorSpec
@@ -16,7 +15,6 @@ from anyflex_cuda.blackwell_call import (
     tiles_for,
 )
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
-from anyflex_cuda.gluon_program import is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
 from anyflex_triton.configs import Target
@@ -24,9 +22,6 @@ from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.tuning import Tuner
 
 __all__ = ["BlackwellKernel"]
-
-_FITS = 1024
-"""Shapes and strides of a spec whose `Fit` is kept."""
 
 
 class BlackwellKernel(TritonKernel):
@@ -50,10 +45,6 @@ class BlackwellKernel(TritonKernel):
         # Backward is portable, and its tanh exact.
         self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
         self._blackwell = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
-        boxes = boxes_for(self._tiles, spec)
-        self._fits = lru_cache(_FITS)(
-            partial(fit_of, self._blackwell, BLOCK_M, self._tiles.block_n, boxes)
-        )
 
     def describe(self, call: Call) -> str:
         """``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is taken,
@@ -75,10 +66,15 @@ class BlackwellKernel(TritonKernel):
         take the call."""
         if self._refused is not None or self._decodes(call):
             return None
+        return self._blackwell.kept_fit(call, self._fit_of)
+
+    def _fit_of(self, call: Call) -> Fit | None:
         query, key, value = call.query, call.key, call.value
-        if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
-            return None
-        return self._fits(
+        return fit_of(
+            self._blackwell,
+            BLOCK_M,
+            self._tiles.block_n,
+            boxes_for(self._tiles, self.spec),
             query.device,
             query.shape,
             query.stride(),

@@ -38,7 +38,7 @@ from anyflex_cuda.forward_call import (
     tiles_at_once,
     tiles_for,
 )
-from anyflex_cuda.gluon_program import is_aligned, is_boxed
+from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_triton.backward_captured import integer_specs
@@ -50,8 +50,8 @@ from anyflex_triton.tuning import Tuner
 
 __all__ = ["CudaKernel"]
 
-_FITS = 1024
-"""Shapes and strides of a spec whose `Fit` is kept."""
+_SHAPES = 1024
+"""Of a spec, whose backward's workspaces and steps are kept."""
 
 
 def _nobody() -> None:
@@ -93,11 +93,9 @@ class CudaKernel(TritonKernel):
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
-        # Where it isn't, strides may be why.
-        self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
-        self._backward_workspace = lru_cache(_FITS)(partial(backward_workspace, spec, want_dq))
-        self._steps: Callable[[object], list[Step]] = lru_cache(_FITS)(lambda key: [])
+        self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
+        self._steps: Callable[[object], list[Step]] = lru_cache(_SHAPES)(lambda key: [])
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
@@ -143,18 +141,7 @@ class CudaKernel(TritonKernel):
         neither takes the call."""
         if self._refused is not None and self._refused_decode is not None:
             return None
-        if not self._begins_aligned:
-            query, key, value = call.query, call.key, call.value
-            if not is_aligned(query.data_ptr() | key.data_ptr() | value.data_ptr()):
-                return None
-        kept = call.kept
-        if kept is None:
-            return self._fit_of(call)
-        # False: nobody has asked.
-        fit: Fit | DecodeFit | Literal[False] | None = kept.get("anyflex_cuda.fit", False)
-        if fit is False:
-            fit = kept["anyflex_cuda.fit"] = self._fit_of(call)
-        return fit
+        return self._hopper.kept_fit(call, self._fit_of)
 
     def _fit_of(self, call: Call) -> Fit | DecodeFit | None:
         device = call.query.device
