@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import anyflex
+from anyflex.errors import BackendRefused
 
 __all__: list[str] = []
 
@@ -89,3 +91,22 @@ def test_an_exported_model_takes_a_block_mask(tmp_path: Path) -> None:
     program = torch.export.export(model, arguments)
     new = (*inputs(96), causal_mask(96))
     in_a_fresh_process(tmp_path, program, new, model(*new).detach())
+
+
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning"
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_trace_by_torch_jit_is_refused_and_leaves_eager_calls_as_they_are(masked: bool) -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 40, 40)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        found = anyflex.flex_attention(*tensors, block_mask=mask if masked else None)
+        assert isinstance(found, Tensor)
+        return found
+
+    tensors = inputs(40)
+    before = attend(*tensors)
+    with pytest.raises(BackendRefused, match="torch.jit.trace is not supported: use torch.export"):
+        torch.jit.trace(attend, tuple(tensors))
+    assert torch.equal(attend(*tensors), before)

@@ -14,6 +14,7 @@ import torch
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.errors import BackendRefused
 from anyflex.forking import free_in_child
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
@@ -191,6 +192,7 @@ def plan_for(inputs: Inputs) -> Plan:
 
     Raises:
         ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
+        BackendRefused: inside of torch.jit.trace.
         BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
     """
     call = inputs.call
@@ -237,6 +239,7 @@ def plan_for(inputs: Inputs) -> Plan:
     )
     found = _by_shapes.get(exactly)
     if found is None:
+        _refuse_tracing()
         of_class = (facts, _class_of(*shapes))
         plan = _plan_of_class(of_class, inputs, bound, names, layouts is None)
         with _lock:
@@ -245,6 +248,16 @@ def plan_for(inputs: Inputs) -> Plan:
             found = _by_shapes.setdefault(exactly, (plan, {}))
     plan, call.__dict__["kept"] = found
     return plan
+
+
+def _refuse_tracing() -> None:
+    """Raise BackendRefused inside of torch.jit.trace, where sizes are tensors."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise BackendRefused(
+            "flex_attention inside of torch.jit.trace is not supported: use torch.export or "
+            "torch.compile",
+            {"reference": "torch.jit.trace"},
+        )
 
 
 def _class_of(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[object, ...]:
