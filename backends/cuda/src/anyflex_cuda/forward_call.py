@@ -380,20 +380,16 @@ def launch_boxed(
     made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
 ) -> None:
     """Launch a kernel with `boxed_arguments` on the current stream."""
-    query, result = call.query, out.out
-    values: dict[str, object] = {
-        **made.common_values(call, None if call.mask is None else mask_rows(call.mask)),
-        "query": query,
-        "key": call.key,
-        "value": call.value,
-        "out": result,
-        "lse": or_else(out.lse, result),
-        "max_scores": or_else(out.max_scores, result),
-        "counter": out.workspace[0] if out.workspace else result,
-    }
-    if call.mask is not None:
+    query, result, mask = call.query, out.out, call.mask
+    values = made.common_values(call, None if mask is None else mask_rows(mask))
+    values["query"], values["key"], values["value"] = query, call.key, call.value
+    values["out"] = result
+    values["lse"] = or_else(out.lse, result)
+    values["max_scores"] = or_else(out.max_scores, result)
+    values["counter"] = out.workspace[0] if out.workspace else result
+    if mask is not None:
         # Where each program has one tile, all are taken at once.
-        order = tile_order(call.mask, fit.block_m) if fit.workspace else None
+        order = tile_order(mask, fit.block_m) if fit.workspace else None
         values["ordered"] = int(order is not None)
         values["tile_order"] = values["offsets"] if order is None else order.tiles
         values["order_strides"] = (0, 0) if order is None else order.strides
