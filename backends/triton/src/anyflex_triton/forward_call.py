@@ -136,10 +136,11 @@ def compile_next(
 ) -> None:
     """Let what a training call needs next be compiled beside the program that it needs now, if
     that is compiled yet to be."""
-    if INTERPRETED or not spec.needs_backward:
-        return
     device = call.query.device.index
-    if program.is_compiled(device) or not _compiles_beside(call):
+    # Nearly always it is.
+    if program.is_compiled(device):
+        return
+    if INTERPRETED or not spec.needs_backward or not _compiles_beside(call):
         return
 
     def begin_next(target: object) -> None:
