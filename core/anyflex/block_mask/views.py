@@ -107,7 +107,7 @@ class MaskViews(_Referable):
     @property
     def q_blocks(self) -> int:
         """Rows of blocks, Qb."""
-        return self.offsets.shape[2] - 1
+        return self.shape[2] - 1
 
     @property
     def kv_blocks(self) -> int:
@@ -164,7 +164,7 @@ class MaskViews(_Referable):
         Nothing larger than these rows is made.
         """
         host = self.on(_HOST)
-        batch, heads, _ = self.offsets.shape
+        batch, heads, _ = self.shape
         rows = q_block_end - q_block_begin
         if not 0 <= q_block_begin <= q_block_end <= self.q_blocks:
             raise IndexError(
@@ -209,7 +209,7 @@ class MaskViews(_Referable):
         host = self.on(_HOST)
         if host is not self:
             return host.transposed().on(self.device)
-        batch, heads, _ = self.offsets.shape
+        batch, heads, _ = self.shape
         runs = transpose(self._checked_runs(), batch * heads, self.q_blocks, self.kv_blocks)
         offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
         sizes = (self.block_size[1], self.block_size[0])

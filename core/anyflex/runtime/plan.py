@@ -239,7 +239,7 @@ def plan_for(inputs: Inputs) -> Plan:
     )
     found = _by_shapes.get(exactly)
     if found is None:
-        _refuse_tracing()
+        _refuse_tracing()  # no trace's shapes were seen before: each has tensors of its own
         of_class = (facts, _class_of(*shapes))
         plan = _plan_of_class(of_class, inputs, bound, names, layouts is None)
         with _lock:

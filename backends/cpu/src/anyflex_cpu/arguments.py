@@ -223,6 +223,6 @@ def _extent(tensor: Tensor) -> int:
 
 def _runs(views: MaskViews) -> tuple[int, ...]:
     """Return the values of af_runs."""
-    batch, heads, rows = views.offsets.shape
+    batch, heads, rows = views.shape
     runs = views.runs
     return (views.offsets.data_ptr(), runs.data_ptr(), batch, heads, rows - 1, runs.shape[0])

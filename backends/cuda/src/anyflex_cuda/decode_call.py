@@ -365,7 +365,7 @@ def launch_decode(
         values["runs"] = rows.runs
         values["mask_strides"] = rows.strides
         # A program for each entry, and one that counts.
-        entries = call.mask.offsets.shape[0]
+        entries = call.mask.shape[0]
         steps = _steps_program(portable, tiles)
         launches.insert(0, Launch(steps, entries + 1, values, (), fixed))
     launch_all(launches, call.query.device)

@@ -13,7 +13,7 @@ from anyflex_triton.programs import Programs
 
 __all__ = ["GluonPrograms"]
 
-Fit = TypeVar("Fit")
+T = TypeVar("T")
 
 
 class GluonPrograms(Programs):
@@ -38,7 +38,7 @@ class GluonPrograms(Programs):
             # do. Under a causal mask 8 heads took 1.04 to 1.15 of the time on an H100.
             self.most_heads = None
 
-    def kept_fit(self, call: Call, make: Callable[[Call], Fit]) -> Fit | None:
+    def kept_fit(self, call: Call, make: Callable[[Call], T]) -> T | None:
         """Return what TMA's kernels need to know of a call's tensors, or None where they don't
         take the call.
 
@@ -53,7 +53,7 @@ class GluonPrograms(Programs):
         if kept is None:
             return make(call)
         # False: nobody has asked.
-        fit: Fit | Literal[False] = kept.get("anyflex_cuda.fit", False)
+        fit: T | Literal[False] = kept.get("anyflex_cuda.fit", False)
         if fit is False:
             fit = kept["anyflex_cuda.fit"] = make(call)
         return fit

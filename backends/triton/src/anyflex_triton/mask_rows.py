@@ -52,12 +52,12 @@ def _own_rows(views: MaskViews) -> MaskRows:
 
 def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
     """The workspace of finer runs: nothing where the mask stays as it is."""
-    if not made.is_finer or call.mask is None or call.mask.offsets.shape[:2] != (1, 1):
+    if not made.is_finer or call.mask is None or call.mask.shape[:2] != (1, 1):
         return ()
     batch, heads, length = call.query.shape[:3]
     if "finer_mask" not in made.overrides and (
         batch * heads * length * call.key.shape[2] < _LEAST_PAIRS
-        or call.mask.runs.shape[0] > _MOST_RUNS * call.mask.offsets.shape[2]
+        or call.mask.runs.shape[0] > _MOST_RUNS * call.mask.shape[2]
     ):
         return ()
     config = made.config(kernel)
