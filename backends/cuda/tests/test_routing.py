@@ -238,6 +238,19 @@ def test_tensors_of_one_layout_are_not_each_others() -> None:
     assert launched[0][2]["out"] is not launched[1][2]["out"]
 
 
+def test_calls_of_one_shape_take_the_program_of_their_own_mods() -> None:
+    tensors = drawn(*[SHAPE] * 3)
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            for scale in (0.1, 2.0**-120, 0.2, -0.1):
+                anyflex.flex_attention(*tensors, scale=scale, backend="cuda")
+    scored = [program.constants["SCORE_MOD"] is not None for program, _, _ in launched]
+    assert scored == [False, True, False, True]
+    assert launched[0][0] is launched[2][0] and launched[1][0] is launched[3][0]
+    assert [values["scale"] for _, _, values in launched] == [0.1, 2.0**-120, 0.2, -0.1]
+
+
 def test_what_is_not_wanted_has_no_descriptor() -> None:
     ((program, _, values),), _ = launches(*drawn(*[SHAPE] * 3))
     assert program.constants["r_desc"] is None and "r_desc" not in values

@@ -130,9 +130,11 @@ def gather(
             _add_note(error, score_mod)
             raise
     if block_mask is not None:
-        # A mask elsewhere is moved with its captured tensors at its first call, and kept.
-        block_mask = block_mask.on(device)
         views = block_mask.views()
+        if views.device != device or (block_mask.traced and block_mask.traced.captured):
+            # A mask elsewhere is moved with its captured tensors at its first call, and kept.
+            block_mask = block_mask.on(device)
+            views = block_mask.views()
         if block_mask.traced is not None:
             mask = block_mask.traced
         else:
@@ -145,14 +147,12 @@ def gather(
             from anyflex.attention import check_captured_devices
 
             check_captured_devices(device, list(captured), [*score.names, *mask.names])
+    gradients: tuple[bool, ...]
     if torch.is_grad_enabled():
-        gradients = (
-            query.requires_grad,
-            key.requires_grad,
-            value.requires_grad,
-            *[tensor.requires_grad for tensor in score.captured],
-            *((False,) * len(mask.captured)),
-        )
+        gradients = query.requires_grad, key.requires_grad, value.requires_grad
+        if captured:
+            gradients += tuple([tensor.requires_grad for tensor in score.captured])
+            gradients += (False,) * len(mask.captured)
     else:
         gradients = (False,) * (3 + len(captured))
     call = Call(

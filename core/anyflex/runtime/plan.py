@@ -169,8 +169,9 @@ def _device_guard(device: torch.device) -> Callable[[], Any] | None:
     if callable(select):
         if not callable(getattr(module, "current_device", None)):
             return lambda: select(device)
+        index = device.index
         # To ask costs a tenth of what it costs to select the device that is selected.
-        return lambda: None if module.current_device() == device.index else select(device)
+        return lambda: None if module.current_device() == index else select(device)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type or device.index is None:
         return None

@@ -9,6 +9,7 @@ from anyflex_cuda import blackwell_forward
 from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed, width
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Options, Program
+from anyflex_triton.programs import Mods
 
 __all__ = [
     "BLOCK_M",
@@ -106,9 +107,11 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
 
 def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out: Outputs) -> None:
     """Launch the kernel for a call that has a `Fit`, on the current stream."""
-    mods = made.mods(call, fit.even)
-    program = program_for(
-        made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
-        out.max_scores is not None, bool(out.saved),
-    )  # fmt: skip
-    launch_boxed(made, program, fit, call, out)
+
+    def program_of(mods: Mods) -> Program:
+        return program_for(
+            made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
+            out.max_scores is not None, bool(out.saved),
+        )  # fmt: skip
+
+    launch_boxed(made, fit, call, out, program_of)

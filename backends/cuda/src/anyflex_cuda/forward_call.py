@@ -46,7 +46,7 @@ __all__ = [
 _ROWS = 64
 """Of a consumer."""
 OUTS = 8
-"""Strides of out that are kept for each `Fit`: core allocates it by the query's."""
+"""Layouts of outputs that are kept for each fit: core allocates them by the query's."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 """Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
@@ -282,7 +282,9 @@ class Fit(NamedTuple):
         block_m: query rows of a tile.
         workspace: the counter of tiles, or nothing.
         even: as `program_for`'s.
-        fixed: arguments of the kernel, given the strides of out and, if it is there, of rest.
+        fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
+            rest.
+        ready: programs with their fixed arguments, of such calls so far.
     """
 
     programs: int
@@ -290,6 +292,7 @@ class Fit(NamedTuple):
     workspace: tuple[TensorSpec, ...]
     even: bool
     fixed: Callable[[Lengths, Lengths | None], FixedArguments]
+    ready: dict[object, tuple[Program, FixedArguments]]
 
 
 def fit_of(
@@ -333,7 +336,8 @@ def fit_of(
         block_m,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
-        lru_cache(OUTS)(partial(_with_out, values, out, size, boxes["o_desc"])),
+        partial(_with_out, values, out, size, boxes["o_desc"]),
+        {},
     )
 
 
@@ -366,20 +370,28 @@ def launch_forward(
         needed_next: returns the programs that will be needed after it, which are compiled beside
             it.
     """
-    rest = out.saved[0] if out.saved else None
-    mods = made.mods(call, fit.even)
-    program = program_for(
-        made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
-        rest is not None,
-    )  # fmt: skip
-    compile_next(made.spec, program, call, out, needed_next)
-    launch_boxed(made, program, fit, call, out)
+
+    def program_of(mods: Mods) -> Program:
+        program = program_for(
+            made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
+            bool(out.saved),
+        )  # fmt: skip
+        compile_next(made.spec, program, call, out, needed_next)
+        return program
+
+    launch_boxed(made, fit, call, out, program_of)
 
 
 def launch_boxed(
-    made: GluonPrograms, program: Program, fit: Fit, call: Call, out: Outputs
-) -> None:
-    """Launch a kernel with `boxed_arguments` on the current stream."""
+    made: GluonPrograms, fit: Fit, call: Call, out: Outputs,
+    program_of: Callable[[Mods], Program],
+) -> None:  # fmt: skip
+    """Launch a kernel with `boxed_arguments` on the current stream.
+
+    Args:
+        program_of: returns the kernel for such calls and outputs, given the mods. It is asked at
+            the first of them.
+    """
     query, result, mask = call.query, out.out, call.mask
     values = made.common_values(call, None if mask is None else mask_rows(mask))
     values["query"], values["key"], values["value"] = query, call.key, call.value
@@ -397,7 +409,16 @@ def launch_boxed(
     if out.saved:
         values["rest"], values["tops"] = rest, _ = out.saved
         rest_strides = rest.stride()
-    fixed = fit.fixed(result.stride(), rest_strides)
+    mods = made.mods(call, fit.even)
+    strides = result.stride()
+    key = (mods.key, out.lse is None, out.max_scores is None, strides, rest_strides)
+    ready = fit.ready.get(key)
+    if ready is None:
+        ready = program_of(mods), fit.fixed(strides, rest_strides)
+        if len(fit.ready) >= OUTS:
+            fit.ready.clear()
+        fit.ready[key] = ready
+    program, fixed = ready
     fixed.launch(program, fit.programs, query.device, values)
 
 

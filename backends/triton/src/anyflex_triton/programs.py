@@ -337,7 +337,7 @@ class Programs:
         """
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
-        coarse = self.is_coarse(call)
+        coarse = bool(self._caps) and self.is_coarse(call)
         short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
