@@ -185,6 +185,9 @@ IN_TURN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "larger batch": lambda: (*drawn(*[(3, 2, 256, 64)] * 3),),
     "elsewhere in memory": lambda: (*each_of(3, off_by_two_bytes, 1, 2, 256, 64),),
     "half of each row": lambda: (*[strided((1, 2, 256, 64), 128) for _ in range(3)],),
+    "a row": lambda: (*drawn((1, 2, 1, 64), *[(1, 2, 256, 64)] * 2),),
+    "a row of heads last": lambda: (*each_of(3, heads_last, 1, 2, 1, 64),),
+    "a row of more keys": lambda: (*drawn((1, 2, 1, 64), *[(1, 2, 4096, 64)] * 2),),
 }
 
 
@@ -203,22 +206,31 @@ def facts(launch: Any) -> tuple[Any, ...]:
     return of((program,)), grid, plain, constants
 
 
+@pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves(masked: bool) -> None:
+def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves(
+    masked: bool, hopper: bool
+) -> None:
+    options: Any = {"cuda": {"hopper": hopper}}
+
     def posed(name: str) -> tuple[Any, ...]:
         q, k, v = IN_TURN[name]()
         if not masked:
             return q, k, v
         return q, k, v, None, anyflex.create_block_mask(causal, None, None, q.shape[2], k.shape[2])
 
-    alone = {name: [facts(launch) for launch in launches(*posed(name))[0]] for name in IN_TURN}
+    alone = {
+        name: [facts(launch) for launch in launches(*posed(name), kernel_options=options)[0]]
+        for name in IN_TURN
+    }
     with isolated():
         register("cuda", OnHopper)
         with recording() as launched:
             for name in [*IN_TURN, *reversed(IN_TURN)]:
                 launched.clear()
-                anyflex.flex_attention(*posed(name), backend="cuda")
+                anyflex.flex_attention(*posed(name), backend="cuda", kernel_options=options)
                 assert [facts(launch) for launch in launched] == alone[name], name
+    assert alone["contiguous"][0][0] == (HOPPERS if hopper else PORTABLE)
     assert alone["elsewhere in memory"][0][0] == PORTABLE
     assert alone["heads last"] != alone["contiguous"]
 

@@ -13,10 +13,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 __all__ = [
     "Boxes",
     "Layout",
+    "alignment_of",
     "descriptor_of",
     "descriptor_of_floats",
     "enter_device",
-    "facts_of",
     "is_blocked",
     "is_described",
     "is_described_whole",
@@ -50,9 +50,11 @@ class Layout:
     scattered: bool
 
 
-def facts_of(tensor: Tensor) -> tuple[object, ...]:
-    """What `layout_of`, `is_blocked` and the like follow from, but a tensor's type and device."""
-    return tensor.shape, tensor.stride(), tensor.data_ptr() % _BLOCK_BYTES
+def alignment_of(tensor: Tensor) -> int:
+    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: the
+    largest power of two that a tensor's address is a multiple of, 0 from 64 on."""
+    address = tensor.data_ptr()
+    return address & -address & (_BLOCK_BYTES - 1)
 
 
 def layout_of(tensor: Tensor) -> Layout:

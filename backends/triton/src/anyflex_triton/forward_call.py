@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -10,8 +10,9 @@ import torch
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
-from anyflex_triton.arguments import facts_of, layout_of
+from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.configs import Config
+from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import (
     INTERPRETED,
     Launch,
@@ -165,15 +166,54 @@ def _compiles_beside(call: Call) -> bool:
     )
 
 
+class _Fixed(NamedTuple):
+    """What calls have in common whose tensors have the same shapes, strides and alignment.
+
+    Args:
+        program, grid: as `Launch`'s.
+        arguments: of the kernel, that are neither tensors nor mods'.
+    """
+
+    program: Program
+    grid: int
+    arguments: FixedArguments
+
+
 def _prefill_launch(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
 ) -> Launch:
+    result = out.out
+    rest, tops = kept_of(out.saved)
+    even = made.is_even(call, config, "keys", rows)
+    mods = made.mods(call, even)
+    tensors = call.query, call.key, call.value, result, or_else(rest, result)
+    fixed = made.kept(
+        call,
+        (
+            "anyflex_triton.prefill", config, mods.key, even,
+            None if rows is None else rows.block_size, out.lse is None, out.max_scores is None,
+            rest is None, tops is None, result.stride(), tensors[4].stride(),
+            *map(alignment_of, tensors),
+        ),
+        partial(_fixed_prefill, made, call, out, rows, config, mods, even),
+    )  # fmt: skip
+    values = made.common_values(call, rows)
+    values["query"], values["key"], values["value"], values["out"], values["rest"] = tensors
+    values["key_rows"], values["value_rows"] = call.key, call.value
+    values["tops"] = or_else(tops, result)
+    values["lse"] = or_else(out.lse, result)
+    values["max_scores"] = or_else(out.max_scores, result)
+    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
+
+
+def _fixed_prefill(
+    made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config, mods: Mods,
+    even: bool,
+) -> _Fixed:  # fmt: skip
     spec = made.spec
     rest, tops = kept_of(out.saved)
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
-    even = made.is_even(call, config, "keys", rows)
-    mods = made.mods(call, even)
     blocks = spec.block_size if rows is None else rows.block_size
     key = (
         "forward", config, blocks, even, mods.key, described, tops is not None, *classes(layouts),
@@ -218,62 +258,46 @@ def _prefill_launch(
             config.options,
         )
     batch, heads, length = call.query.shape[:3]
+    keys = call.key.shape[2]
     tiles = tile_count(rows, length, config.block_m)
-    return Launch(
-        program,
-        tiles * batch * heads,
-        {
-            **made.common_values(call, rows),
-            "query": call.query, "out": out.out, "rest": or_else(rest, out.out),
-            "key_rows": call.key, "value_rows": call.value,
-            **made.described(described, config.block_n, key=call.key, value=call.value),
-            "tops": or_else(tops, out.out),
-            "lse": or_else(out.lse, out.out), "max_scores": or_else(out.max_scores, out.out),
-            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-            "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
-            "r_strides": layouts[4].strides,
-            "batch_heads": batch * heads, "heads": heads,
-            "q_length": length, "kv_length": call.key.shape[2],
-            "tiles": tiles, "head_group": made.head_group(batch * heads, call.key.shape[2]),
-        },
-    )  # fmt: skip
+    values = {
+        **made.described(described, config.block_n, key=call.key, value=call.value),
+        **dict(
+            zip(
+                ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
+                [layout.strides for layout in layouts],
+                strict=True,
+            )
+        ),
+        "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
+        "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
+    }  # fmt: skip
+    return _Fixed(program, tiles * batch * heads, FixedArguments.of(values, ()))
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
     """Launch the splits of a decoding call, and what combines them."""
     split = made.launch("decode", call, partial(_split_launch, made, call, out))
-    combination = _combine_launch(made, call, out, split.values)
+    combination = _combine_launch(made, call, out)
     launch_all((split, combination), call.query.device)
-
-
-class _Split(NamedTuple):
-    """What follows from the shapes, strides and alignment of a decoding call's tensors.
-
-    Args:
-        program, grid: as `Launch`'s.
-        values: of arguments that are neither tensors nor mods', the combination's too.
-    """
-
-    program: Program
-    grid: int
-    values: Mapping[str, object]
 
 
 def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> Launch:
     mods = made.mods(call, False)
-    device = call.query.device
-    tensors = (call.query, call.key, call.value)
+    tensors = call.query, call.key, call.value
     # Such calls come token by token and layer by layer: what they have in common is kept.
-    key = ("decode", config, mods.key, device.index, mask_shape(call), *map(facts_of, tensors))
-    split = made.remembered(key, partial(_split_of, made, call, mods, config))
+    fixed = made.kept(
+        call,
+        ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors)),
+        partial(_fixed_splits, made, call, mods, config),
+    )
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
-    values.update(split.values)
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
-    return Launch(split.program, split.grid, values)
+    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
 
 
-def _split_of(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
+def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> _Fixed:
     spec = made.spec
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
@@ -310,30 +334,42 @@ def _split_of(made: Programs, call: Call, mods: Mods, config: Config) -> _Split:
         )
     splits = splits_of(spec, call.query.device, call.query.shape, keys, mask_shape(call))
     pieces = -(-max(keys, 1) // config.block_n)
-    return _Split(
-        program,
-        batch * (heads // packed) * splits.number,
-        {
-            "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
-            "v_strides": layouts[2].strides,
-            "sums_at": splits.sums_at,
-            "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
-            "split_length": -(-pieces // splits.number) * config.block_n,
-        },
-    )  # fmt: skip
+    values = {
+        "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
+        "v_strides": layouts[2].strides,
+        "sums_at": splits.sums_at,
+        "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
+        "split_length": -(-pieces // splits.number) * config.block_n,
+    }  # fmt: skip
+    return _Fixed(
+        program, batch * (heads // packed) * splits.number, FixedArguments.of(values, ())
+    )
 
 
-def _combine_launch(
-    made: Programs, call: Call, out: Outputs, of_splits: Mapping[str, object]
-) -> Launch:
-    """Return the launch that adds up what splits have left.
-
-    Args:
-        of_splits: their values.
-    """
-    spec = made.spec
+def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
+    """Return the launch that adds up what splits have left."""
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
+    fixed = made.kept(
+        call,
+        (
+            "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
+            rest is None, tops is None, out.out.stride(), alignment_of(out.out),
+        ),
+        partial(_fixed_combination, made, call, out, scored),
+    )  # fmt: skip
+    (partial_out,) = out.workspace
+    values = {
+        "partial_out": partial_out, "scale": call.scale,
+        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, partial_out),
+        "lse": or_else(out.lse, partial_out), "max_scores": or_else(out.max_scores, partial_out),
+    }  # fmt: skip
+    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
+
+
+def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -> _Fixed:
+    spec = made.spec
+    rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
@@ -363,12 +399,12 @@ def _combine_launch(
             (),
             Options(4, 1),
         )
-    (partial_out,) = out.workspace
-    values = {
-        **of_splits,
-        "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, partial_out),
-        "lse": or_else(out.lse, partial_out), "max_scores": or_else(out.max_scores, partial_out),
-        "o_strides": o_layout.strides,
-    }  # fmt: skip
     batch, heads, length = call.query.shape[:3]
-    return Launch(program, batch * heads * length, values)
+    splits = splits_of(
+        spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
+    )
+    values = {
+        "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
+        "q_length": length, "splits": splits.number,
+    }  # fmt: skip
+    return _Fixed(program, batch * heads * length, FixedArguments.of(values, ()))

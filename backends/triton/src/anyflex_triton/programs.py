@@ -66,8 +66,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-_REMEMBERED = 512
-"""Keys: the shapes of a model's calls, and some hundred lengths of a growing cache."""
+_KEPT = 64
+"""Keys, of calls of the same shapes: configs, and how tensors lie in memory."""
 _HEAD_GROUP_BYTES = 16 << 20
 """What the heads that run at a time read again and again: a part of the second cache."""
 _HEADS_AT_A_TIME = 8
@@ -198,7 +198,6 @@ class Programs:
         self.common_types = _common_types(spec)
         self.tuner = tuner
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
-        self._remembered: dict[object, object] = {}
         self._lock = threading.Lock()
         free_in_child(self)
         graph = spec.mask_graph
@@ -380,14 +379,18 @@ class Programs:
             )
         )
 
-    def remembered(self, key: object, make: Callable[[], T]) -> T:
-        """What `make` returned for this key, which says all that it depends on, or returns now.
-        Of too many keys, such as lengths that grow with each call, all are forgotten."""
-        found = self._remembered.get(key)
+    def kept(self, call: Call, key: object, make: Callable[[], T]) -> T:
+        """What `make` returned for this key and a call of the same shapes and strides, or returns
+        now: both together say all that it depends on. Of too many keys all are forgotten."""
+        kept = call.kept
+        if kept is None:
+            return make()
+        found = kept.get(key)
         if found is None:
-            if len(self._remembered) >= _REMEMBERED:
-                self._remembered.clear()
-            found = self._remembered[key] = make()
+            found = make()
+            if len(kept) >= _KEPT:
+                kept.clear()
+            kept[key] = found
         return cast("T", found)
 
     def program(
