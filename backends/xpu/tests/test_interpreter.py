@@ -190,14 +190,14 @@ def test_tensors_that_block_loads_do_not_take_come_by_pointers(
     assert describers == dict.fromkeys(PREFILL, None)
 
 
-@pytest.mark.parametrize(("queries", "kernel"), [(64, "forward_kernel"), (1, "decode_kernel")])
+@pytest.mark.parametrize(("queries", "kernel"), [(80, "forward_kernel"), (1, "decode_kernel")])
 def test_calls_of_one_shape_are_asked_where_they_lie(
     queries: int, kernel: str, describers: dict[str, str | None]
 ) -> None:
-    memory = torch.randn(2, 64 * 32 + 8).half()
+    memories = [torch.randn(64 * 32 + 8).half() for _ in range(2)]
     query = torch.randn(1, 1, queries, 32).half()
     for offset, describer in ((0, "kernel"), (8, None), (0, "kernel")):
-        key, value = (m[offset : offset + 64 * 32].view(1, 1, 64, 32) for m in memory)
+        key, value = (m[offset : offset + 64 * 32].view(1, 1, 64, 32) for m in memories)
         with posing("xpu"):
             out = anyflex.flex_attention(query, key, value, backend="xpu")
         assert describers[kernel] == describer
