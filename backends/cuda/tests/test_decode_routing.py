@@ -248,14 +248,20 @@ def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves() -
     assert all(a != b for i, a in enumerate(unmasked) for b in unmasked[:i])
 
 
-def test_what_is_kept_of_a_call_holds_none_of_its_tensors() -> None:
-    mask = anyflex.create_block_mask(first_half, None, None, 1, 16384)
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("rows", [1, 256])
+def test_what_is_kept_of_a_call_holds_none_of_its_tensors(rows: int, hopper: bool) -> None:
+    mask = anyflex.create_block_mask(first_half, None, None, rows, 16384)
+    options = {"cuda": {"hopper": hopper}}
+    batch, heads, _, dim = ONE
     with isolated():
         register("cuda", OnHopper)
         with recording() as launched:
             for mods in ((), (None, mask)):
-                tensors = drawn(ONE, MANY, MANY)
-                out = anyflex.flex_attention(*tensors, *mods, backend="cuda", enable_gqa=True)
+                tensors = drawn((batch, heads, rows, dim), MANY, MANY)
+                out = anyflex.flex_attention(
+                    *tensors, *mods, backend="cuda", enable_gqa=True, kernel_options=options
+                )
                 alive = [weakref.ref(tensor) for tensor in (*tensors, out)]
                 del tensors, out
                 launched.clear()

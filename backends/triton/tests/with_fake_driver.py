@@ -220,6 +220,22 @@ def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
     assert isinstance(fixed._launchers[program], nvidia_launch.launch_module().Launch)
 
 
+def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_another() -> None:
+    program = compiled()
+    fixed, values = given()
+    others = {**FIXED, "strides": (7, 1 << 40), "count": 5, "x_desc": ([2, 8], [16, 1], [1, 8])}
+    other = FixedArguments(others, {"x_desc": "x", "y_desc": "y"})
+    seen = []
+    for each in (fixed, other) * 3:
+        fake.forget()
+        each.launch(program, 3, GPU, values)
+        seen.append(last())
+        fake.forget()
+        program.launch(3, GPU, each._together(values))
+        assert last() == seen[-1]
+    assert seen == [*seen[:2]] * 3 and seen[0] != seen[1]
+
+
 def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
     program = compiled()
     fixed, values = given()

@@ -55,7 +55,6 @@ class MaskViews(_Referable):
 
     Attributes:
         shape: of offsets.
-        device: where offsets and runs are.
     """
 
     offsets: Tensor
@@ -63,9 +62,8 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
-    # Each call asks for them, and torch makes a tensor's anew each time.
+    # Each call asks for it, and torch makes a tensor's anew each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
-    device: torch.device = field(init=False, repr=False)
     _changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
@@ -74,7 +72,6 @@ class MaskViews(_Referable):
         counts = changes(self.offsets), changes(self.runs)
         object.__setattr__(self, "_changes", counts)
         object.__setattr__(self, "shape", tuple(self.offsets.shape))
-        object.__setattr__(self, "device", self.offsets.device)
 
     def check_unchanged(self) -> None:
         """Check that what a backward derives is of the runs that forward read.
@@ -93,10 +90,15 @@ class MaskViews(_Referable):
                 )
 
     @property
+    def device(self) -> torch.device:
+        """Where offsets and runs are."""
+        return self.offsets.device
+
+    @property
     def host(self) -> MaskViews | None:
         """These views on the host if they are there, else None: nothing is copied, and no device
         is waited for."""
-        if self.device == _HOST:
+        if self.offsets.device == _HOST:
             return self
         found = self._derived.get(_HOST)
         assert found is None or isinstance(found, MaskViews)
@@ -114,7 +116,7 @@ class MaskViews(_Referable):
 
     def on(self, device: torch.device) -> MaskViews:
         """Return the same views on `device`, copied at most once."""
-        if device == self.device:
+        if device == self.offsets.device:
             return self
         return self.once(device, MaskViews, lambda: self._copied(device))
 

@@ -46,7 +46,8 @@ __all__ = [
 _ROWS = 64
 """Of a consumer."""
 OUTS = 8
-"""Layouts of outputs that are kept for each fit: core allocates them by the query's."""
+"""Layouts of outputs that are kept for each fit, forward's with the mods: core allocates outputs
+by the query's layout."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 """Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
@@ -284,7 +285,8 @@ class Fit(NamedTuple):
         even: as `program_for`'s.
         fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
             rest.
-        ready: programs with their fixed arguments, of such calls so far.
+        ready: of such calls so far, by their mods, the outputs that are wanted and their strides:
+            the program and its fixed arguments.
     """
 
     programs: int
@@ -389,8 +391,8 @@ def launch_boxed(
     """Launch a kernel with `boxed_arguments` on the current stream.
 
     Args:
-        program_of: returns the kernel for such calls and outputs, given the mods. It is asked at
-            the first of them.
+        program_of: returns the kernel for such calls and outputs, given the mods; asked where that
+            isn't ready.
     """
     query, result, mask = call.query, out.out, call.mask
     values = made.common_values(call, None if mask is None else mask_rows(mask))
@@ -413,13 +415,12 @@ def launch_boxed(
     strides = result.stride()
     key = (mods.key, out.lse is None, out.max_scores is None, strides, rest_strides)
     ready = fit.ready.get(key)
+    program, fixed = ready or (program_of(mods), fit.fixed(strides, rest_strides))
+    fixed.launch(program, fit.programs, query.device, values)
     if ready is None:
-        ready = program_of(mods), fit.fixed(strides, rest_strides)
         if len(fit.ready) >= OUTS:
             fit.ready.clear()
-        fit.ready[key] = ready
-    program, fixed = ready
-    fixed.launch(program, fit.programs, query.device, values)
+        fit.ready[key] = program, fixed
 
 
 @lru_cache

@@ -51,10 +51,10 @@ class Layout:
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: the
-    largest power of two that a tensor's address is a multiple of, 0 from 64 on."""
+    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: 2
+    where a tensor's address is a multiple of 64 bytes, else 1 where it is one of 16, else 0."""
     address = tensor.data_ptr()
-    return address & -address & (_BLOCK_BYTES - 1)
+    return (address % _BLOCK_BYTES == 0) + (address % _BYTES == 0)
 
 
 def layout_of(tensor: Tensor) -> Layout:

@@ -199,6 +199,7 @@ class Program:
         self._ahead: Any = None
         self._compiled: dict[int | None, Any] = {}
         self._launchers: dict[int | None, Launcher] = {}
+        self._laid_out: dict[object, Parameters] = {}
         self._lock = threading.Lock()
         free_in_child(self)
         named = set(self.types) | set(self.constants)
@@ -248,13 +249,19 @@ class Program:
         values: Mapping[str, Any],
     ) -> Launcher | None:
         """What launches it past Triton's own launcher where some values stay, or None where that
-        one launches it, or it isn't compiled. Arguments: `nvidia_launch.parameters_of`."""
+        one launches it, or it isn't compiled. Arguments: `nvidia_launch.parameters_of`, and
+        `Parameters.launcher`."""
         if device not in self._launchers:
             return None
         kernel = self._compiled[device]
-        parameters = self._parameters(kernel, fixed, described, values)
-        assert parameters is not None, "with nothing fixed there were some"
-        return parameters.launcher(kernel)
+        # Of a growing cache there is a launcher for each length.
+        key = (tuple(fixed), *described.items())
+        parameters = self._laid_out.get(key)
+        if parameters is None:
+            parameters = self._parameters(kernel, fixed, described)
+            assert parameters is not None, "with nothing fixed there were some"
+            self._laid_out[key] = parameters
+        return parameters.launcher(kernel, fixed, values)
 
     def compile(self, device: int | None = None) -> Any:
         """Compile for the current device, whose index is `device`, at most once."""

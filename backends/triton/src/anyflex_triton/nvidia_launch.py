@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,18 +109,17 @@ class LateLauncher:
 
 def parameters_of(
     order: tuple[str, ...], types: Mapping[str, Types], metadata: Any,
-    fixed: Mapping[str, Any] | None = None, described: Mapping[str, str] | None = None,
-    values: Mapping[str, Any] | None = None,
+    fixed: Collection[str] = (), described: Mapping[str, str] | None = None,
 ) -> Parameters | None:  # fmt: skip
-    """Return what a compiled kernel is given at each launch, or None where it isn't known.
+    """Return how a compiled kernel is given its arguments, or None where it isn't known.
 
     Args:
         order: names of its arguments.
         types: of those that aren't constants.
         metadata: of Triton's.
-        fixed, described: as of `FixedArguments`; what isn't fixed is given with a call, a
+        fixed: names of those that a launcher is made with; the others are given with a call, a
             descriptor as `Boxes`.
-        values: of a call, where a descriptor is fixed.
+        described: as of `FixedArguments`.
     """
     if (
         not IS_KNOWN
@@ -132,7 +131,6 @@ def parameters_of(
         or metadata.profile_scratch_size
     ):
         return None
-    fixed, described = fixed or {}, described or {}
     parameters = Parameters()
     metas = iter(metadata.tensordesc_meta or ())
     for name in order:
@@ -143,14 +141,9 @@ def parameters_of(
             meta = next(metas, None)
             if meta is None or meta["fp4_padded"]:
                 return None
-            boxes = None
-            tensor = name
-            if name in fixed:
-                assert values is not None
-                tensor = described.get(name, name)
-                boxes = Boxes(values[tensor], *fixed[name])
-            parameters.add_descriptor(tensor, meta, boxes)
-        elif not parameters.add(name, kind, fixed.get(name)):
+            tensor = (described or {}).get(name, name) if name in fixed else None
+            parameters.add_descriptor(name, meta, tensor)
+        elif not parameters.add(name, kind, name in fixed):
             return None
     for _ in range(_SCRATCH):
         parameters.append(struct.pack("Q", 0))
@@ -158,12 +151,14 @@ def parameters_of(
 
 
 class Parameters:
-    """What a kernel is given, one after the other, with gaps where a call's values stand."""
+    """What a kernel is given, one after the other, with gaps where values stand: a launcher's, and
+    a call's."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
         self._places: list[tuple[int, int]] = []
-        self._descriptors: list[tuple[Any, Boxes]] = []
+        self._fixed: list[tuple[str, int, str, int]] = []
+        self._descriptors: list[tuple[Any, str, str]] = []
         self._slots: list[tuple[str, int, str, Any]] = []
 
     def append(self, content: bytes) -> int:
@@ -175,31 +170,28 @@ class Parameters:
         self._places.append((offset, size))
         return offset
 
-    def add(self, name: str, types: Types, fixed: Any, element: int = -1) -> bool:
+    def add(self, name: str, types: Types, is_fixed: bool, element: int = -1) -> bool:
         """Add an argument, or of a tuple one element after the other, and return whether it is
         known how."""
         if not isinstance(types, str):
-            return all(
-                self.add(name, each, None if fixed is None else fixed[place], place)
-                for place, each in enumerate(types)
-            )
+            return all(self.add(name, each, is_fixed, place) for place, each in enumerate(types))
         letter = "P" if types.startswith("*") else _NUMBERS.get(types)
         if letter is None:
             return False
-        if fixed is not None and letter != "P":
-            self.append(struct.pack(letter, fixed))
+        offset = self.append(bytes(struct.calcsize(letter)))
+        if is_fixed and letter != "P":
+            self._fixed.append((name, element, letter, offset))
         else:
-            offset = self.append(bytes(struct.calcsize(letter)))
             self._add_slot(name, element, letter, offset)
         return True
 
-    def add_descriptor(self, name: str, meta: Mapping[str, Any], boxes: Boxes | None) -> None:
+    def add_descriptor(self, name: str, meta: Mapping[str, Any], tensor: str | None) -> None:
         """Add a descriptor, and what Triton gives a kernel behind it: sizes in 32 bits and strides
         in 64.
 
         Args:
-            name: of a call's `Boxes`, or of its tensor where `boxes` are one's of that shape.
             meta: of the compiler.
+            tensor: name of what a fixed one is of; None: a call gives `Boxes`.
         """
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -210,29 +202,47 @@ class Parameters:
         )
         kind = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
         place = (offset, sizes, strides, kind, meta["swizzle"], meta["elem_size"], box)
-        if boxes is None:
+        if tensor is None:
             self._add_slot(name, -1, "D", place)
         else:
-            self._descriptors.append((place, boxes))
-            self._add_slot(name, -1, "A", offset)
+            self._descriptors.append((place, name, tensor))
+            self._add_slot(tensor, -1, "A", offset)
 
     def _add_slot(self, name: str, element: int, kind: str, place: object) -> None:
         # One object for each name: nvidia_launch.c sees by it that a value is the same.
         self._slots.append((sys.intern(name), element, kind, place))
 
-    def launcher(self, kernel: Any) -> Launcher:
+    def launcher(
+        self,
+        kernel: Any,
+        fixed: Mapping[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> Launcher:
         """Return what launches a kernel that is loaded.
+
+        Args:
+            fixed: as of `FixedArguments`.
+            values: of a call, for the tensors of fixed descriptors.
 
         Raises:
             RuntimeError: it takes other parameters, or the driver refuses a descriptor.
         """
         module = launch_module()
         assert module is not None
+        fixed, values = fixed or {}, values or {}
+        content = bytearray(self._bytes)
+        for name, element, letter, offset in self._fixed:
+            value = fixed[name]
+            struct.pack_into(letter, content, offset, value if element < 0 else value[element])
+        descriptors = [
+            (place, Boxes(values[tensor], *fixed[name]))
+            for place, name, tensor in self._descriptors
+        ]
         metadata = kernel.metadata
         # Slots of one value follow each other: it is asked for its address once.
         slots = sorted(self._slots, key=lambda slot: slot[0])
         launcher: Launcher = module.Launch(
-            kernel.function, 32 * metadata.num_warps, metadata.shared, bytes(self._bytes),
-            tuple(self._places), tuple(self._descriptors), tuple(slots),
+            kernel.function, 32 * metadata.num_warps, metadata.shared, bytes(content),
+            tuple(self._places), tuple(descriptors), tuple(slots),
         )  # fmt: skip
         return launcher

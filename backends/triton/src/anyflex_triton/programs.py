@@ -336,7 +336,7 @@ class Programs:
         """
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
-        coarse = bool(self._caps) and self.is_coarse(call)
+        coarse = self.is_coarse(call)
         short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
@@ -381,7 +381,8 @@ class Programs:
 
     def kept(self, call: Call, key: object, make: Callable[[], T]) -> T:
         """What `make` returned for this key and a call of the same shapes and strides, or returns
-        now: both together say all that it depends on. Of too many keys all are forgotten."""
+        now: both together say all that it depends on. Of too many keys all are forgotten, and what
+        else is kept there."""
         kept = call.kept
         if kept is None:
             return make()
