@@ -51,6 +51,15 @@ def by_key_and_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
     return s + table[h, j] + table[h, i]
 
 
+def reading(table: torch.Tensor, adds: Mod) -> Mod:
+    """The score mod that reads a table."""
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return adds(table, s, h, i, j)
+
+    return score
+
+
 def called(
     *,
     dims: tuple[int, int] = (64, 64),
@@ -70,11 +79,7 @@ def called(
     if learns:
         table = torch.zeros(2, 600).requires_grad_()
         chosen.append(table)
-        adds = by_head if learns is True else learns
-
-        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-            return adds(table, s, h, i, j)
-
+        score = reading(table, by_head if learns is True else learns)
     mask = None
     if block is not None:
         mask = anyflex.create_block_mask(causal, None, None, 300, 300, BLOCK_SIZE=block)
@@ -146,11 +151,15 @@ def seen(value: Any, places: dict[int, int]) -> Any:
     return tuple(seen(part, places) for part in value) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("wanted", ["qkv", "kv"])
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("wanted", ["qkv", "kv", "v"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
-    wanted: str, masked: bool
+    wanted: str, masked: bool, learns: bool, with_lse: bool, hopper: bool
 ) -> None:
+    options = {"cuda.recorded": {"hopper": hopper}}
     mask = anyflex.create_block_mask(causal, None, None, 300, 300) if masked else None
     shapes = {"q": (2, 4, 300, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 128)}
     found = []
@@ -158,12 +167,17 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
         for scale in (0.5, 0.5, 0.25):
             leaves = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
             chosen = [leaves[name].requires_grad_() for name in wanted]
-            out = anyflex.flex_attention(
-                *leaves.values(), None, mask, scale, enable_gqa=True, backend="cuda.recorded"
-            )
-            assert isinstance(out, torch.Tensor)
+            table = torch.zeros(4, 600).requires_grad_(learns)
+            outs = anyflex.flex_attention(
+                *leaves.values(), reading(table, by_head), mask, scale, enable_gqa=True,
+                return_lse=True, kernel_options=options, backend="cuda.recorded",
+            )  # fmt: skip
+            outs = outs if with_lse else outs[:1]
             launched.clear()
-            torch.autograd.grad(out, chosen, torch.zeros_like(out))
+            torch.autograd.grad(
+                outs, [*chosen, *[table][:learns]], [torch.zeros_like(out) for out in outs]
+            )
+            leaves["table"] = table
             places = {leaf.data_ptr(): i for i, leaf in enumerate(leaves.values())}
             found.append(
                 [
@@ -173,6 +187,7 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
             )
     first, again, scaled = found
     assert again == first != scaled
+    assert (first[0][0].function.__name__ == "row_kernel") == (not hopper or wanted == "v")
     for (program, values), (other, others) in zip(first, scaled, strict=True):
         assert program is other
         assert {**values, "scale": 0.25} == {**others, "scale": 0.25}

@@ -190,19 +190,28 @@ def test_tensors_that_block_loads_do_not_take_come_by_pointers(
     assert describers == dict.fromkeys(PREFILL, None)
 
 
-@pytest.mark.parametrize(("queries", "kernel"), [(80, "forward_kernel"), (1, "decode_kernel")])
+@pytest.mark.parametrize("queries", [80, 1])
 def test_calls_of_one_shape_are_asked_where_they_lie(
-    queries: int, kernel: str, describers: dict[str, str | None]
+    queries: int, describers: dict[str, str | None]
 ) -> None:
-    memories = [torch.randn(64 * 32 + 8).half() for _ in range(2)]
-    query = torch.randn(1, 1, queries, 32).half()
-    for offset, describer in ((0, "kernel"), (8, None), (0, "kernel")):
-        key, value = (m[offset : offset + 64 * 32].view(1, 1, 64, 32) for m in memories)
+    for offset, describer in ((0, "kernel"), (8, None), (0, "kernel"), (8, None)):
+        query = torch.randn(1, 1, queries, 32).half().requires_grad_()
+        memories = (torch.randn(64 * 32 + 8).half() for _ in range(2))
+        key, value = (
+            memory[offset : offset + 64 * 32].view(1, 1, 64, 32).requires_grad_()
+            for memory in memories
+        )
+        leaves = query, key, value
         with posing("xpu"):
-            out = anyflex.flex_attention(query, key, value, backend="xpu")
-        assert describers[kernel] == describer
-        right = dense(query, key, value, None, False)
-        assert torch.allclose(out.double(), right, atol=4e-3)
+            out = anyflex.flex_attention(*leaves, backend="xpu")
+            dout = torch.randn_like(out)
+            got = torch.autograd.grad(out, leaves, dout)
+        assert describers["decode_kernel" if queries == 1 else "forward_kernel"] == describer
+        assert describers["query_kernel"] == describer
+        right = dense(*leaves, None, False)
+        wanted = torch.autograd.grad(right, leaves, dout.double())
+        for found, expected in zip((out, *got), (right, *wanted), strict=True):
+            assert torch.allclose(found.double(), expected.double(), atol=1e-2)
 
 
 def test_what_block_loads_take() -> None:

@@ -7,7 +7,7 @@ over query rows makes them instead: one program a tile, in one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
 from anyflex_triton.backward_call import expected_backward
-from anyflex_triton.fixed_arguments import FixedArguments
+from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.mods import captured_additions
@@ -38,7 +38,6 @@ from anyflex_triton.programs import (
 )
 
 __all__ = [
-    "Step",
     "Work",
     "backward_programs",
     "backward_workspace",
@@ -184,14 +183,6 @@ def work_of(workspace: Sequence[Tensor]) -> Work:
     return Work(row_values, odd_keys, counter, sums, odd_rows)
 
 
-class Step(NamedTuple):
-    """A launch of calls of one layout, without what is a call's own."""
-
-    program: Program
-    grid: int
-    fixed: FixedArguments
-
-
 _OF_CALL = frozenset(
     ("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides", "key_mask_strides")
 )
@@ -204,7 +195,6 @@ rows."""
 def hopper_launches(
     portable: Programs,
     gluon: GluonPrograms,
-    known: Callable[[object], list[Step]],
     call: Call,
     saved: Saved,
     grad: GradInputs,
@@ -215,35 +205,27 @@ def hopper_launches(
     `work.row_values` serves the portable pass over query rows too.
 
     Args:
-        known: returns the steps that follow from its argument, an empty list the first time,
-            which is filled.
         grad: its dout `is_boxed`.
     """
-    layout = _layout_of_call(call, saved, grad, grads)
+    layout = _layout_of_call(saved, grad, grads)
     if layout is None:
         return _launches(portable, gluon, call, saved, grad, grads, work)
-    # Whether tiles end where the lengths do follows from the layout.
-    steps = known((layout, gluon.mods(call, True).key, portable.mods(call, False).key))
-    if steps:
-        return _launches_again(portable, steps, call, saved, grad, grads, work)
+    # Whether tiles end where the lengths do follows from the shapes.
+    mods = gluon.mods(call, True).key, portable.mods(call, False).key
+    fixed: list[FixedLaunch] = gluon.kept(call, ("anyflex_cuda.backward", *mods, *layout), list)
+    if fixed:
+        return _launches_again(portable, fixed, call, saved, grad, grads, work)
     launches = _launches(portable, gluon, call, saved, grad, grads, work)
     # At once: other threads may read it.
-    steps[:] = [
-        Step(launch.program, launch.grid, FixedArguments.of(launch.values, _OF_CALL))
-        for launch in launches
-    ]
+    fixed[:] = [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
     return launches
 
 
-def _layout_of_call(
-    call: Call, saved: Saved, grad: GradInputs, grads: Grads
-) -> tuple[object, ...] | None:
-    """What launches follow from, beside a call's tensors and numbers; None where some pointer
-    isn't a multiple of 16 bytes."""
-    query, key, value = call.query, call.key, call.value
+def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
+    """What launches follow from, beside a call's shapes and strides, its tensors and its numbers;
+    None where some pointer isn't a multiple of 16 bytes."""
     found: list[object] = [
-        query.device, query.shape, query.stride(), key.shape, key.stride(), value.shape,
-        value.stride(), grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
+        grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
     ]  # fmt: skip
     pointers = 0
     for tensor in (saved.out, grad.dout, grads.dq, grads.dk, grads.dv, *saved.extras):
@@ -257,14 +239,14 @@ def _layout_of_call(
 
 def _launches_again(
     made: Programs,
-    steps: Sequence[Step],
+    fixed: Sequence[FixedLaunch],
     call: Call,
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
     work: Work,
 ) -> list[Launch]:
-    """`_launches` of a call whose steps are known: what its own are the values."""
+    """`_launches` of a call of which all but its own values is known."""
     row_values, odd_keys, counter, dq_sums, odd_rows = work
     rest, tops = kept_of(saved.extras)
     rows = None if call.mask is None else mask_rows(call.mask)
@@ -283,10 +265,7 @@ def _launches_again(
         counter=counter, dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
     of_main = {**values, **of_keys}
-    return [
-        Launch(program, grid, of_main if place == _MAIN else values, (), fixed)
-        for place, (program, grid, fixed) in enumerate(steps)
-    ]
+    return [each.launch(of_main if place == _MAIN else values) for place, each in enumerate(fixed)]
 
 
 def backward_programs(

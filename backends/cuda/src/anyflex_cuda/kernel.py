@@ -9,7 +9,6 @@ from weakref import ref
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_cuda.backward_call import (
-    Step,
     backward_programs,
     backward_workspace,
     hopper_launches,
@@ -51,7 +50,7 @@ from anyflex_triton.tuning import Tuner
 __all__ = ["CudaKernel"]
 
 _SHAPES = 1024
-"""Of a spec, whose backward's workspaces and steps are kept."""
+"""Of a spec, whose backward's workspaces are kept."""
 
 
 def _nobody() -> None:
@@ -95,7 +94,6 @@ class CudaKernel(TritonKernel):
         self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
-        self._steps: Callable[[object], list[Step]] = lru_cache(_SHAPES)(lambda key: [])
 
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
@@ -220,9 +218,7 @@ class CudaKernel(TritonKernel):
         ours = self._backward_workspace(call.query.shape, call.key.shape)
         tensors, rest = cut(list(grads.workspace), len(ours))
         work = work_of(tensors)
-        launches = hopper_launches(
-            self._made, self._hopper, self._steps, call, saved, grad, grads, work
-        )
+        launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
         if work.dq_sums is None:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
             launches += self.query_launches(

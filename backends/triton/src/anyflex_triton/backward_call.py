@@ -13,13 +13,16 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
+    alignment_of,
     descriptor_of_floats,
     is_described_whole,
     layout_of,
     row_strides,
 )
 from anyflex_triton.configs import Config
+from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
+from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.mods import Sums
 from anyflex_triton.programs import (
     MaskRows,
@@ -36,7 +39,18 @@ from anyflex_triton.programs import (
     tile_count,
 )
 
-__all__ = ["expected_backward", "keys_launch", "queries_launch", "rows_launch"]
+__all__ = [
+    "OF_CALL",
+    "backward_key",
+    "expected_backward",
+    "fixed_launches",
+    "keys_launch",
+    "queries_launch",
+    "rows_launch",
+]
+
+OF_CALL = frozenset(("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides"))
+"""Arguments that don't follow from shapes, strides and alignment, beside tensors."""
 
 
 def expected_backward(
@@ -66,6 +80,64 @@ def expected_backward(
         GradInputs(out.out, lse if spec.dlse else None),
         Grads(dq, dk, dv, captured, tensors),
     )
+
+
+def backward_key(
+    made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
+) -> tuple[object, ...]:
+    """What backward's launches follow from beside a call's shapes and strides, where their configs
+    aren't timed and they compute in row values alone."""
+    layouts = [
+        None if tensor is None else (tensor.stride(), alignment_of(tensor))
+        for tensor in (saved.out, *saved.extras, grad.dout, grads.dq, grads.dk, grads.dv)
+    ]
+    return (
+        "anyflex_triton.backward",
+        made.mods(call, True).key,
+        made.mods(call, False).key,
+        grad.delta is None,
+        None if grad.dlse is None else grad.dlse.stride(),
+        alignment_of(call.query),
+        alignment_of(call.key),
+        alignment_of(call.value),
+        alignment_of(grads.workspace[0]),
+        *layouts,
+    )
+
+
+def fixed_launches(
+    made: Programs,
+    fixed: Sequence[FixedLaunch],
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    grads: Grads,
+) -> list[Launch]:
+    """The launches of a call of which all but its own values is known. Of all kernels: what one of
+    them calls a name is the same to another, but for the mask's rows."""
+    query, key, value, dout = call.query, call.key, call.value, grad.dout
+    (row_values,) = grads.workspace
+    rest, tops = kept_of(saved.extras)
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values.update(
+        query=query, key=key, value=value, dout=dout, query_rows=query, key_rows=key,
+        value_rows=value, dout_rows=dout, out=saved.out, rest=or_else(rest, saved.out),
+        tops=or_else(tops, row_values), lse=saved.lse.contiguous(),
+        dlse=or_else(grad.dlse, row_values),
+        given=row_values if grad.delta is None else grad.delta.contiguous(),
+        row_values=row_values, values_by_row=row_values, dq=or_else(grads.dq, query),
+        dk=or_else(grads.dk, key), dv=or_else(grads.dv, value),
+        totals=tuple([total for total in grads.captured if total is not None]),
+    )  # fmt: skip
+    of_keys = values
+    if call.mask is not None:
+        of_keys = {**values, **made.common_values(call, mask_rows(call.mask.transposed()))}
+    return [
+        each.launch(
+            of_keys if each.program.function is backward_keys.key_kernel else values,
+        )
+        for each in fixed
+    ]
 
 
 _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}

@@ -8,16 +8,16 @@ launch writes what belongs to the call over what was laid out before: see `nvidi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import Program, hooked, launch_by
+from anyflex_triton.launch import Launch, Program, hooked, launch_by
 from anyflex_triton.nvidia_launch import Launcher
 
-__all__ = ["FixedArguments"]
+__all__ = ["FixedArguments", "FixedLaunch"]
 
 
 class FixedArguments:
@@ -81,3 +81,26 @@ class FixedArguments:
             self._launchers[program] = program.launcher(
                 device.index, self.values, self._described, values
             )
+
+
+class FixedLaunch(NamedTuple):
+    """What launches have in common of calls whose tensors have the same shapes, strides and
+    alignment.
+
+    Args:
+        program, grid: as `Launch`'s.
+        arguments: of the kernel.
+    """
+
+    program: Program
+    grid: int
+    arguments: FixedArguments
+
+    @classmethod
+    def of(cls, launch: Launch, of_call: Collection[str]) -> FixedLaunch:
+        """Return a launch's, whose arguments named in `of_call`, and its tensors, are a call's."""
+        return cls(launch.program, launch.grid, FixedArguments.of(launch.values, of_call))
+
+    def launch(self, values: Mapping[str, object]) -> Launch:
+        """Return the launch with a call's values."""
+        return Launch(self.program, self.grid, values, (), self.arguments)

@@ -12,7 +12,7 @@ from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.configs import Config
-from anyflex_triton.fixed_arguments import FixedArguments
+from anyflex_triton.fixed_arguments import FixedArguments, FixedLaunch
 from anyflex_triton.launch import (
     INTERPRETED,
     Launch,
@@ -166,19 +166,6 @@ def _compiles_beside(call: Call) -> bool:
     )
 
 
-class _Fixed(NamedTuple):
-    """What calls have in common whose tensors have the same shapes, strides and alignment.
-
-    Args:
-        program, grid: as `Launch`'s.
-        arguments: of the kernel, that are neither tensors nor mods'.
-    """
-
-    program: Program
-    grid: int
-    arguments: FixedArguments
-
-
 def _prefill_launch(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config
 ) -> Launch:
@@ -203,13 +190,13 @@ def _prefill_launch(
     values["tops"] = or_else(tops, result)
     values["lse"] = or_else(out.lse, result)
     values["max_scores"] = or_else(out.max_scores, result)
-    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
+    return fixed.launch(values)
 
 
 def _fixed_prefill(
     made: Programs, call: Call, out: Outputs, rows: MaskRows | None, config: Config, mods: Mods,
     even: bool,
-) -> _Fixed:  # fmt: skip
+) -> FixedLaunch:  # fmt: skip
     spec = made.spec
     rest, tops = kept_of(out.saved)
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
@@ -272,7 +259,7 @@ def _fixed_prefill(
         "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
         "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
     }  # fmt: skip
-    return _Fixed(program, tiles * batch * heads, FixedArguments.of(values, ()))
+    return FixedLaunch(program, tiles * batch * heads, FixedArguments.of(values, ()))
 
 
 def launch_decode(made: Programs, call: Call, out: Outputs) -> None:
@@ -294,10 +281,10 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
-    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
+    return fixed.launch(values)
 
 
-def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> _Fixed:
+def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> FixedLaunch:
     spec = made.spec
     batch, heads, length = call.query.shape[:3]
     keys = call.key.shape[2]
@@ -341,7 +328,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> _Fi
         "heads": heads, "q_length": length, "kv_length": keys, "splits": splits.number,
         "split_length": -(-pieces // splits.number) * config.block_n,
     }  # fmt: skip
-    return _Fixed(
+    return FixedLaunch(
         program, batch * (heads // packed) * splits.number, FixedArguments.of(values, ())
     )
 
@@ -364,10 +351,10 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
         "out": out.out, "rest": or_else(rest, out.out), "tops": or_else(tops, partial_out),
         "lse": or_else(out.lse, partial_out), "max_scores": or_else(out.max_scores, partial_out),
     }  # fmt: skip
-    return Launch(fixed.program, fixed.grid, values, fixed=fixed.arguments)
+    return fixed.launch(values)
 
 
-def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -> _Fixed:
+def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -> FixedLaunch:
     spec = made.spec
     rest, tops = kept_of(out.saved)
     o_layout = layout_of(out.out)
@@ -407,4 +394,4 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
         "o_strides": o_layout.strides, "sums_at": splits.sums_at, "heads": heads,
         "q_length": length, "splits": splits.number,
     }  # fmt: skip
-    return _Fixed(program, batch * heads * length, FixedArguments.of(values, ()))
+    return FixedLaunch(program, batch * heads * length, FixedArguments.of(values, ()))

@@ -12,13 +12,17 @@ from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import (
+    OF_CALL,
+    backward_key,
     expected_backward,
+    fixed_launches,
     keys_launch,
     queries_launch,
     rows_launch,
 )
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
+from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
@@ -182,10 +186,25 @@ class TritonKernel(Kernel):
                     gradient.zero_()
             return
         try:
-            launch_all(self._backward_launches(call, saved, grad, grads), call.query.device)
+            launch_all(self._launches(call, saved, grad, grads), call.query.device)
         except OutOfResources as error:
             self._made.blame_options("backward", error)
             raise
+
+    def _launches(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> list[Launch]:
+        """`_backward_launches`, of which those of another call of the same shapes are kept."""
+        made = self._made
+        # Finer runs are made anew for each call, repeated sums take launches of their own.
+        if made.tuner is not None or len(grads.workspace) > 1:
+            return self._backward_launches(call, saved, grad, grads)
+        key = backward_key(made, call, saved, grad, grads)
+        fixed: list[FixedLaunch] = made.kept(call, key, list)
+        if fixed:
+            return fixed_launches(made, fixed, call, saved, grad, grads)
+        launches = self._backward_launches(call, saved, grad, grads)
+        # At once: other threads may read it.
+        fixed[:] = [FixedLaunch.of(launch, OF_CALL) for launch in launches]
+        return launches
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
