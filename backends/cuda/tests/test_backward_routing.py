@@ -51,6 +51,11 @@ def by_key_and_row(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
     return s + table[h, j] + table[h, i]
 
 
+def heads_last(like: torch.Tensor) -> torch.Tensor:
+    """Zeros whose heads lie between rows and what is in a row."""
+    return torch.zeros_like(like.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
 def reading(table: torch.Tensor, adds: Mod) -> Mod:
     """The score mod that reads a table."""
 
@@ -154,7 +159,7 @@ def seen(value: Any, places: dict[int, int]) -> Any:
 @pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("with_lse", [True, False])
 @pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("wanted", ["qkv", "kv", "v"])
+@pytest.mark.parametrize("wanted", ["qkv", "kv", "q", "v"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
     wanted: str, masked: bool, learns: bool, with_lse: bool, hopper: bool
@@ -164,7 +169,10 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
     shapes = {"q": (2, 4, 300, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 128)}
     found = []
     with recorded() as launched:
-        for scale in (0.5, 0.5, 0.25):
+        for scale, make in (
+            (0.5, torch.zeros_like), (0.5, torch.zeros_like), (0.25, torch.zeros_like),
+            (0.5, heads_last), (0.5, heads_last),
+        ):  # fmt: skip
             leaves = {name: torch.zeros(shape).bfloat16() for name, shape in shapes.items()}
             chosen = [leaves[name].requires_grad_() for name in wanted]
             table = torch.zeros(4, 600).requires_grad_(learns)
@@ -174,9 +182,7 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
             )  # fmt: skip
             outs = outs if with_lse else outs[:1]
             launched.clear()
-            torch.autograd.grad(
-                outs, [*chosen, *[table][:learns]], [torch.zeros_like(out) for out in outs]
-            )
+            torch.autograd.grad(outs, [*chosen, *[table][:learns]], [make(out) for out in outs])
             leaves["table"] = table
             places = {leaf.data_ptr(): i for i, leaf in enumerate(leaves.values())}
             found.append(
@@ -185,9 +191,14 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
                     for program, values in launched
                 ]
             )
-    first, again, scaled = found
+    first, again, scaled, other, other_again = found
     assert again == first != scaled
-    assert (first[0][0].function.__name__ == "row_kernel") == (not hopper or wanted == "v")
+    assert first != other == other_again
+    ours = hopper and wanted not in ("q", "v")
+    assert first[0][0].function.__name__ == ("prepare_kernel" if ours else "row_kernel")
+    if mask is not None:
+        # On a GPU to transpose is to wait for it.
+        assert ("transposed" in mask.views()._derived) == (wanted != "q")
     for (program, values), (other, others) in zip(first, scaled, strict=True):
         assert program is other
         assert {**values, "scale": 0.25} == {**others, "scale": 0.25}

@@ -8,6 +8,7 @@ over query rows makes them instead: one program a tile, in one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,11 @@ from anyflex_cuda import backward_rows, forward_call, hopper_backward
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Boxes, layout_of, row_strides
-from anyflex_triton.backward_call import expected_backward
+from anyflex_triton.backward_call import (
+    backward_values,
+    expected_backward,
+    kept_launches,
+)
 from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
@@ -183,15 +188,6 @@ def work_of(workspace: Sequence[Tensor]) -> Work:
     return Work(row_values, odd_keys, counter, sums, odd_rows)
 
 
-_OF_CALL = frozenset(
-    ("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides", "key_mask_strides")
-)
-"""Arguments that don't follow from layouts, beside tensors."""
-_MAIN = 1
-"""The kernel that reads the mask's transposed rows under the names that others have for its
-rows."""
-
-
 def hopper_launches(
     portable: Programs,
     gluon: GluonPrograms,
@@ -207,18 +203,14 @@ def hopper_launches(
     Args:
         grad: its dout `is_boxed`.
     """
+    make = partial(_launches, portable, gluon, call, saved, grad, grads, work)
     layout = _layout_of_call(saved, grad, grads)
     if layout is None:
-        return _launches(portable, gluon, call, saved, grad, grads, work)
+        return make()
     # Whether tiles end where the lengths do follows from the shapes.
-    mods = gluon.mods(call, True).key, portable.mods(call, False).key
-    fixed: list[FixedLaunch] = gluon.kept(call, ("anyflex_cuda.backward", *mods, *layout), list)
-    if fixed:
-        return _launches_again(portable, fixed, call, saved, grad, grads, work)
-    launches = _launches(portable, gluon, call, saved, grad, grads, work)
-    # At once: other threads may read it.
-    fixed[:] = [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
-    return launches
+    mods = gluon.mods_key(call, True), portable.mods_key(call, True)
+    again = partial(_launches_again, portable, call, saved, grad, grads, work)
+    return kept_launches(gluon, call, ("anyflex_cuda.backward", *mods, *layout), make, again)
 
 
 def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
@@ -239,33 +231,29 @@ def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[objec
 
 def _launches_again(
     made: Programs,
-    fixed: Sequence[FixedLaunch],
     call: Call,
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
     work: Work,
+    fixed: Sequence[FixedLaunch],
 ) -> list[Launch]:
-    """`_launches` of a call of which all but its own values is known."""
+    """As of `kept_launches`."""
     row_values, odd_keys, counter, dq_sums, odd_rows = work
-    rest, tops = kept_of(saved.extras)
-    rows = None if call.mask is None else mask_rows(call.mask)
-    key_rows = None if call.mask is None else mask_rows(call.mask.transposed())
-    # Of all kernels: what one of them calls a name is the same to another.
-    values = made.common_values(call, rows)
-    of_keys = made.common_values(call, key_rows)
+    values = backward_values(made, call, saved, grad, grads, row_values)
+    of_keys = made.common_values(
+        call, None if call.mask is None else mask_rows(call.mask.transposed())
+    )
     values.update(
         key_offsets=of_keys["offsets"], key_ends=of_keys["ends"], key_runs=of_keys["runs"],
-        key_mask_strides=of_keys["mask_strides"], query=call.query, key=call.key,
-        value=call.value, dout=grad.dout, dq=or_else(grads.dq, call.query), dk=grads.dk,
-        dv=grads.dv, out=saved.out, rest=or_else(rest, saved.out), tops=or_else(tops, row_values),
-        lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
-        given=row_values if grad.delta is None else grad.delta.contiguous(),
-        row_values=row_values, odd_keys=odd_keys, odd_rows=or_else(odd_rows, odd_keys),
-        counter=counter, dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
+        key_mask_strides=of_keys["mask_strides"], odd_keys=odd_keys,
+        odd_rows=or_else(odd_rows, odd_keys), counter=counter,
+        dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
+    # It reads the mask's transposed rows under the names that others have for its rows.
+    main = hopper_backward.backward_kernel
     of_main = {**values, **of_keys}
-    return [each.launch(of_main if place == _MAIN else values) for place, each in enumerate(fixed)]
+    return [each.launch(of_main if each.program.function is main else values) for each in fixed]
 
 
 def backward_programs(

@@ -5,7 +5,7 @@ Those that repeat bit for bit take more launches: backward_captured.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,17 +40,21 @@ from anyflex_triton.programs import (
 )
 
 __all__ = [
-    "OF_CALL",
     "backward_key",
+    "backward_values",
     "expected_backward",
-    "fixed_launches",
+    "kept_launches",
     "keys_launch",
+    "launches_again",
     "queries_launch",
     "rows_launch",
 ]
 
-OF_CALL = frozenset(("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides"))
-"""Arguments that don't follow from shapes, strides and alignment, beside tensors."""
+_OF_CALL = frozenset(
+    ("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides", "key_mask_strides")
+)
+"""Arguments of any backward's kernels that don't follow from shapes, strides and alignment, beside
+tensors."""
 
 
 def expected_backward(
@@ -86,15 +90,15 @@ def backward_key(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
 ) -> tuple[object, ...]:
     """What backward's launches follow from beside a call's shapes and strides, where their configs
-    aren't timed and they compute in row values alone."""
+    aren't timed and their workspace is rows' values alone."""
     layouts = [
         None if tensor is None else (tensor.stride(), alignment_of(tensor))
         for tensor in (saved.out, *saved.extras, grad.dout, grads.dq, grads.dk, grads.dv)
     ]
     return (
         "anyflex_triton.backward",
-        made.mods(call, True).key,
-        made.mods(call, False).key,
+        # Whether tiles end where the lengths do follows from the shapes.
+        made.mods_key(call, True),
         grad.delta is None,
         None if grad.dlse is None else grad.dlse.stride(),
         alignment_of(call.query),
@@ -105,39 +109,74 @@ def backward_key(
     )
 
 
-def fixed_launches(
+def kept_launches(
     made: Programs,
-    fixed: Sequence[FixedLaunch],
+    call: Call,
+    key: tuple[object, ...],
+    make: Callable[[], list[Launch]],
+    again: Callable[[list[FixedLaunch]], list[Launch]],
+) -> list[Launch]:
+    """The launches of backward.
+
+    Args:
+        key: what they follow from beside the call's shapes and strides.
+        make: returns them.
+        again: returns them too, given what they have in common with an earlier call's.
+    """
+    if call.kept is None:
+        return make()
+    fixed: list[FixedLaunch] = made.kept(call, key, list)
+    if fixed:
+        return again(fixed)
+    launches = make()
+    # At once: other threads may read it.
+    fixed[:] = [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
+    return launches
+
+
+def backward_values(
+    made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads, row_values: Tensor
+) -> dict[str, object]:
+    """What is a call's own of what backward's kernels take. What one of them calls a name is the
+    same to another, but for the mask's rows."""
+    query = call.query
+    rest, tops = kept_of(saved.extras)
+    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values.update(
+        query=query, key=call.key, value=call.value, dout=grad.dout, out=saved.out,
+        rest=or_else(rest, saved.out), tops=or_else(tops, row_values),
+        lse=saved.lse.contiguous(), dlse=or_else(grad.dlse, row_values),
+        given=row_values if grad.delta is None else grad.delta.contiguous(),
+        row_values=row_values, dq=or_else(grads.dq, query), dk=or_else(grads.dk, call.key),
+        dv=or_else(grads.dv, call.value),
+    )  # fmt: skip
+    return values
+
+
+def launches_again(
+    made: Programs,
     call: Call,
     saved: Saved,
     grad: GradInputs,
     grads: Grads,
+    fixed: Sequence[FixedLaunch],
 ) -> list[Launch]:
-    """The launches of a call of which all but its own values is known. Of all kernels: what one of
-    them calls a name is the same to another, but for the mask's rows."""
-    query, key, value, dout = call.query, call.key, call.value, grad.dout
+    """As of `kept_launches`, of the portable kernels."""
     (row_values,) = grads.workspace
-    rest, tops = kept_of(saved.extras)
-    values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
+    values = backward_values(made, call, saved, grad, grads, row_values)
     values.update(
-        query=query, key=key, value=value, dout=dout, query_rows=query, key_rows=key,
-        value_rows=value, dout_rows=dout, out=saved.out, rest=or_else(rest, saved.out),
-        tops=or_else(tops, row_values), lse=saved.lse.contiguous(),
-        dlse=or_else(grad.dlse, row_values),
-        given=row_values if grad.delta is None else grad.delta.contiguous(),
-        row_values=row_values, values_by_row=row_values, dq=or_else(grads.dq, query),
-        dk=or_else(grads.dk, key), dv=or_else(grads.dv, value),
+        query_rows=call.query, key_rows=call.key, value_rows=call.value, dout_rows=grad.dout,
+        values_by_row=row_values,
         totals=tuple([total for total in grads.captured if total is not None]),
     )  # fmt: skip
-    of_keys = values
-    if call.mask is not None:
-        of_keys = {**values, **made.common_values(call, mask_rows(call.mask.transposed()))}
-    return [
-        each.launch(
-            of_keys if each.program.function is backward_keys.key_kernel else values,
-        )
-        for each in fixed
-    ]
+    launches = []
+    for each in fixed:
+        given = values
+        if call.mask is not None and each.program.function is backward_keys.key_kernel:
+            rows = mask_rows(call.mask.transposed())
+            given = {**values, **made.common_values(call, rows)}
+        launches.append(each.launch(given))
+    return launches
 
 
 _value_types: dict[str, Types] = {"values_of_head": "i32", "values_in_all": "i64"}

@@ -12,17 +12,16 @@ from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton.backward_call import (
-    OF_CALL,
     backward_key,
     expected_backward,
-    fixed_launches,
+    kept_launches,
     keys_launch,
+    launches_again,
     queries_launch,
     rows_launch,
 )
 from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
-from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
@@ -192,19 +191,16 @@ class TritonKernel(Kernel):
             raise
 
     def _launches(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> list[Launch]:
-        """`_backward_launches`, of which those of another call of the same shapes are kept."""
+        """`_backward_launches`; what calls of the same shapes, strides and alignment have in
+        common is kept."""
         made = self._made
-        # Finer runs are made anew for each call, repeated sums take launches of their own.
+        make = partial(self._backward_launches, call, saved, grad, grads)
+        # Finer runs are made anew for each call, sums that repeat take launches of their own.
         if made.tuner is not None or len(grads.workspace) > 1:
-            return self._backward_launches(call, saved, grad, grads)
+            return make()
         key = backward_key(made, call, saved, grad, grads)
-        fixed: list[FixedLaunch] = made.kept(call, key, list)
-        if fixed:
-            return fixed_launches(made, fixed, call, saved, grad, grads)
-        launches = self._backward_launches(call, saved, grad, grads)
-        # At once: other threads may read it.
-        fixed[:] = [FixedLaunch.of(launch, OF_CALL) for launch in launches]
-        return launches
+        again = partial(launches_again, made, call, saved, grad, grads)
+        return kept_launches(made, call, key, make, again)
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads

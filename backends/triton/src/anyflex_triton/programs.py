@@ -334,19 +334,26 @@ class Programs:
             even: whether the kernel's tiles end where the lengths do.
             sums: as in `source_for`.
         """
+        key = self.mods_key(call, even, sums)
+        found = self._mods.get(key)
+        if found is None:
+            within, coarse, short, plain, _ = key
+            source = source_for(self._source, within=within, coarse=coarse, short=short, sums=sums)
+            functions = vars(load_module(source))
+            found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
+        return found
+
+    def mods_key(
+        self, call: Call, even: bool, sums: Sums = "floats"
+    ) -> tuple[bool, bool, bool, bool, Sums]:
+        """What tells the call's mods from the spec's others; arguments of `mods`."""
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = self.is_coarse(call)
         short = self._may_be_short and self._is_short(call)
         # As float32, and times a little.
         plain = 2.0**-100 < call.scale < 2.0**100
-        key = (within, coarse, short, plain, sums)
-        found = self._mods.get(key)
-        if found is None:
-            source = source_for(self._source, within=within, coarse=coarse, short=short, sums=sums)
-            functions = vars(load_module(source))
-            found = self._mods[key] = Mods.of(key, functions, None if plain else plain_score)
-        return found
+        return (within, coarse, short, plain, sums)
 
     def is_coarse(self, call: Call) -> bool:
         """Whether the call has soft caps, and small ones: as `source_for` asks."""
