@@ -249,13 +249,9 @@ def _fixed_prefill(
     tiles = tile_count(rows, length, config.block_m)
     values = {
         **made.described(described, config.block_n, key=call.key, value=call.value),
-        **dict(
-            zip(
-                ("q_strides", "k_strides", "v_strides", "o_strides", "r_strides"),
-                [layout.strides for layout in layouts],
-                strict=True,
-            )
-        ),
+        "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,
+        "v_strides": layouts[2].strides, "o_strides": layouts[3].strides,
+        "r_strides": layouts[4].strides,
         "batch_heads": batch * heads, "heads": heads, "q_length": length, "kv_length": keys,
         "tiles": tiles, "head_group": made.head_group(batch * heads, keys),
     }  # fmt: skip
