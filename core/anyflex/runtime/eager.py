@@ -130,12 +130,9 @@ def gather(
             _add_note(error, score_mod)
             raise
     if block_mask is not None:
+        # A mask elsewhere is moved with its captured tensors at its first call, and kept.
+        block_mask = block_mask.on(device)
         views = block_mask.views()
-        if views.offsets.device != device or (block_mask.traced and block_mask.traced.captured):
-            # A mask elsewhere is moved with its captured tensors at its first call, and kept.
-            moved = block_mask.on(device)
-            if moved is not block_mask:
-                block_mask, views = moved, moved.views()
         if block_mask.traced is not None:
             mask = block_mask.traced
         else:

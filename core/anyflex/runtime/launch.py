@@ -50,7 +50,7 @@ def launch_forward(
     query = call.query
     out = lse = max_scores = None
     try:
-        if plan.same_dims and (plan.contiguous or query.is_contiguous()):
+        if plan.same_dims and query.is_contiguous():
             out = torch.empty_like(query, memory_format=_CONTIGUOUS)
         else:
             out = empty_dense(query, spec.value_head_dim)

@@ -20,13 +20,14 @@ def shown(call: Call) -> Call:
     What an untraced mod reads stays: the mod reads its own tensors, which gradients find again.
     """
     captured = call.captured
+    untraced = call.score_function is not None or call.mask_function is not None
     if not (call.query.is_neg() or call.key.is_neg() or call.value.is_neg()):
         for tensor in captured:
-            if tensor.is_neg() and not _is_untraced(call):
+            if tensor.is_neg() and not untraced:
                 break
         else:
             return call
-    if not _is_untraced(call):
+    if not untraced:
         captured = tuple([tensor.resolve_neg() for tensor in captured])
     return Call(
         call.query.resolve_neg(),
@@ -40,10 +41,6 @@ def shown(call: Call) -> Call:
         call.score_function,
         call.mask_function,
     )
-
-
-def _is_untraced(call: Call) -> bool:
-    return call.score_function is not None or call.mask_function is not None
 
 
 def shown_backward(saved: Saved, grad: GradInputs) -> tuple[Saved, GradInputs]:

@@ -286,7 +286,8 @@ class Fit(NamedTuple):
         fixed: returns arguments of the kernel, given the strides of out and, if it is there, of
             rest.
         ready: of such calls so far, by their mods, the outputs that are wanted and their strides:
-            the program and its fixed arguments.
+            the program and its fixed arguments. Kept by `Programs.kept` as the portable kernels',
+            and launched as theirs, a small call took the host 2 to 3 us of 23 longer.
     """
 
     programs: int
