@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="there is no Triton to interpret with")
 from anyflex_triton import launch
 from anyflex_triton.arguments import is_described, layout_of
 from anyflex_triton.backend import TritonBackend
+from anyflex_triton.configs import Config, KernelName, Target, Traits, config_for
 from anyflex_triton.mods import write_source
 from anyflex_triton.programs import Programs, heads_at_a_time
 
@@ -321,6 +323,63 @@ def test_any_scale_is_right(scale: float, length: int) -> None:
     out = attention(query, key, value, scale=scale)
     scores = query.double() @ key.double().mT * scale
     assert torch.allclose(out.double(), scores.softmax(-1) @ value.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keys", [256, 250])
+@pytest.mark.parametrize("block_n", [16, 64])
+def test_largest_scores_and_sums_in_parts_are_right(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, keys: int, block_n: int
+) -> None:
+    """As Hopper has them, whose table no interpreter takes: rows without a live key, infinite
+    values, scores that grow from step to step."""
+    taken: list[Config] = []
+
+    def in_parts(target: Target, kernel: KernelName, traits: Traits) -> Config:
+        found = config_for(target, kernel, traits)
+        if kernel != "forward":
+            return found
+        taken.append(replace(found, block_n=block_n, overlap=overlap, parts=True))
+        return taken[-1]
+
+    monkeypatch.setattr("anyflex_triton.programs.config_for", in_parts)
+    query, key, value = (randn(1, 2, length, 16).half() for length in (200, keys, keys))
+    key *= torch.linspace(0, 3, keys)[:, None]
+    value[0, 0, 70, 3] = torch.inf
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q + 40 >= k) & (q < 190)
+
+    rows = torch.arange(200)[:, None]
+    live = (rows + 40 >= torch.arange(keys)) & (rows < 190)
+    mask = anyflex.create_block_mask(seen, None, None, 200, keys)
+    for block_mask, kept in ((None, live.new_ones(())), (mask, live)):
+        out, aux = anyflex.flex_attention(
+            query, key, value, block_mask=block_mask, backend="cuda.mine",
+            return_aux=anyflex.AuxRequest(lse=True, max_scores=True),
+        )  # fmt: skip
+        scores = (query.double() @ key.double().mT / 4).masked_fill(~kept, -torch.inf)
+        weights = scores.softmax(-1).nan_to_num(0.0)
+        # 0 times what a row doesn't see is 0, even if that is infinite.
+        parts = weights[..., None] * value.double()[:, :, None]
+        wanted = parts.where(weights[..., None] > 0, 0.0).sum(-2)
+        torch.testing.assert_close(out.double(), wanted, atol=2e-3, rtol=1e-3)
+        torch.testing.assert_close(aux.lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), atol=1e-4, rtol=1e-5)
+    assert taken
+
+
+def test_parts_are_for_kernels_whose_registers_they_leave_alone() -> None:
+    narrow, scored, float32, wide = (
+        Traits(64, 2), Traits(128, 2, is_scored=True), Traits(128, 4), Traits(256, 2)
+    )  # fmt: skip
+    taken = [config_for("hopper", "forward", traits).parts for traits in (narrow, Traits(128, 2))]
+    assert taken == [True, True]
+    for traits in (scored, float32, wide):
+        assert not config_for("hopper", "forward", traits).parts
+    assert not config_for("blackwell", "forward", narrow).parts
+    assert not config_for("hopper", "keys", narrow).parts
+    assert config_for("hopper", "forward", Traits(64, 2, is_plain=True)).parts
 
 
 def test_no_keys_give_zeros_and_no_rows_nothing() -> None:

@@ -40,6 +40,11 @@ __all__ = [
     "unit_of_scores",
 ]
 
+CHAINS = tl.constexpr(16)
+"""In which a row's largest score is found where PARTS: the least keys of a step."""
+SUMS = tl.constexpr(8)
+"""Of a row's weights where PARTS: of so many columns of a product a thread has two."""
+
 # Argument lists would be a line an argument.
 # fmt: off
 
@@ -94,6 +99,28 @@ def natural_scores(scores, scale, SCORED: tl.constexpr):
 
 
 @triton.jit
+def largest_of_rows(scores, PARTS: tl.constexpr):
+    """The largest of each row of scores [M, N]: [M]. In `tl.max` each of a thread's operations
+    waits for the one before; those of PARTS don't."""
+    if PARTS:
+        parts = tl.reshape(scores, [scores.shape[0], scores.shape[1] // CHAINS, CHAINS])
+        return tl.max(tl.max(parts, 1), 1)
+    else:
+        return tl.max(scores, 1)
+
+
+@triton.jit
+def added_to_rows(total, weights, alpha, PARTS: tl.constexpr):
+    """Rows' sums of weights after one more step: [M], or where PARTS a thread's own, [M, SUMS],
+    which are added up when the tile ends."""
+    if PARTS:
+        parts = tl.reshape(weights, [weights.shape[0], weights.shape[1] // SUMS, SUMS])
+        return total * alpha[:, None] + tl.sum(parts, 1)
+    else:
+        return total * alpha + tl.sum(weights, 1)
+
+
+@triton.jit
 def add_values(
     acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
@@ -116,17 +143,18 @@ def forward_step(
     MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, PARTS: tl.constexpr,
 ):
     """All sums after one more step, of the keys from `first` on.
 
     Args:
         top: [M], the largest score so far.
         base: [M], top in powers of two, to which weights are relative.
-        total: [M], of weights.
+        total: of weights, as `added_to_rows` returns it.
         nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
         weights, alpha, before: where OVERLAP, of the step before, whose values are added now.
         BOUND: whether keys past `end` are there.
+        PARTS: of rows' largest scores and sums of weights.
     """
     k = load_tile(
         key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
@@ -152,13 +180,13 @@ def forward_step(
     if WANT_MAX:
         nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
     unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = tl.maximum(top, tl.max(scores, 1))
+    new_top = tl.maximum(top, largest_of_rows(scores, PARTS))
     new_base = new_top * unit
     # Below that nothing weighs anything beside what comes, or the row is far in the end.
     shift = tl.where(new_base <= -FAR, 0.0, new_base)
     weights = tl.exp2(scores * unit - shift[:, None])
     alpha = tl.exp2(base - shift)
-    total = total * alpha + tl.sum(weights, 1)
+    total = added_to_rows(total, weights, alpha, PARTS)
     if not OVERLAP:
         acc = add_values(
             acc, weights, alpha, value, v_base, v_strides, first_key, first, columns, end,
@@ -236,8 +264,8 @@ def forward_kernel(
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
     WANT_TOPS: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    MASK_READS: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a query tile of BLOCK_M rows of one query head.
 
@@ -304,7 +332,7 @@ def forward_kernel(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     base = top
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, SUMS] if PARTS else [BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
 
@@ -327,7 +355,7 @@ def forward_kernel(
                 k_strides, v_strides, first_key, first, before, columns, 0, kv_length, None, True,
                 mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
                 MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, False, OVERLAP,
+                DESCRIBED, False, OVERLAP, PARTS,
             )
         # Two questions: together with a constant the second would be no branch.
         if OVERLAP:  # noqa: SIM102
@@ -363,12 +391,14 @@ def forward_kernel(
                 k_strides, v_strides, first_key, first, first, columns, end, kv_length, masked,
                 mask_full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS,
                 SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX,
-                PRECISION, DESCRIBED, not EVEN, False,
+                PRECISION, DESCRIBED, not EVEN, False, PARTS,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
+    if PARTS:
+        total = tl.sum(total, 1)
     SCORED: tl.constexpr = SCORE_MOD is not None
     # What rounding added to the base: weights are relative to it, not to top.
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)

@@ -231,6 +231,7 @@ def _fixed_prefill(
                 "MASK_READS": made.mask_reads_pairs,
                 "EVEN": even,
                 "OVERLAP": config.overlap,
+                "PARTS": config.parts,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },

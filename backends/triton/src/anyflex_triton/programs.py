@@ -207,6 +207,7 @@ class Programs:
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
             is_plain=spec.mask_kind == "none" and spec.score_graph is None,
+            is_scored=spec.score_graph is not None,
             shares_keys=spec.gqa_ratio > 1 or spec.kv_broadcast,
             score_reads_pairs=spec.score_graph is not None and reads_pairs(spec.score_graph),
             mask_reads=self.mask_reads,
