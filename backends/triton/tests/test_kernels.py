@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import Spec, isolated, register
+from anyflex.plugin import Spec, isolated, parse_graph, register
 from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
@@ -326,21 +326,25 @@ def test_any_scale_is_right(scale: float, length: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("keys", [256, 250])
+@pytest.mark.parametrize("keys", [512, 506])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_largest_scores_and_sums_in_parts_are_right(
     monkeypatch: pytest.MonkeyPatch, overlap: bool, keys: int, block_n: int
 ) -> None:
-    """As Hopper has them, whose table no interpreter takes: rows without a live key, infinite
-    values, scores that grow from step to step."""
-    taken: list[Config] = []
+    """As Hopper has them, whose table no interpreter takes: long FULL runs, PARTIAL ones, rows
+    without a live key, infinite values, scores that grow from step to step."""
+    launch_real = launch.Program.launch
+    parts_of_launches: list[object] = []
+
+    def note(program: launch.Program, *more: Any) -> None:
+        parts_of_launches.append(program.constants["PARTS"])
+        launch_real(program, *more)
+
+    monkeypatch.setattr(launch.Program, "launch", note)
 
     def in_parts(target: Target, kernel: KernelName, traits: Traits) -> Config:
         found = config_for(target, kernel, traits)
-        if kernel != "forward":
-            return found
-        taken.append(replace(found, block_n=block_n, overlap=overlap, parts=True))
-        return taken[-1]
+        return replace(found, block_n=block_n, overlap=overlap, parts=True)
 
     monkeypatch.setattr("anyflex_triton.programs.config_for", in_parts)
     query, key, value = (randn(1, 2, length, 16).half() for length in (200, keys, keys))
@@ -348,10 +352,10 @@ def test_largest_scores_and_sums_in_parts_are_right(
     value[0, 0, 70, 3] = torch.inf
 
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q + 40 >= k) & (q < 190)
+        return (q + 400 >= k) & (q < 190)
 
     rows = torch.arange(200)[:, None]
-    live = (rows + 40 >= torch.arange(keys)) & (rows < 190)
+    live = (rows + 400 >= torch.arange(keys)) & (rows < 190)
     mask = anyflex.create_block_mask(seen, None, None, 200, keys)
     for block_mask, kept in ((None, live.new_ones(())), (mask, live)):
         out, aux = anyflex.flex_attention(
@@ -366,10 +370,10 @@ def test_largest_scores_and_sums_in_parts_are_right(
         torch.testing.assert_close(out.double(), wanted, atol=2e-3, rtol=1e-3)
         torch.testing.assert_close(aux.lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(aux.max_scores.double(), scores.amax(-1), atol=1e-4, rtol=1e-5)
-    assert taken
+    assert parts_of_launches == [True, True]
 
 
-def test_parts_are_for_kernels_whose_registers_they_leave_alone() -> None:
+def test_parts_are_for_kernels_that_they_make_no_slower() -> None:
     narrow, scored, float32, wide = (
         Traits(64, 2), Traits(128, 2, is_scored=True), Traits(128, 4), Traits(256, 2)
     )  # fmt: skip
@@ -379,7 +383,15 @@ def test_parts_are_for_kernels_whose_registers_they_leave_alone() -> None:
         assert not config_for("hopper", "forward", traits).parts
     assert not config_for("blackwell", "forward", narrow).parts
     assert not config_for("hopper", "keys", narrow).parts
-    assert config_for("hopper", "forward", Traits(64, 2, is_plain=True)).parts
+    plain = config_for("hopper", "forward", Traits(64, 2, is_plain=True))
+    assert str(plain) == "64x128, 4 warps, 2 stages, parts"
+
+
+def test_a_score_mod_takes_no_parts() -> None:
+    tanh = parse_graph("input f32 - score;tanh f32 0 -;=1")
+    for graph, parts in ((None, True), (tanh, False)):
+        spec = Spec("cuda", "sm_90", torch.bfloat16, 128, 128, score_graph=graph)
+        assert Programs(spec, write_source(spec), "hopper", {}).config("forward").parts == parts
 
 
 def test_no_keys_give_zeros_and_no_rows_nothing() -> None:

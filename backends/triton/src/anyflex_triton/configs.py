@@ -24,8 +24,8 @@ class Config:
         options: warps, stages.
         overlap: of forward: a step's second product runs while the next step's weights are made,
             which takes registers for both.
-        parts: of forward: a row's largest score and its sum are found in parts, which don't wait
-            for each other.
+        parts: of forward: a row's largest score and its sum of weights are found in parts, which
+            don't wait for each other.
     """
 
     block_m: int
@@ -223,8 +223,9 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     is_half = traits.itemsize == 2
     wide = 64 < traits.head_dim <= 128 and is_half
     if kernel == "forward" and is_half and traits.head_dim <= 128 and not traits.is_scored:
-        # In turns on an H200: head dim 128 0.95 to 0.98 of the time, 64 0.98 to 1.0; a soft cap
-        # 1.03. For Blackwell, and in float32, registers spill.
+        # In turns on an H200: most rows of head dim 128 0.95 to 0.98 of the time, of 64 as before
+        # within noise; a soft cap 1.03. For Blackwell, and in float32, registers spill. Wider
+        # heads weren't timed.
         config = replace(config, parts=True)
     if kernel == "forward" and traits.head_dim <= 64 and is_half and traits.is_plain:
         # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.

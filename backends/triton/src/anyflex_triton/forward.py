@@ -41,9 +41,10 @@ __all__ = [
 ]
 
 CHAINS = tl.constexpr(16)
-"""In which a row's largest score is found where PARTS: the least keys of a step."""
+"""Parts of a row in which its largest score is found, where PARTS: the shortest step's keys."""
 SUMS = tl.constexpr(8)
-"""Of a row's weights where PARTS: of so many columns of a product a thread has two."""
+"""Sums of weights that a row has meanwhile, where PARTS: every eighth column of a product is the
+same thread's."""
 
 # Argument lists would be a line an argument.
 # fmt: off
