@@ -187,6 +187,39 @@ def load_step(
 
 
 @gluon.jit
+def load_steps(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    passed, tile_words, step_words, step, first_step, empties, before, runs, run, last_run,
+    may_be_dead, b, h, kv_b, kv_head, first_row, masked, plain, kv_length, KV_BLOCK: gl.constexpr,
+    HAS_MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr,
+):
+    """A row of runs' steps that have dead pairs if any have (`may_be_dead`), or its others. Returns
+    the step after.
+
+    A function of its own, for Triton walks through the body of a loop in three others 16 times.
+    """
+    for r in range(run, last_run):
+        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        middle = begin
+        if full:
+            middle += (end - begin) // BLOCK_N * BLOCK_N
+        if may_be_dead:
+            begin = middle
+        else:
+            end = middle
+        for first in range(begin, end, BLOCK_N):
+            load_step(
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, step, first_step, empties, before, b, h,
+                kv_b, kv_head, first_row, masked, plain, first, end, gl.cast(full, gl.int32),
+                CONSUMERS, STAGES, BLOCK_N, D, DV,
+            )
+            step += 1
+    return step
+
+
+@gluon.jit
 def produce(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, tile_order,
@@ -231,23 +264,12 @@ def produce(
         # First what may have dead pairs, then the rest, whose loop, where APART, has no mask's
         # code.
         for part in range(2):
-            for r in range(run, last_run):
-                begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
-                middle = begin
-                if full:
-                    middle += (end - begin) // BLOCK_N * BLOCK_N
-                if part == 0:
-                    begin = middle
-                else:
-                    end = middle
-                for first in range(begin, end, BLOCK_N):
-                    load_step(
-                        q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty,
-                        v_full, v_empty, passed, tile_words, step_words, step, first_step, empties,
-                        before, b, h, kv_b, kv_head, first_row, masked, plain, first, end,
-                        gl.cast(full, gl.int32), CONSUMERS, STAGES, BLOCK_N, D, DV,
-                    )
-                    step += 1
+            step = load_steps(
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                v_empty, passed, tile_words, step_words, step, first_step, empties, before, runs,
+                run, last_run, part == 0, b, h, kv_b, kv_head, first_row, masked, plain,
+                kv_length, KV_BLOCK, HAS_MASK, CONSUMERS, STAGES, BLOCK_N, D, DV,
+            )
         if step == first_step:
             load_queries(
                 q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,

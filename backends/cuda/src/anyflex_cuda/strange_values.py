@@ -73,6 +73,44 @@ def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def add_strange_step(
+    acc, highest, total, shift, unit, q_base, k_base, v_base, q_stride, k_stride, v_stride,
+    first_row, q_length, first, end, full, first_column, b, h, q_idx, kv_length, tables, ints,
+    floats, shifts, scale, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr, COLUMNS: gl.constexpr,
+):
+    """(acc, highest, total) after KEYS keys more: sums of some columns of values and of weights,
+    which are relative to `shift`, and the largest score.
+
+    A function of its own, for Triton walks through the body of a loop in two others eight times.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
+    for d in range(0, DIM, COLUMNS):
+        q = load_part(q_base, q_stride, first_row, q_length, d, DIM, ROWS, LEFT, False, COLUMNS)
+        k = load_part(k_base, k_stride, first, end, d, DIM, KEYS, RIGHT, True, COLUMNS)
+        scores = mma_v2(q, k, scores)
+    keys = gl.expand_dims(first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+    if SCORE_MOD is not None:
+        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
+    scores = masked_scores(
+        scores, True, keys < end, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+    )
+    highest = gl.maximum(highest, gl.max(scores, 1))
+    weights = gl.exp2((scores - shift) * unit)
+    total += gl.sum(weights, 1)
+    v = load_part(
+        v_base, v_stride, first, end, first_column, VALUE_DIM, KEYS, RIGHT, False, COLUMNS,
+    )
+    finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
+    acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
+    acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
+    return acc, highest, total
+
+
+@gluon.jit
 def write_strange_rows(
     query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, offsets,
     ends, runs, mask_strides, b, h, first_row, q_length, kv_length, tables, ints, floats, shifts,
@@ -91,8 +129,6 @@ def write_strange_rows(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if HAS_MASK:
         run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
@@ -121,37 +157,12 @@ def write_strange_rows(
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in range(begin, end, KEYS):
-                scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
-                for d in range(0, DIM, COLUMNS):
-                    q = load_part(
-                        q_base, q_strides[2], first_row, q_length, d, DIM, ROWS, LEFT, False,
-                        COLUMNS,
-                    )
-                    k = load_part(
-                        k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True, COLUMNS,
-                    )
-                    scores = mma_v2(q, k, scores)
-                keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-                keys = gl.expand_dims(keys, 0)
-                kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
-                if SCORE_MOD is not None:
-                    scores = SCORE_MOD(
-                        scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
-                    )
-                scores = masked_scores(
-                    scores, True, keys < end, full, mod_b, mod_h, q_idx, kv_idx, tables, ints,
-                    floats, MASK_MOD,
+                acc, highest, total = add_strange_step(
+                    acc, highest, total, shift, unit, q_base, k_base, v_base, q_strides[2],
+                    k_strides[2], v_strides[2], first_row, q_length, first, end, full,
+                    first_column, mod_b, mod_h, q_idx, kv_length, tables, ints, floats, shifts,
+                    scale, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, ROWS, LAYOUT, COLUMNS,
                 )
-                highest = gl.maximum(highest, gl.max(scores, 1))
-                weights = gl.exp2((scores - shift) * unit)
-                total += gl.sum(weights, 1)
-                v = load_part(
-                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
-                    COLUMNS,
-                )
-                finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
-                acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
-                acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
         top = highest
         # A row without a live pair has 0 here, and gives 0. NaN stays.
         dead = (top == float("-inf")) & (total == total)
