@@ -387,6 +387,17 @@ def test_parts_are_for_kernels_that_they_make_no_slower() -> None:
     assert str(plain) == "64x128, 4 warps, 2 stages, parts"
 
 
+def test_four_programs_of_head_dim_64_fit_a_core_of_hoppers() -> None:
+    def stages(*traits: int, **more: bool) -> int:
+        return config_for("hopper", "forward", Traits(*traits, **more)).options.num_stages
+
+    # A core's shared memory, and what it takes of it for each program.
+    room, own = 228 * 1024, 1024
+    taken = 64 * 64 * 2 * (1 + 2 * stages(64, 2)) + own
+    assert stages(64, 2) == stages(40, 2) == 2 and 4 * taken <= room
+    assert stages(64, 2, is_scored=True) == stages(32, 2) == 3
+
+
 def test_a_score_mod_takes_no_parts() -> None:
     tanh = parse_graph("input f32 - score;tanh f32 0 -;=1")
     for graph, parts in ((None, True), (tanh, False)):
