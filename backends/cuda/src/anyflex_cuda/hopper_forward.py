@@ -194,8 +194,8 @@ def load_steps(
     HAS_MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr,
 ):
-    """A row of runs' steps that have dead pairs if any have (`may_be_dead`), or its others. Returns
-    the step after.
+    """The steps of a row of runs that have dead pairs if any have (`may_be_dead`), or its others.
+    Returns the step after.
 
     A function of its own, for Triton walks through the body of a loop in three others 16 times.
     """
