@@ -388,14 +388,24 @@ def test_parts_are_for_kernels_that_they_make_no_slower() -> None:
 
 
 def test_four_programs_of_head_dim_64_fit_a_core_of_hoppers() -> None:
-    def stages(*traits: int, **more: bool) -> int:
-        return config_for("hopper", "forward", Traits(*traits, **more)).options.num_stages
+    def taken(*traits: int, **more: bool) -> Config:
+        return config_for("hopper", "forward", Traits(*traits, **more))
 
-    # A core's shared memory, and what it takes of it for each program.
-    room, own = 228 * 1024, 1024
-    taken = 64 * 64 * 2 * (1 + 2 * stages(64, 2)) + own
-    assert stages(64, 2) == stages(40, 2) == 2 and 4 * taken <= room
-    assert stages(64, 2, is_scored=True) == stages(32, 2) == 3
+    # A core's shared memory, and what it takes of it for each program; its registers.
+    room, own, registers = 228 * 1024, 1024, 65536
+    four = taken(64, 2)
+    tiles = four.block_m + 2 * four.block_n * four.options.num_stages
+    assert 4 * (tiles * 64 * 2 + own) <= room
+    assert 4 * dict(four.options.more)["maxnreg"] * four.options.num_warps * 32 == registers
+    assert four.parts
+    for more in ({"is_scored": True}, {"mask_reads": True, "reads_keys": True}):
+        assert taken(48, 2, **more).options == four.options
+    # Registers would spill, or there is room without.
+    for more in ({"reads_keys": True}, {"mask_reads": True}, {"score_reads_pairs": True}):
+        assert not taken(64, 2, is_scored=True, **more).options.more
+    for traits in ((32, 2), (65, 2), (64, 4)):
+        assert dict(taken(*traits).options.more).get("maxnreg") != 128
+    assert not taken(64, 2, is_plain=True).options.more
 
 
 def test_a_score_mod_takes_no_parts() -> None:

@@ -227,15 +227,17 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # within noise; a soft cap 1.03. For Blackwell, and in float32, registers spill. Wider
         # heads weren't timed.
         config = replace(config, parts=True)
-        if 32 < traits.head_dim <= 64:
-            # Four programs fit a core's shared memory, with three stages three, and there are
-            # registers for four (127 a thread under a causal mask). In turns on an H100: causal
-            # 0.92 (512 long) to 0.98 of the time, windows of 1024 0.91, of 4096 1.08. ALiBi, with
-            # 167 registers, takes 1.06.
-            config = replace(config, options=replace(config.options, num_stages=2))
     if kernel == "forward" and traits.head_dim <= 64 and is_half and traits.is_plain:
         # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
         return replace(config, block_n=128, options=Options(4, 2))
+    reads_little = not (traits.reads_keys or traits.mask_reads or traits.score_reads_pairs)
+    if kernel == "forward" and is_half and 32 < traits.head_dim <= 64:  # noqa: SIM102
+        if not traits.is_scored or reads_little:
+            # Four programs a core: with three stages shared memory holds three, and without a
+            # limit most take more than 128 registers. In turns on an H100: causal 0.89 to 0.98 of
+            # the time, windows 0.89 to 0.96, documents 0.88, ALiBi 0.92 and 0.95, soft cap 0.95
+            # and 0.97. With what keys decide beside a score mod registers spill.
+            return replace(config, parts=True, options=Options(4, 2, (("maxnreg", 128),)))
     if kernel == "keys" and traits.shares_keys:
         # The loop over query heads takes the registers that the larger tile needs: products would
         # wait for each other (ptxas: C7512). The smaller leaves room for a third stage, 11 %
@@ -251,9 +253,13 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         return _c(16, 16, 4, 2)
     if wide and traits.mask_reads:
         # Documents: short rows, for which less to begin with counts. Measured on an H200: forward
-        # 3 % faster, dQ 10 %.
+        # 3 % faster, dQ 10 %; with smaller steps, of which three programs fit a core, forward
+        # another 3 % on an H100.
         if kernel == "forward":
-            return replace(config, overlap=False, options=Options(4, 2))
+            config = replace(config, overlap=False, options=Options(4, 2))
+            if not traits.is_scored:
+                config = replace(config, block_n=32, options=Options(4, 3))
+            return config
         if kernel == "queries":
             return _c(64, 64, 4, 2)
     return config
@@ -272,15 +278,18 @@ def around(kernel: KernelName, config: Config) -> list[Config]:
     """Return the configs that stand one step from `config`, for autotuning."""
     found = [replace(config, overlap=False)] if config.overlap else []
     found += [replace(config, parts=False)] if config.parts else []
+    without_limit = tuple(option for option in config.options.more if option[0] != "maxnreg")
+    if without_limit != config.options.more:
+        found.append(replace(config, options=replace(config.options, more=without_limit)))
     for kept, looped, warps, stages in _STEPS:
         # Its rows are all that there are.
         if kernel == "decode" and kept != 1:
             continue
         m, n = (looped, kept) if kernel == "keys" else (kept, looped)
         more = config.options.more
-        if warps > 1:
-            # The table's may be more than a core has for so many.
-            more = tuple(option for option in more if option[0] != "maxnreg")
+        if warps > 1 or m * n > 1:
+            # The table's may be more than a core has for so many, or too few for such tiles.
+            more = without_limit
         other = replace(
             config,
             block_m=int(config.block_m * m),

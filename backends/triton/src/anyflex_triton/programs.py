@@ -292,8 +292,8 @@ class Programs:
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
         options = config.options
         more = dict(options.more)
-        if num_warps in wanted:
-            # The table's may be more than a core has for so many.
+        if wanted.keys() & {block_m, block_n, num_warps}:
+            # The table's may be more than a core has for so many, or too few for such tiles.
             more.pop("maxnreg", None)
         if "grf_mode" in wanted:
             more["grf_mode"] = wanted["grf_mode"]
