@@ -18,7 +18,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.knobs import HookChain
 
-from anyflex_triton import arguments, launch
+from anyflex_triton import arguments, compiling, launch, preparation
 
 GPU = torch.device("cuda", 1)
 AMD = GPUTarget("hip", "gfx942", 64)
@@ -179,7 +179,7 @@ def test_each_is_yielded_with_what_its_compiler_raised(
         for given in launches:
             cast(Pretended, given.program).together = threading.Barrier(1)
     programs = [given.program for given in launches]
-    found = dict(launch.compile_all(programs, GPU))
+    found = dict(compiling.compile_all(programs, GPU))
     assert [str(found[program]) for program in programs] == ["None", "no such instruction", "None"]
     assert current_devices == [GPU] * 3
 
@@ -194,16 +194,16 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of what was begun; nothing was yet."""
     begun: list[str] = []
-    monkeypatch.setattr(launch, "_preparing", {})
+    monkeypatch.setattr(preparation, "_preparing", {})
     for name in ("_make_driver", "_sum_files", "_make_launcher"):
-        monkeypatch.setattr(launch, name, lambda name=name: begun.append(name))
+        monkeypatch.setattr(preparation, name, lambda name=name: begun.append(name))
     return begun
 
 
 def test_what_is_done_once_is_begun_once(unprepared: list[str]) -> None:
-    launch.prepare()
-    launch.prepare()
-    for thread in launch._preparing.values():
+    preparation.prepare()
+    preparation.prepare()
+    for thread in preparation._preparing.values():
         thread.join(timeout=20)
     assert sorted(unprepared) == ["_make_driver", "_make_launcher", "_sum_files"]
 
@@ -214,9 +214,9 @@ def test_what_fails_early_fails_no_call(
     def missing() -> None:
         raise AssertionError("libcuda.so cannot found!")
 
-    monkeypatch.setattr(launch, "_make_driver", missing)
-    launch.prepare()
-    for thread in launch._preparing.values():
+    monkeypatch.setattr(preparation, "_make_driver", missing)
+    preparation.prepare()
+    for thread in preparation._preparing.values():
         thread.join(timeout=20)
     assert sorted(unprepared) == ["_make_launcher", "_sum_files"]
 
@@ -239,12 +239,12 @@ def test_what_compiles_waits_for_a_driver_only_to_know_its_target(
         compiling.set()
         return SimpleNamespace(metadata=SimpleNamespace(shared=0, target=AMD), run=None)
 
-    monkeypatch.setattr(launch, "_make_driver", make_driver)
+    monkeypatch.setattr(preparation, "_make_driver", make_driver)
     monkeypatch.setattr(launch, "_nvidia_target", lambda device: AMD if known else None)
     monkeypatch.setattr(launch, "_most_shared", lambda device: made.is_set() and 1)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
     monkeypatch.setattr("triton.compile", compiled)
-    launch.prepare()
+    preparation.prepare()
     new_program().compile(0)
     assert before == [not known] and made.is_set()
 
@@ -257,10 +257,10 @@ def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refused)
-        launch.prepare()
-    assert launch._preparing == {}
-    launch.prepare()
-    assert len(launch._preparing) == 3
+        preparation.prepare()
+    assert preparation._preparing == {}
+    preparation.prepare()
+    assert len(preparation._preparing) == 3
 
 
 class Compiled:
@@ -539,7 +539,7 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     running = 0
-    most_running = most_compiling = compiling = 0
+    most_running = most_compiling = in_compiler = 0
     both = threading.Barrier(2)
 
     class Slow(Source):
@@ -552,14 +552,14 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
             return "module"
 
     def compiled(source: Any, target: str, options: Any) -> SimpleNamespace:
-        nonlocal compiling, most_compiling
-        compiling += 1
-        most_compiling = max(most_compiling, compiling)
+        nonlocal in_compiler, most_compiling
+        in_compiler += 1
+        most_compiling = max(most_compiling, in_compiler)
         if not cached:
             source.make_ir(target, options)
             # Each of two goes on when the other one's front end is done too.
             both.wait(timeout=20)
-        compiling -= 1
+        in_compiler -= 1
         return SimpleNamespace(
             src=source, metadata=SimpleNamespace(shared=0, target=AMD), run="loaded"
         )
@@ -568,7 +568,7 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
     monkeypatch.setattr(launch.Program, "source", lambda program: Slow())
     monkeypatch.setattr("triton.compile", compiled)
     programs = [new_program() for _ in range(4)]
-    launch.begin_compiling(programs, "sm_90")
+    compiling.begin_compiling(programs, "sm_90")
     finish()
     assert most_running == (not cached) and (most_compiling == 1) == cached
     assert all(program._ahead is not None for program in programs)
@@ -587,7 +587,7 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(broken, "compile_ahead", fail)
-    launch.begin_compiling([broken, ahead, ahead], "sm_90")
+    compiling.begin_compiling([broken, ahead, ahead], "sm_90")
     finish()
     assert notes == ["compiled for sm_90"] and len(launchers) == 1
     assert not ahead.is_compiled(None) and not broken.is_compiled(None)

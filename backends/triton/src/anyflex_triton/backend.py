@@ -126,8 +126,8 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
-        from anyflex_triton.launch import prepare
         from anyflex_triton.mods import write_source
+        from anyflex_triton.preparation import prepare
         from anyflex_triton.tuning import Tuner
 
         # Not where CPU tensors stand in for the device's.

@@ -11,6 +11,7 @@ import torch
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import decode, forward
 from anyflex_triton.arguments import alignment_of, layout_of
+from anyflex_triton.compiling import begin_compiling
 from anyflex_triton.configs import Config
 from anyflex_triton.fixed_arguments import FixedArguments, FixedLaunch
 from anyflex_triton.launch import (
@@ -18,7 +19,6 @@ from anyflex_triton.launch import (
     Launch,
     Options,
     Program,
-    begin_compiling,
     launch_all,
 )
 from anyflex_triton.mask_rows import mask_rows, rows_for

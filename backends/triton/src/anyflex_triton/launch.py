@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -25,6 +24,8 @@ from triton.runtime import driver
 from anyflex.plugin import free_in_child
 from anyflex_triton.arguments import enter_device, make_context
 from anyflex_triton.cache_keys import ask_for_keys, has_key
+from anyflex_triton.compiling import compile_missing
+from anyflex_triton.preparation import attempt, await_checksum, await_driver
 
 if TYPE_CHECKING:
     from anyflex_triton.fixed_arguments import FixedArguments
@@ -36,14 +37,11 @@ __all__ = [
     "Options",
     "Program",
     "Types",
-    "begin_compiling",
-    "compile_all",
     "hooked",
     "launch_all",
     "launch_by",
     "milliseconds",
     "pointer_type",
-    "prepare",
     "without_bools",
 ]
 
@@ -78,60 +76,7 @@ gets another launcher's if a second thread has loaded one in between. Nothing ke
 Triton in the process from doing that. Loading a kernel lies inside, hooks included: Triton does it
 with the launcher, and a hook may make a call of its own."""
 
-_preparing: dict[Callable[[], None], threading.Thread] = {}
-_prepares = threading.Lock()
-free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers", "_prepares")
-
-
-def prepare() -> None:
-    """Begin what Triton does once a process, beside what else the first call does before it
-    compiles: a checksum of its own files, a module in C that talks to the driver. What fails of
-    these is tried again for the first kernel, which raises it for the user.
-
-    Beside them, what launches past Triton: without that Triton's own launches.
-    """
-    with _prepares:
-        if not _preparing:
-            for task in (_sum_files, _make_driver, _make_launcher):
-                thread = threading.Thread(
-                    target=_attempt, args=(task,), name="anyflex-triton", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:
-                    # No thread is to be had: nothing is begun early.
-                    return
-                _preparing[task] = thread
-
-
-def _await(*tasks: Callable[[], None]) -> None:
-    """Wait for what `prepare` began."""
-    for task in tasks:
-        thread = _preparing.get(task)
-        if thread is not None:
-            thread.join()
-
-
-def _attempt(task: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):
-        task()
-
-
-def _make_driver() -> None:
-    driver.active  # noqa: B018
-
-
-def _sum_files() -> None:
-    from anyflex_triton.triton_checksum import take_recorded_checksum
-
-    take_recorded_checksum()
-
-
-def _make_launcher() -> None:
-    from anyflex_triton.nvidia_launch import IS_KNOWN, launch_module
-
-    if IS_KNOWN and torch.version.cuda is not None:
-        launch_module()
+free_in_child(sys.modules[__name__], "_interpreter", "_making_launchers")
 
 
 def pointer_type(dtype: torch.dtype) -> str:
@@ -293,7 +238,7 @@ class Program:
                 found = triton.compile(source, target=target, options=self.options.keywords())
                 if self._parameters(found) is None:
                     # Leaves its module in C in Triton's cache.
-                    _await(_make_driver)
+                    await_driver()
                     with _making_launchers:
                         driver.active.launcher_cls(found.src, found.metadata)
                 self._ahead = found
@@ -308,20 +253,20 @@ class Program:
 
         # Its driver isn't needed before there is something to load, where the target is known.
         target = _nvidia_target(device)
-        _await(_sum_files)
+        await_checksum()
         if target is None:
-            _await(_make_driver)
+            await_driver()
         keywords = self.options.keywords()
         found, self._ahead = self._ahead, None
         if found is None:
             source = self.source()
-            # Read once: another thread's `_compile_missing` may take it back.
+            # Read once: another thread's `compile_missing` may take it back.
             meanwhile, self.meanwhile = self.meanwhile, None
             if meanwhile is not None:
                 _call_after_front_end(source, meanwhile)
             found = triton.compile(source, target=target, options=keywords)
         if device is not None:
-            _await(_make_driver)
+            await_driver()
             stages = self.options.num_stages
             while stages > 1 and found.metadata.shared > _most_shared(device):
                 stages -= 1
@@ -403,6 +348,17 @@ def _late_launchers() -> Iterator[None]:
         active.launcher_cls = own
 
 
+def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:
+    make_ir = source.make_ir
+
+    def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
+        module = make_ir(target, *more, **named)
+        attempt(partial(meanwhile, target))
+        return module
+
+    source.make_ir = make_and_call
+
+
 def launch_by(
     launcher: Launcher, grid: int, device: torch.device, values: Mapping[str, object]
 ) -> None:
@@ -414,40 +370,6 @@ def launch_by(
     make_context(device)
     if not launcher(grid, stream, values):
         raise RuntimeError(f"this thread can't have a CUDA context on {device}")
-
-
-def _call_after_front_end(source: Any, meanwhile: Callable[[Any], None]) -> None:
-    make_ir = source.make_ir
-
-    def make_and_call(target: Any, *more: Any, **named: Any) -> Any:
-        module = make_ir(target, *more, **named)
-        _attempt(partial(meanwhile, target))
-        return module
-
-    source.make_ir = make_and_call
-
-
-def begin_compiling(programs: Sequence[Program], target: Any) -> None:
-    """Compile what will be needed soon, in threads of their own, without loading it. Each begins
-    when Python's lock is no longer needed for the one before: several at a time would keep it from
-    whoever compiles what is needed now, for half a second of two. The process ends after they do.
-    What fails is tried again when it is needed, and raised then."""
-    first, *rest = programs
-    # Taken out by whoever begins them.
-    waiting = [rest] if rest else []
-
-    def begin_rest(*_: object) -> None:
-        if waiting:
-            begin_compiling(waiting.pop(), target)
-
-    def compile_first() -> None:
-        _attempt(partial(first.compile_ahead, target, begin_rest))
-        # Its front end hasn't run: it was compiled before, or failed.
-        begin_rest()
-
-    # If no thread is to be had, nothing is begun.
-    with contextlib.suppress(RuntimeError):
-        threading.Thread(target=compile_first, name="anyflex-triton").start()
 
 
 def _launch(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
@@ -519,63 +441,6 @@ class Launch(NamedTuple):
             self.fixed.launch(self.program, self.grid, device, self.values)
 
 
-def compile_all(
-    programs: Sequence[Program], device: torch.device
-) -> Iterator[tuple[Program, BaseException | None]]:
-    """Compile side by side, for compilers hold no lock of Python's; where no thread is to be had,
-    in this one. Yield each as soon as it is done, with what its compiler raised."""
-    futures = {}
-    remaining = []
-    with ThreadPoolExecutor(len(programs)) as pool:
-        for program in programs:
-            try:
-                futures[pool.submit(_compile_there, program, device)] = program
-            except RuntimeError:
-                # Its thread couldn't be started.
-                remaining.append(program)
-        for future in as_completed(futures):
-            yield futures[future], future.exception()
-    for program in remaining:
-        try:
-            _compile_there(program, device)
-        except Exception as error:  # noqa: BLE001  as a thread's, it is handed on
-            yield program, error
-        else:
-            yield program, None
-
-
-def _compile_there(program: Program, device: torch.device) -> None:
-    # Which device is the current one is a thread's own.
-    with torch.get_device_module(device).device(device):
-        program.compile(device.index)
-
-
-def _compile_missing(programs: Sequence[Program], device: torch.device) -> None:
-    """Load one after the other what is in Triton's cache: threads that read files would wait for
-    Python's lock, each time for as long as another may keep it. The first that isn't there is
-    compiled, and what follows it side by side."""
-    beside: list[Future[None]] = []
-    with ThreadPoolExecutor(len(programs)) as pool:
-
-        def begin(rest: Sequence[Program], target: object) -> None:
-            for program in rest:
-                beside.append(pool.submit(_compile_there, program, device))
-
-        for place, program in enumerate(programs, 1):
-            program.meanwhile = partial(begin, programs[place:])
-            try:
-                program.compile(device.index)
-            finally:
-                program.meanwhile = None
-            if beside:
-                break
-    for future in beside:
-        future.result()
-    for program in programs:
-        # Those for which there was no thread.
-        program.compile(device.index)
-
-
 def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
     """Run them one after the other on the current stream of the current device. Before that all
     are compiled."""
@@ -583,7 +448,7 @@ def launch_all(launches: Sequence[Launch], device: torch.device) -> None:
         launch.program for launch in launches if not launch.program.is_compiled(device.index)
     ]
     if len(missing) > 1 and device.type != "cpu":
-        _compile_missing(missing, device)
+        compile_missing(missing, device)
     for launch in launches:
         launch.run(device)
 

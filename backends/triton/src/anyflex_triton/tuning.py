@@ -20,8 +20,9 @@ import torch
 from triton.errors import TritonError
 
 from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine, free_in_child
+from anyflex_triton.compiling import compile_all
 from anyflex_triton.configs import Config, KernelName
-from anyflex_triton.launch import Launch, compile_all
+from anyflex_triton.launch import Launch
 
 __all__ = ["Clock", "Tuner"]
 
