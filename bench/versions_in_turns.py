@@ -37,18 +37,16 @@ class RunFailed(Exception):
 
 def medians_of(folders: str, arguments: Sequence[str]) -> dict[Row, float]:
     """Milliseconds of one run of `anyflex bench` with the version in `folders`."""
-    paths = [folders, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(path).resolve()) for path in folders.split(os.pathsep)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         # Not what happens to be in the current folder.
         command = [sys.executable, "-m", "anyflex", "bench", *arguments, "--json", str(report)]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONSAFEPATH": "1",
-        }
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        # In a folder of its own: what happens to be in the current one isn't imported.
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise RunFailed(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
@@ -89,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all rounds' medians")
     options = parser.parse_args(given[:split])
     versions = dict(version.partition("=")[::2] for version in options.versions)
-    if len(versions) < 2 or not all(versions.values()) or options.rounds < 1:
+    twice = len(versions) < len(options.versions)
+    if len(versions) < 2 or twice or not all(map(all, versions.items())) or options.rounds < 1:
         parser.error("two or more versions, NAME=DIR with names of their own, and 1 round or more")
     for folders in versions.values():
         for folder in folders.split(os.pathsep):

@@ -84,7 +84,11 @@ def test_versions_that_measure_other_rows_arent_compared(tmp_path: Path) -> None
 
 def test_versions_have_names_and_folders(tmp_path: Path) -> None:
     old = version(tmp_path, "old", 2.0)
-    for arguments in ((old,), (old, "new"), (old, f"old={tmp_path}"), (old, "new=nowhere")):
+    other = f"new={tmp_path}"
+    for arguments in (
+        (old,), (old, "new"), (old, f"={tmp_path}"), (old, "new=nowhere"), (old, other, other),
+        (old, other, "--rounds", "0"),
+    ):  # fmt: skip
         done = run(*arguments, "--", "--preset", "cpu-quick")
         assert done.returncode == 2, arguments
     assert not (tmp_path / "log").exists()

@@ -300,15 +300,21 @@ def test_options_of_backward_reach_their_kernels() -> None:
     assert seen["forward_kernel"].constants["BLOCK_M"] == 64
 
 
-def test_more_warps_than_the_tables_do_not_keep_its_registers() -> None:
-    """16 warps of 255 registers a thread would be more than a core has."""
-    spec = Spec("cuda", "sm_90", torch.float32, 64, 64)
-    table, wanted = (
-        Programs(spec, write_source(spec), "hopper", overrides).config("forward").options
-        for overrides in ({}, {"num_warps": 16})
-    )
-    assert table.keywords()["maxnreg"] == 255
-    assert "maxnreg" not in wanted.keywords()
+def test_a_limit_of_registers_goes_with_its_tile() -> None:
+    def limit(dtype: torch.dtype, **overrides: int) -> object:
+        spec = Spec("cuda", "sm_90", dtype, 64, 64, mask_kind="runs", mask_graph=parse_graph(
+            "input i32 - q_idx;input i32 - kv_idx;ge bool 0,1 -;=2"
+        ))  # fmt: skip
+        config = Programs(spec, write_source(spec), "hopper", overrides).config("forward")
+        return dict(config.options.more).get("maxnreg")
+
+    # All that a thread can have, for which 16 warps would be more than a core has.
+    assert limit(torch.float32) == limit(torch.float32, block_n=32) == 255
+    assert limit(torch.float32, num_warps=16) is None
+    same = {"block_m": 64, "block_n": 64, "num_warps": 4}
+    assert limit(torch.bfloat16) == limit(torch.bfloat16, **same, num_stages=1) == 128
+    for name, other in (("block_m", 128), ("block_n", 32), ("num_warps", 2), ("num_warps", 8)):
+        assert limit(torch.bfloat16, **{name: other}) is None
 
 
 def test_a_wrong_option_is_refused() -> None:
@@ -325,11 +331,12 @@ def test_any_scale_is_right(scale: float, length: int) -> None:
     assert torch.allclose(out.double(), scores.softmax(-1) @ value.double(), atol=1e-5)
 
 
+@pytest.mark.parametrize("scored", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("keys", [512, 506])
 @pytest.mark.parametrize("block_n", [16, 64])
 def test_largest_scores_and_sums_in_parts_are_right(
-    monkeypatch: pytest.MonkeyPatch, overlap: bool, keys: int, block_n: int
+    monkeypatch: pytest.MonkeyPatch, scored: bool, overlap: bool, keys: int, block_n: int
 ) -> None:
     """As Hopper has them, whose table no interpreter takes: long FULL runs, PARTIAL ones, rows
     without a live key, infinite values, scores that grow from step to step."""
@@ -354,15 +361,19 @@ def test_largest_scores_and_sums_in_parts_are_right(
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q + 400 >= k) & (q < 190)
 
+    def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + (k - q) * 0.01
+
     rows = torch.arange(200)[:, None]
+    bias = (torch.arange(keys) - rows) * 0.01 if scored else 0.0
     live = (rows + 400 >= torch.arange(keys)) & (rows < 190)
     mask = anyflex.create_block_mask(seen, None, None, 200, keys)
     for block_mask, kept in ((None, live.new_ones(())), (mask, live)):
         out, aux = anyflex.flex_attention(
-            query, key, value, block_mask=block_mask, backend="cuda.mine",
+            query, key, value, biased if scored else None, block_mask, backend="cuda.mine",
             return_aux=anyflex.AuxRequest(lse=True, max_scores=True),
         )  # fmt: skip
-        scores = (query.double() @ key.double().mT / 4).masked_fill(~kept, -torch.inf)
+        scores = (query.double() @ key.double().mT / 4 + bias).masked_fill(~kept, -torch.inf)
         weights = scores.softmax(-1).nan_to_num(0.0)
         # 0 times what a row doesn't see is 0, even if that is infinite.
         parts = weights[..., None] * value.double()[:, :, None]
@@ -391,24 +402,52 @@ def test_four_programs_of_head_dim_64_fit_a_core_of_hoppers() -> None:
     def taken(*traits: int, **more: bool) -> Config:
         return config_for("hopper", "forward", Traits(*traits, **more))
 
-    # A core's shared memory, and what it takes of it for each program; its registers.
-    room, own, registers = 228 * 1024, 1024, 65536
+    # A core's registers.
     four = taken(64, 2)
-    tiles = four.block_m + 2 * four.block_n * four.options.num_stages
-    assert 4 * (tiles * 64 * 2 + own) <= room
-    assert 4 * dict(four.options.more)["maxnreg"] * four.options.num_warps * 32 == registers
-    assert four.parts
+    assert 4 * dict(four.options.more)["maxnreg"] * four.options.num_warps * 32 == 65536
+    # With a third stage a program takes 57 KiB of shared memory, of which a core holds three.
+    assert str(four) == "64x64, 4 warps, 2 stages, maxnreg 128, parts"
     for more in ({"is_scored": True}, {"mask_reads": True, "reads_keys": True}):
-        assert taken(48, 2, **more).options == four.options
+        assert taken(48, 2, **more) == four
     # Registers would spill, or there is room without.
-    for more in ({"reads_keys": True}, {"mask_reads": True}, {"score_reads_pairs": True}):
-        assert not taken(64, 2, is_scored=True, **more).options.more
+    for more in (
+        {"is_scored": True, "reads_keys": True}, {"is_scored": True, "mask_reads": True},
+        {"is_scored": True, "score_reads_pairs": True},
+        {"is_scored": True, "score_is_light": False},
+        {"mask_reads": True, "mask_reads_pairs": True}, {"is_aligned": False}, {"is_plain": True},
+    ):  # fmt: skip
+        assert not taken(64, 2, **more).options.more
     for traits in ((32, 2), (65, 2), (64, 4)):
         assert dict(taken(*traits).options.more).get("maxnreg") != 128
-    assert not taken(64, 2, is_plain=True).options.more
 
 
-def test_a_score_mod_takes_no_parts() -> None:
+def test_what_decides_whether_128_registers_are_enough() -> None:
+    def limit(dims: tuple[int, int], score: str = "", mask: str = "") -> object:
+        spec = Spec(
+            "cuda", "sm_90", torch.bfloat16, *dims,
+            mask_kind="runs" if mask else "none",
+            score_graph=parse_graph(score) if score else None,
+            mask_graph=parse_graph(mask) if mask else None,
+        )  # fmt: skip
+        config = Programs(spec, write_source(spec), "hopper", {}).config("forward")
+        return dict(config.options.more).get("maxnreg")
+
+    causal = "input i32 - q_idx;input i32 - kv_idx;ge bool 0,1 -;=2"
+    cap, sine = (f"input f32 - score;{name} f32 0 -;=1" for name in ("tanh", "sin"))
+    assert limit((64, 64), mask=causal) == limit((40, 48), mask=causal) == 128
+    assert limit((64, 64), cap) == limit((64, 64), cap, causal) == 128
+    assert limit((64, 64), sine) is None
+    # Rows that aren't multiples of 16 bytes come by other loads.
+    assert limit((36, 36), mask=causal) is limit((64, 36), mask=causal) is None
+
+
+def test_documents_of_head_dim_128_have_smaller_steps_without_a_score_mod() -> None:
+    documents = Traits(128, 2, mask_reads=True, reads_keys=True)
+    found = [config_for("hopper", "forward", documents._replace(is_scored=s)) for s in (0, 1)]
+    assert list(map(str, found)) == ["64x32, 4 warps, 3 stages, parts", "64x64, 4 warps, 2 stages"]
+
+
+def test_a_score_mod_of_head_dim_128_takes_no_parts() -> None:
     tanh = parse_graph("input f32 - score;tanh f32 0 -;=1")
     for graph, parts in ((None, True), (tanh, False)):
         spec = Spec("cuda", "sm_90", torch.bfloat16, 128, 128, score_graph=graph)

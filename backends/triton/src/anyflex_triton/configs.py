@@ -8,7 +8,16 @@ from typing import Literal, NamedTuple
 from anyflex_triton.launch import Options
 from anyflex_triton.options import STAGES, TILES, WARPS
 
-__all__ = ["Config", "KernelName", "Target", "Traits", "around", "config_for", "fitted"]
+__all__ = [
+    "Config",
+    "KernelName",
+    "Target",
+    "Traits",
+    "around",
+    "config_for",
+    "fitted",
+    "with_tile",
+]
 
 KernelName = Literal["forward", "decode", "keys", "queries"]
 Target = Literal["hopper", "ampere", "blackwell", "amd", "xpu", "interpreter"]
@@ -47,6 +56,10 @@ class Config:
         return ", ".join(parts)
 
 
+_ALL_REGISTERS = 255
+"""That a thread of NVIDIA's can have."""
+
+
 def _c(block_m: int, block_n: int, warps: int, stages: int, **more: object) -> Config:
     return Config(block_m, block_n, Options(warps, stages, tuple(more.items())))
 
@@ -58,7 +71,7 @@ def _o(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
     """With all registers that a thread of NVIDIA's can have, for up to 8 warps: left alone, ptxas
     spills a few where one more program then fits a core."""
-    return _c(block_m, block_n, warps, stages, maxnreg=255)
+    return _c(block_m, block_n, warps, stages, maxnreg=_ALL_REGISTERS)
 
 
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's for 64 and
@@ -177,11 +190,14 @@ class Traits(NamedTuple):
         is_plain: there is neither mask nor score mod.
         is_scored: there is a score mod.
         shares_keys: several query heads, or batch entries, read a key head.
+        score_is_light: no operation of the score mod takes many instructions, but for one tanh.
         score_reads_pairs: the score mod reads what neither a row nor a key alone decides.
         mask_reads: the mask mod reads a captured tensor, as packed documents' does.
+        mask_reads_pairs: what neither a row nor a key alone decides.
         reads_keys: a mod reads what a key alone decides, beside the tiles.
         adds_by_pair: captured tensors learn, and query and key both, or the score, decide which of
             their elements a pair adds to.
+        is_aligned: E and Ev are multiples of 16 bytes.
     """
 
     head_dim: int
@@ -193,6 +209,9 @@ class Traits(NamedTuple):
     mask_reads: bool = False
     reads_keys: bool = False
     adds_by_pair: bool = False
+    score_is_light: bool = True
+    mask_reads_pairs: bool = False
+    is_aligned: bool = True
 
 
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
@@ -227,17 +246,16 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # within noise; a soft cap 1.03. For Blackwell, and in float32, registers spill. Wider
         # heads weren't timed.
         config = replace(config, parts=True)
-    if kernel == "forward" and traits.head_dim <= 64 and is_half and traits.is_plain:
-        # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
+    narrow_plain = traits.head_dim <= 64 and is_half and traits.is_plain
+    if kernel == "forward" and narrow_plain and traits.is_aligned:
+        # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048. Rows that TMA
+        # doesn't load would spill half a KiB a thread.
         return replace(config, block_n=128, options=Options(4, 2))
-    reads_little = not (traits.reads_keys or traits.mask_reads or traits.score_reads_pairs)
-    if kernel == "forward" and is_half and 32 < traits.head_dim <= 64:  # noqa: SIM102
-        if not traits.is_scored or reads_little:
-            # Four programs a core: with three stages shared memory holds three, and without a
-            # limit most take more than 128 registers. In turns on an H100: causal 0.89 to 0.98 of
-            # the time, windows 0.89 to 0.96, documents 0.88, ALiBi 0.92 and 0.95, soft cap 0.95
-            # and 0.97. With what keys decide beside a score mod registers spill.
-            return replace(config, parts=True, options=Options(4, 2, (("maxnreg", 128),)))
+    if kernel == "forward" and is_half and 32 < traits.head_dim <= 64 and _needs_little(traits):
+        # Four programs a core: with three stages shared memory holds three, and without a limit
+        # most take more than 128 registers. In turns on an H100: causal 0.89 to 0.98 of the time,
+        # windows 0.89 to 0.96, documents 0.88, ALiBi 0.92 and 0.95, soft cap 0.95 and 0.97.
+        return replace(config, parts=True, options=Options(4, 2, (("maxnreg", 128),)))
     if kernel == "keys" and traits.shares_keys:
         # The loop over query heads takes the registers that the larger tile needs: products would
         # wait for each other (ptxas: C7512). The smaller leaves room for a third stage, 11 %
@@ -265,6 +283,34 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     return config
 
 
+def _needs_little(traits: Traits) -> bool:
+    """Whether 128 registers a thread are enough for forward of head dim 64: else some spill."""
+    if traits.mask_reads_pairs or not traits.is_aligned:
+        return False
+    light = traits.score_is_light and not traits.score_reads_pairs
+    return not traits.is_scored or (light and not traits.reads_keys and not traits.mask_reads)
+
+
+def with_tile(
+    config: Config, block_m: int, block_n: int, num_warps: int, num_stages: int
+) -> Config:
+    """Return the config with another tile, warps or stages. A limit of registers was found for its
+    own tile and warps; all that a thread can have are too many for more warps."""
+    options = config.options
+    limit = dict(options.more).get("maxnreg")
+    same = (block_m, block_n, num_warps) == (config.block_m, config.block_n, options.num_warps)
+    more = options.more
+    if num_warps > options.num_warps or (limit != _ALL_REGISTERS and not same):
+        more = _without_limit(options)
+    return replace(
+        config, block_m=block_m, block_n=block_n, options=Options(num_warps, num_stages, more)
+    )
+
+
+def _without_limit(options: Options) -> tuple[tuple[str, object], ...]:
+    return tuple(option for option in options.more if option[0] != "maxnreg")
+
+
 # Of the tile that a program keeps, of the one that its loop takes, of warps, of stages. Those that
 # change two keep what a warp holds in registers, or what stages hold in shared memory.
 _STEPS = (
@@ -278,25 +324,20 @@ def around(kernel: KernelName, config: Config) -> list[Config]:
     """Return the configs that stand one step from `config`, for autotuning."""
     found = [replace(config, overlap=False)] if config.overlap else []
     found += [replace(config, parts=False)] if config.parts else []
-    without_limit = tuple(option for option in config.options.more if option[0] != "maxnreg")
-    if without_limit != config.options.more:
-        found.append(replace(config, options=replace(config.options, more=without_limit)))
+    if _without_limit(config.options) != config.options.more:
+        unlimited = replace(config.options, more=_without_limit(config.options))
+        found.append(replace(config, options=unlimited))
     for kept, looped, warps, stages in _STEPS:
         # Its rows are all that there are.
         if kernel == "decode" and kept != 1:
             continue
         m, n = (looped, kept) if kernel == "keys" else (kept, looped)
-        more = config.options.more
-        if warps > 1 or m * n > 1:
-            # The table's may be more than a core has for so many, or too few for such tiles.
-            more = without_limit
-        other = replace(
+        other = with_tile(
             config,
-            block_m=int(config.block_m * m),
-            block_n=int(config.block_n * n),
-            options=Options(
-                int(config.options.num_warps * warps), config.options.num_stages + stages, more
-            ),
+            int(config.block_m * m),
+            int(config.block_n * n),
+            int(config.options.num_warps * warps),
+            config.options.num_stages + stages,
         )
         if (
             other.block_m in TILES

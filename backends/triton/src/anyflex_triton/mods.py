@@ -25,6 +25,7 @@ __all__ = [
     "cap_factors",
     "captured_additions",
     "direct_reads",
+    "is_light",
     "reads_pairs",
     "source_for",
     "write_source",
@@ -709,6 +710,19 @@ def reads_pairs(graph: ModGraph) -> bool:
     nodes = simplify(graph).nodes
     needs = _dependences(nodes)
     return any(node.operation == "load" and len(needs[node]) > 1 for node in nodes)
+
+
+_FEW_INSTRUCTIONS = frozenset({
+    "input", "number", "const", "cast", "detach", "load", "add", "sub", "mul", "truediv", "neg",
+    "abs", "minimum", "maximum", "and", "or", "xor", "not", "shl", "shr", "eq", "ne", "lt", "le",
+    "gt", "ge", "where",
+})  # fmt: skip
+
+
+def is_light(graph: ModGraph) -> bool:
+    """Whether no operation takes many instructions, and registers, but for a soft cap's tanh."""
+    others = [n.operation for n in simplify(graph).nodes if n.operation not in _FEW_INSTRUCTIONS]
+    return others in ([], ["tanh"])
 
 
 class Addition(NamedTuple):

@@ -25,6 +25,7 @@ from anyflex_triton.configs import (
     around,
     config_for,
     fitted,
+    with_tile,
 )
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
@@ -40,6 +41,7 @@ from anyflex_triton.mods import (
     cap_factors,
     captured_additions,
     direct_reads,
+    is_light,
     reads_pairs,
     source_for,
 )
@@ -213,6 +215,11 @@ class Programs:
             mask_reads=self.mask_reads,
             reads_keys=any(read.argument == _KEYS for read in self._direct),
             adds_by_pair=any(each.is_by_pair for each in captured_additions(spec)),
+            score_is_light=spec.score_graph is None or is_light(spec.score_graph),
+            mask_reads_pairs=self.mask_reads_pairs,
+            is_aligned=all(
+                dim * spec.dtype.itemsize % 16 == 0 for dim in (spec.head_dim, spec.value_head_dim)
+            ),
         )
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
@@ -290,23 +297,17 @@ class Programs:
         """The user's options instead of the table's."""
         wanted = self.overrides
         block_m, block_n, num_warps, num_stages = _OPTION_NAMES[name]
-        options = config.options
-        more = dict(options.more)
-        if wanted.keys() & {block_m, block_n, num_warps}:
-            # The table's may be more than a core has for so many, or too few for such tiles.
-            more.pop("maxnreg", None)
-        if "grf_mode" in wanted:
-            more["grf_mode"] = wanted["grf_mode"]
-        return replace(
+        config = with_tile(
             config,
-            block_m=wanted.get(block_m, config.block_m),
-            block_n=wanted.get(block_n, config.block_n),
-            options=Options(
-                wanted.get(num_warps, options.num_warps),
-                wanted.get(num_stages, options.num_stages),
-                tuple(more.items()),
-            ),
+            wanted.get(block_m, config.block_m),
+            wanted.get(block_n, config.block_n),
+            wanted.get(num_warps, config.options.num_warps),
+            wanted.get(num_stages, config.options.num_stages),
         )
+        if "grf_mode" in wanted:
+            more = {**dict(config.options.more), "grf_mode": wanted["grf_mode"]}
+            config = replace(config, options=replace(config.options, more=tuple(more.items())))
+        return config
 
     def blame_options(self, direction: Literal["forward", "backward"], error: Any) -> None:
         """Raise ArgumentError from `error` if the user gave options that shape these kernels.
