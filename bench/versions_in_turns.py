@@ -41,7 +41,6 @@ def medians_of(folders: str, arguments: Sequence[str]) -> dict[Row, float]:
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        # Not what happens to be in the current folder.
         command = [sys.executable, "-m", "anyflex", "bench", *arguments, "--json", str(report)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         # In a folder of its own: what happens to be in the current one isn't imported.

@@ -38,7 +38,7 @@ def test_every_entry_is_recorded_and_forward_spills_nothing(version: str, tool: 
         # What rows have that TMA doesn't load, whose head dim isn't recorded:
         # `test_every_entry_compiles_and_fits` compiles it.
         unrecorded = {"hopper bfloat16 64 forward 64x64 warps=4 stages=3"}
-        assert entries(target) - unrecorded <= found, entries(target) - found
+        assert entries(target) - found == (unrecorded if target == "hopper" else set())
     faults = [
         fault for one in RESULTS[version]["kernels"] for fault in tool.Compiled(**one).faults()
     ]

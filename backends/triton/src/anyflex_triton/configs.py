@@ -205,12 +205,12 @@ class Traits(NamedTuple):
     is_plain: bool = False
     is_scored: bool = False
     shares_keys: bool = False
+    score_is_light: bool = True
     score_reads_pairs: bool = False
     mask_reads: bool = False
+    mask_reads_pairs: bool = False
     reads_keys: bool = False
     adds_by_pair: bool = False
-    score_is_light: bool = True
-    mask_reads_pairs: bool = False
     is_aligned: bool = True
 
 
@@ -287,8 +287,8 @@ def _needs_little(traits: Traits) -> bool:
     """Whether 128 registers a thread are enough for forward of head dim 64: else some spill."""
     if traits.mask_reads_pairs or not traits.is_aligned:
         return False
-    light = traits.score_is_light and not traits.score_reads_pairs
-    return not traits.is_scored or (light and not traits.reads_keys and not traits.mask_reads)
+    reads = traits.score_reads_pairs or traits.reads_keys or traits.mask_reads
+    return not traits.is_scored or (traits.score_is_light and not reads)
 
 
 def with_tile(
