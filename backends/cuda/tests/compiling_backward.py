@@ -120,8 +120,9 @@ def backward_of(
     lengths: tuple[int, int] = (LENGTH, LENGTH),
     kv_heads: int = 4,
     dtype: torch.dtype = torch.bfloat16,
+    hopper: bool = True,
 ) -> list[tuple[Program, Mapping[str, object]]]:
-    """What backward launches."""
+    """What backward launches; without `hopper`, of the portable kernels."""
     score, mask_mod = CASES[case]
     q = torch.zeros(1, 4, lengths[0], dims[0]).to(dtype).requires_grad_()
     k, v = (torch.zeros(1, kv_heads, lengths[1], d).to(dtype).requires_grad_() for d in dims)
@@ -130,8 +131,9 @@ def backward_of(
         mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
     with recorded() as launched:
         out = anyflex.flex_attention(
-            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True, backend="cuda.recorded"
-        )
+            q, k, v, score_mod=score, block_mask=mask, enable_gqa=True,
+            kernel_options={"cuda.recorded": {"hopper": hopper}}, backend="cuda.recorded",
+        )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         launched.clear()
         out.backward(torch.zeros_like(out))

@@ -168,6 +168,7 @@ class Case:
                 "KV_SHARED": self.kv_shared, "RAGGED": ragged, "WANT_DQ": self.want_dq,
                 "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
+                "OVERLAPS": True,
             },
             self.seed,
             changed,

@@ -174,7 +174,7 @@ class Case:
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
                 "UNIT": 1, "ADDS": self.adds, "WANT_LSE": True, "WANT_MAX": True,
                 "WANT_REST": True, "STAGES": self.stages, "BLOCK_N": self.block_n,
-                "PRODUCER_REGISTERS": 24,
+                "PRODUCER_REGISTERS": 24, "OVERLAPS": True,
             },
             self.seed + 1000 * order,
             changed,

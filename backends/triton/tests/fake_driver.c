@@ -11,9 +11,9 @@ typedef struct {
 } Kernel;
 
 static int has_context = 1;
-static int status_of_launch;
+static int status_of_launch, version = 13000;
 static struct {
-  unsigned grid, threads, shared, launches;
+  unsigned grid, threads, shared, launches, overlaps;
   unsigned long long stream;
   unsigned char parameters[8192];
   int bytes;
@@ -21,8 +21,14 @@ static struct {
 
 void set_context(int there) { has_context = there; }
 void set_status(int status) { status_of_launch = status; }
+void set_version(int number) { version = number; }
 const void *last_launch(void) { return &last; }
 void forget(void) { memset(&last, 0, sizeof last); }
+
+CUresult cuDriverGetVersion(int *number) {
+  *number = version;
+  return CUDA_SUCCESS;
+}
 
 CUresult cuCtxGetCurrent(CUcontext *context) {
   *context = has_context ? (CUcontext)&has_context : NULL;
@@ -54,7 +60,12 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   const Kernel *kernel = (const Kernel *)function;
   if (status_of_launch)
     return status_of_launch;
-  if (extra != NULL || config->gridDimX == 0 || config->numAttrs || config->gridDimY != 1 || config->gridDimZ != 1)
+  if (extra != NULL || config->gridDimX == 0 || config->gridDimY != 1 || config->gridDimZ != 1 ||
+      config->numAttrs > 1)
+    return CUDA_ERROR_INVALID_VALUE;
+  if (config->numAttrs &&
+      (config->attrs->id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION ||
+       config->attrs->value.programmaticStreamSerializationAllowed != 1))
     return CUDA_ERROR_INVALID_VALUE;
   last.grid = config->gridDimX;
   last.threads = config->blockDimX;
@@ -62,6 +73,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, voi
   last.stream = (unsigned long long)config->hStream;
   last.bytes = 0;
   last.launches += 1;
+  last.overlaps = config->numAttrs;
   for (int i = 0; i < kernel->count; ++i) {
     memcpy(last.parameters + last.bytes, parameters[i], (size_t)kernel->sizes[i]);
     last.bytes += kernel->sizes[i];

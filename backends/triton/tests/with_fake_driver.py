@@ -57,6 +57,7 @@ class Last(ctypes.Structure):
         ("threads", ctypes.c_uint),
         ("shared", ctypes.c_uint),
         ("launches", ctypes.c_uint),
+        ("overlaps", ctypes.c_uint),
         ("stream", ctypes.c_ulonglong),
         ("parameters", ctypes.c_ubyte * 8192),
         ("bytes", ctypes.c_int),
@@ -322,7 +323,7 @@ def test_a_profilers_hook_is_told_of_later_launches_too() -> None:
 @pytest.mark.parametrize(
     "metadata",
     [
-        {"target": GPUTarget("hip", "gfx942", 64)}, {"num_ctas": 2}, {"launch_pdl": True},
+        {"target": GPUTarget("hip", "gfx942", 64)}, {"num_ctas": 2},
         {"launch_cooperative_grid": True}, {"global_scratch_size": 128},
         {"profile_scratch_size": 8},
     ],
@@ -350,6 +351,30 @@ def test_another_version_of_triton_launches_by_itself(monkeypatch: pytest.Monkey
     for _ in range(2):
         fixed.launch(program, 1, GPU, values)
     assert fixed._launchers == {program: None} and launches() == 2
+
+
+def test_a_kernel_may_begin_before_the_launch_before_it_ends_where_the_driver_can_record_it() -> (
+    None
+):
+    fixed, values = given()
+    overlapping = compiled(launch_pdl=True)
+    for program, overlaps in ((overlapping, 1), (compiled(), 0)):
+        for _ in range(2):
+            fixed.launch(program, 1, GPU, values)
+            assert fake.last_launch().contents.overlaps == overlaps
+    assert launches() == 4
+    module = nvidia_launch.launch_module()
+    fake.set_version(12020)
+    module.open_driver("libcuda.so.1")
+    try:
+        old = compiled(launch_pdl=True)
+        for _ in range(2):
+            fixed.launch(old, 1, GPU, values)
+            assert fake.last_launch().contents.overlaps == 0
+    finally:
+        fake.set_version(13000)
+        module.open_driver("libcuda.so.1")
+    assert launches() == 6
 
 
 def test_without_a_compiler_triton_launches_and_a_warning_says_so(
@@ -423,34 +448,34 @@ BOXES = (0, 0, 8, 10, 0, 4, (1,))
 """Place of a descriptor, and of its sizes and strides, in so few bytes on top of each other."""
 BOX = Boxes(torch.zeros(4), [4], [1], [1])
 WRONG: list[tuple[Callable[[list[Any]], Any], type[Exception]]] = [
-    (lambda a: a.__setitem__(3, b""), ValueError),
-    (lambda a: a.__setitem__(3, bytes(1 << 16)), ValueError),
-    (lambda a: a.__setitem__(4, ()), ValueError),
-    (lambda a: a.__setitem__(4, ((0, 999999),)), ValueError),
-    (lambda a: a.__setitem__(4, ((-8, 8),)), ValueError),
-    (lambda a: a.__setitem__(4, ((0, 0),)), ValueError),
-    (lambda a: a.__setitem__(4, (("0", 8),)), TypeError),
-    (lambda a: a.__setitem__(4, (0,)), TypeError),
-    (lambda a: a.__setitem__(5, (3,)), TypeError),
-    (lambda a: a.__setitem__(5, ((BOXES, BOX, 3),)), TypeError),
-    (lambda a: a.__setitem__(5, ((3, BOX),)), TypeError),
-    (lambda a: a.__setitem__(5, ((BOXES, 3),)), AttributeError),
-    (lambda a: a.__setitem__(5, (((8, *BOXES[1:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((128, *BOXES[1:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((0, 126, *BOXES[2:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((0, 0, -1, *BOXES[3:]), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((*BOXES[:6], ()), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((*BOXES[:6], (1,) * 6), BOX),)), ValueError),
-    (lambda a: a.__setitem__(5, (((*BOXES[:6], ("1",)), BOX),)), TypeError),
-    (lambda a: a.__setitem__(5, (((*BOXES[:6], (1, 1)), BOX),)), ValueError),
-    (lambda a: a.__setitem__(6, (("x", -1, "D", 0),)), TypeError),
-    (lambda a: a.__setitem__(6, (("x", -1, "D", (8, *BOXES[1:])),)), ValueError),
-    (lambda a: a.__setitem__(6, (("x", -1, "P", "0"),)), TypeError),
+    (lambda a: a.__setitem__(4, b""), ValueError),
+    (lambda a: a.__setitem__(4, bytes(1 << 16)), ValueError),
+    (lambda a: a.__setitem__(5, ()), ValueError),
+    (lambda a: a.__setitem__(5, ((0, 999999),)), ValueError),
+    (lambda a: a.__setitem__(5, ((-8, 8),)), ValueError),
+    (lambda a: a.__setitem__(5, ((0, 0),)), ValueError),
+    (lambda a: a.__setitem__(5, (("0", 8),)), TypeError),
+    (lambda a: a.__setitem__(5, (0,)), TypeError),
     (lambda a: a.__setitem__(6, (3,)), TypeError),
-    (lambda a: a.__setitem__(6, (("x", -1, "P"),)), TypeError),
-    (lambda a: a.__setitem__(6, (("x", -1, "P", 1 << 20),)), ValueError),
-    (lambda a: a.__setitem__(6, (("x", -1, "?", 0),)), ValueError),
-    (lambda a: a.__setitem__(6, ((3, -1, "P", 0),)), TypeError),
+    (lambda a: a.__setitem__(6, ((BOXES, BOX, 3),)), TypeError),
+    (lambda a: a.__setitem__(6, ((3, BOX),)), TypeError),
+    (lambda a: a.__setitem__(6, ((BOXES, 3),)), AttributeError),
+    (lambda a: a.__setitem__(6, (((8, *BOXES[1:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((128, *BOXES[1:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((0, 126, *BOXES[2:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((0, 0, -1, *BOXES[3:]), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((*BOXES[:6], ()), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((*BOXES[:6], (1,) * 6), BOX),)), ValueError),
+    (lambda a: a.__setitem__(6, (((*BOXES[:6], ("1",)), BOX),)), TypeError),
+    (lambda a: a.__setitem__(6, (((*BOXES[:6], (1, 1)), BOX),)), ValueError),
+    (lambda a: a.__setitem__(7, (("x", -1, "D", 0),)), TypeError),
+    (lambda a: a.__setitem__(7, (("x", -1, "D", (8, *BOXES[1:])),)), ValueError),
+    (lambda a: a.__setitem__(7, (("x", -1, "P", "0"),)), TypeError),
+    (lambda a: a.__setitem__(7, (3,)), TypeError),
+    (lambda a: a.__setitem__(7, (("x", -1, "P"),)), TypeError),
+    (lambda a: a.__setitem__(7, (("x", -1, "P", 1 << 20),)), ValueError),
+    (lambda a: a.__setitem__(7, (("x", -1, "?", 0),)), ValueError),
+    (lambda a: a.__setitem__(7, ((3, -1, "P", 0),)), TypeError),
     (lambda a: a.pop(), TypeError),
 ]
 
@@ -462,6 +487,7 @@ def test_a_launch_that_cannot_be_is_not_made(place: int) -> None:
         ctypes.addressof(kernel),
         128,
         0,
+        False,
         bytes(128),
         ((0, 128),),
         ((BOXES, BOX),),
@@ -482,7 +508,7 @@ def test_a_launch_that_cannot_be_is_not_made(place: int) -> None:
 def test_a_launch_called_wrongly_raises(arguments: tuple[Any, ...]) -> None:
     kernel = kernel_of([8])
     made = nvidia_launch.launch_module().Launch(
-        ctypes.addressof(kernel), 128, 0, bytes(8), ((0, 8),), (), ()
+        ctypes.addressof(kernel), 128, 0, False, bytes(8), ((0, 8),), (), ()
     )
     with pytest.raises((TypeError, OverflowError)):
         made(*arguments)

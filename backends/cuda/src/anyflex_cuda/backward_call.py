@@ -339,6 +339,7 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
                 "WANT_DQ": want_dq,
+                "OVERLAPS": made.overlaps,
                 "BLOCK_M": 32,
             },
             (*aligned(("out", "dout", "rest"), layouts), "dq_sums"),
@@ -421,9 +422,10 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "D": width,
                 "DV": value_width,
                 "DYNAMIC": DYNAMIC,
+                "OVERLAPS": made.overlaps,
             },
             (),
-            Options(4, 1),
+            made.overlapping(Options(4, 1)),
         )  # fmt: skip
     return Launch(
         program,
@@ -470,9 +472,10 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
                 "D": padded(spec.head_dim),
                 "UNIT": layout.unit,
                 "WIDE": spec.index_width == 64,
+                "OVERLAPS": made.overlaps,
             },
             (*aligned(("dq",), (layout,)), "dq_sums"),
-            Options(4, 1),
+            made.overlapping(Options(4, 1)),
         )
     heads, length = call.query.shape[1:3]
     return Launch(
@@ -534,11 +537,12 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
                 "WANT_DQ": want_dq,
+                "OVERLAPS": made.overlaps,
                 "TILES": _LOOKED_AT,
                 "BLOCK_N": _REPAIRED_KEYS,
             },
             aligned(names, layouts),
-            Options(4, 1),
+            made.overlapping(Options(4, 1)),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_heads, keys = call.key.shape[1:3]

@@ -272,6 +272,7 @@ def decode_program(
     if program is not None:
         return program
     boxes = _boxes(spec, tiles)
+    options = Options(4, 1, (("maxnreg", tiles.most_registers),))
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
     return made.program(
         key,
@@ -306,9 +307,10 @@ def decode_program(
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
+            "OVERLAPS": made.overlaps,
         },
         ("query", "partial_out", "counts"),
-        Options(4, 1, (("maxnreg", tiles.most_registers),)),
+        options if plan == decode_steps.NONE.value else made.overlapping(options),
     )
 
 
@@ -384,7 +386,11 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
             "mask_strides": ("i32", "i32"),
             **int32s("entries", "most", "kv_length"),
         },
-        {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
+        {
+            "KV_BLOCK": made.spec.block_size[1],
+            "BLOCK_N": tiles.block_n,
+            "OVERLAPS": made.overlaps,
+        },
         (),
         Options(4, 1),
     )
@@ -430,8 +436,9 @@ def _sums_program(
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
+            "OVERLAPS": made.overlaps,
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
+        made.overlapping(Options(1 if fit.at_once <= _FEW_PARTS else 4, 1)),
     )

@@ -221,7 +221,8 @@ class CudaKernel(TritonKernel):
         launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
         if work.dq_sums is None:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
-            launches += self.query_launches(
+            before, queries = self.query_launches(
                 call, grad.dout, work.row_values, grads, finer, integers, launches[:1]
             )
+            launches = [*before, *launches, *queries]
         launch_all(launches, call.query.device)

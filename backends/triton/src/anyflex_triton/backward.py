@@ -21,6 +21,7 @@ import triton.language as tl
 
 from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.operations import integer_shift, scaled
+from anyflex_triton.overlapping import let_next_begin
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
 __all__ = [
@@ -107,7 +108,8 @@ def row_kernel(
     dl_strides, scale, heads, values_of_head, values_in_all, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
-    HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, OVERLAPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """row_values [4, B, Hq, values_of_head]: lse in powers of two, +inf in rows without a live key
     so that weights become 0, NaN in far ones; what CAREFUL steps take: of far rows the largest
@@ -121,7 +123,10 @@ def row_kernel(
         given: the sum, where IS_GIVEN.
         SCORED: there is a score mod.
         WANT_DELTA: or dV alone is wanted, and no delta.
+        OVERLAPS: the next launch may begin before this one ends.
     """
+    if OVERLAPS:
+        let_next_begin()
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -233,6 +233,7 @@ def rows_launch(
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
                 "WANT_DELTA": made.wants_delta,
+                "OVERLAPS": made.overlaps,
                 "BLOCK_M": 32,
             },
             aligned(("out", "dout", "rest"), layouts),
@@ -315,6 +316,7 @@ def keys_launch(
                 "DESCRIBED": described,
                 "EVEN": even,
                 "LOOPED": made.target == "blackwell",
+                "OVERLAPS": made.overlaps,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -322,7 +324,7 @@ def keys_launch(
                 *aligned(names, layouts, ("query", "dout") if described == "host" else ()),
                 *aligned(by_rows, (layouts[0], layouts[3])),
             ),
-            config.options,
+            made.overlapping(config.options),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
@@ -360,10 +362,12 @@ def queries_launch(
     rows: MaskRows | None,
     config: Config,
     sums: Sums = "floats",
+    follows_keys: bool = False,
 ) -> Launch:
     """What fills dq, and adds to the captured tensors' gradients.
 
     Args:
+        follows_keys: the launch before it is `keys_launch`'s, whose end it needn't await.
         totals, sums: as in `operations.accumulate`.
     """
     spec = made.spec
@@ -375,7 +379,11 @@ def queries_launch(
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
     blocks = spec.block_size if rows is None else rows.block_size
-    key = ("queries", config, blocks, even, mods.key, dq is not None, described, *classes(layouts))
+    overlaps = follows_keys and made.overlaps
+    key = (
+        "queries", config, blocks, even, mods.key, dq is not None, described, overlaps,
+        *classes(layouts),
+    )  # fmt: skip
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
     by_rows = ("key_rows", "value_rows")
@@ -404,6 +412,7 @@ def queries_launch(
                 "WANT_DQ": dq is not None,
                 "DESCRIBED": described,
                 "EVEN": even,
+                "OVERLAPS": overlaps,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -411,7 +420,7 @@ def queries_launch(
                 *aligned(names, layouts, ("key", "value") if described == "host" else ()),
                 *aligned(by_rows, layouts[1:3]),
             ),
-            config.options,
+            made.overlapping(config.options) if overlaps else config.options,
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     tiles = tile_count(rows, length, config.block_m)

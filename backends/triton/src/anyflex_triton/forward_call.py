@@ -310,6 +310,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
                 "KV_BLOCK": spec.block_size[1],
                 "PACKED": packed,
                 "DESCRIBED": described,
+                "OVERLAPS": made.overlaps,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },
@@ -379,9 +380,10 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "WANT_TOPS": tops is not None,
+                "OVERLAPS": made.overlaps,
             },
             (),
-            Options(4, 1),
+            made.overlapping(Options(4, 1)),
         )
     batch, heads, length = call.query.shape[:3]
     splits = splits_of(

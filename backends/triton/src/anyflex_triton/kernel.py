@@ -212,15 +212,19 @@ class TritonKernel(Kernel):
         for_keys, rest = cut(rest, len(self._finer_specs(call, "keys")))
         for_queries, integers = cut(rest, len(self._finer_specs(call, "queries")))
         first = rows_launch(made, call, saved, grad, row_values)
-        launches = [first]
-        if grads.dk is not None or grads.dv is not None:
-            rows, before = rows_for(made, call, "keys", for_keys)
-            keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
-            launches += [*before, made.launch("keys", call, keys, [first, *before])]
-        launches += self.query_launches(
-            call, dout, row_values, grads, for_queries, integers, [first]
+        if grads.dk is None and grads.dv is None:
+            before, queries = self.query_launches(
+                call, dout, row_values, grads, for_queries, integers, [first]
+            )
+            return [*before, first, *queries]
+        rows, before_keys = rows_for(made, call, "keys", for_keys)
+        keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
+        launch = made.launch("keys", call, keys, [first, *before_keys])
+        before, queries = self.query_launches(
+            call, dout, row_values, grads, for_queries, integers, [first], follows_keys=True
         )
-        return launches
+        # Nothing stands between launches that overlap.
+        return [*before_keys, *before, first, launch, *queries]
 
     def query_launches(
         self,
@@ -231,24 +235,30 @@ class TritonKernel(Kernel):
         finer: Sequence[Tensor],
         integers: Sequence[Tensor],
         first: Sequence[Launch],
-    ) -> list[Launch]:
-        """What fills grads.dq and adds to captured tensors' gradients, if they are wanted.
+        follows_keys: bool = False,
+    ) -> tuple[list[Launch], list[Launch]]:
+        """What fills grads.dq and adds to captured tensors' gradients, if they are wanted, after
+        what may be launched any time before.
 
         Args:
             row_values: of `backward.row_kernel`; `first` are the launches that fill them.
             finer, integers: of the workspace.
+            follows_keys: as of `queries_launch`.
         """
         made = self._made
         totals = [total for total in grads.captured if total is not None]
         if grads.dq is None and not totals:
-            return []
+            return [], []
         rows, before = rows_for(made, call, "queries", finer)
         if integers:
-            return before + repeatable_launches(
+            return before, repeatable_launches(
                 made, call, dout, row_values, grads.dq, totals, rows, integers
             )
-        queries = partial(queries_launch, made, call, dout, row_values, grads.dq, totals, rows)
-        return [*before, made.launch("queries", call, queries, [*first, *before])]
+        queries = partial(
+            queries_launch, made, call, dout, row_values, grads.dq, totals, rows,
+            follows_keys=follows_keys,
+        )  # fmt: skip
+        return before, [made.launch("queries", call, queries, [*first, *before])]
 
 
 def cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,6 +20,7 @@
 /* A descriptor's: the driver asks for 64, the type of some of its headers for more. */
 #define ALIGNMENT 128
 
+typedef CUresult (*GetVersion)(int *);
 typedef CUresult (*GetCurrent)(CUcontext *);
 typedef CUresult (*GetErrorString)(CUresult, const char **);
 typedef CUresult (*LaunchKernel)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -31,6 +32,7 @@ typedef CUresult (*ReplaceAddress)(CUtensorMap *, void *);
 typedef CUresult (*GetParamInfo)(CUfunction, size_t, size_t *, size_t *);
 
 static struct {
+  int version;
   GetCurrent get_current;
   GetErrorString get_error_string;
   LaunchKernel launch;
@@ -80,6 +82,7 @@ typedef struct {
   vectorcallfunc call;
   CUfunction function;
   unsigned threads, shared;
+  int overlaps; /* the launch before it */
   Py_ssize_t bytes, parameters, slots;
   unsigned char *fixed; /* of the parameters, one after the other; aligned */
   Place *place;         /* in it, of each */
@@ -287,10 +290,15 @@ static PyObject *launch_call(PyObject *self, PyObject *const *given, size_t coun
     if (write_slot(slot, value, &address, &known, parameters) < 0)
       return NULL;
   }
+  CUlaunchAttribute overlaps = {
+      .id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+      .value.programmaticStreamSerializationAllowed = 1,
+  };
   CUlaunchConfig config = {
       .gridDimX = (unsigned)grid, .gridDimY = 1, .gridDimZ = 1,
       .blockDimX = launch->threads, .blockDimY = 1, .blockDimZ = 1,
       .sharedMemBytes = launch->shared, .hStream = (CUstream)stream,
+      .attrs = &overlaps, .numAttrs = launch->overlaps ? 1 : 0,
   };
   /* Where its queue is full the driver waits for the device. */
   Py_BEGIN_ALLOW_THREADS
@@ -366,14 +374,15 @@ static int read_boxes(PyObject *given, Py_ssize_t bytes, Slot *slot) {
   return 0;
 }
 
-/* Launch(function, threads, shared, fixed, places, descriptors, slots)
+/* Launch(function, threads, shared, overlaps, fixed, places, descriptors, slots)
  *
- * fixed: bytes of all parameters. places: (offset, size) in it, of each. descriptors: those that
+ * overlaps: whether it may begin before the launch before it ends: see overlapping.py. fixed: bytes of all parameters. places: (offset, size) in it, of each. descriptors: those that
  * have one shape, (as `read_boxes` reads, an object as `write_descriptor` takes). slots: (name,
  * element, kind, offset), where for a descriptor's offset stands what `read_boxes` reads. */
 static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names) {
   unsigned long long function;
   unsigned threads, shared;
+  int overlaps;
   const char *fixed;
   Py_ssize_t bytes;
   PyObject *places, *descriptors, *slots;
@@ -381,9 +390,9 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names)
     PyErr_SetString(PyExc_TypeError, "a Launch has no named arguments");
     return NULL;
   }
-  if (!PyArg_ParseTuple(args, "KIIy#O!O!O!", &function, &threads, &shared, &fixed, &bytes,
-                        &PyTuple_Type, &places, &PyTuple_Type, &descriptors, &PyTuple_Type,
-                        &slots))
+  if (!PyArg_ParseTuple(args, "KIIpy#O!O!O!", &function, &threads, &shared, &overlaps, &fixed,
+                        &bytes, &PyTuple_Type, &places, &PyTuple_Type, &descriptors,
+                        &PyTuple_Type, &slots))
     return NULL;
   Py_ssize_t count = PyTuple_GET_SIZE(places);
   if (bytes < 1 || bytes > MOST_BYTES || count < 1 || count > MOST_PARAMETERS) {
@@ -397,6 +406,8 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names)
   launch->function = (CUfunction)(uintptr_t)function;
   launch->threads = threads;
   launch->shared = shared;
+  /* A graph's recording takes such launches since CUDA 12.3. */
+  launch->overlaps = overlaps && driver.version >= 12030;
   launch->bytes = bytes;
   launch->parameters = count;
   size_t whole = ((size_t)bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -493,6 +504,7 @@ static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
   void *library = dlopen(name, RTLD_LAZY);
   if (library == NULL)
     return PyErr_Format(PyExc_OSError, "%s", dlerror());
+  GetVersion get_version = (GetVersion)dlsym(library, "cuDriverGetVersion");
   driver.get_current = (GetCurrent)dlsym(library, "cuCtxGetCurrent");
   driver.get_error_string = (GetErrorString)dlsym(library, "cuGetErrorString");
   driver.launch = (LaunchKernel)dlsym(library, "cuLaunchKernelEx");
@@ -500,7 +512,8 @@ static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
   driver.replace_address = (ReplaceAddress)dlsym(library, "cuTensorMapReplaceAddress");
   driver.get_param_info = (GetParamInfo)dlsym(library, "cuFuncGetParamInfo");
   if (driver.get_current == NULL || driver.get_error_string == NULL || driver.launch == NULL ||
-      driver.encode == NULL || driver.replace_address == NULL)
+      driver.encode == NULL || driver.replace_address == NULL || get_version == NULL ||
+      get_version(&driver.version) != CUDA_SUCCESS)
     return PyErr_Format(PyExc_OSError, "%s has no cuLaunchKernelEx or no tensor maps", name);
   Py_RETURN_NONE;
 }

@@ -125,7 +125,6 @@ def parameters_of(
         not IS_KNOWN
         or metadata.target.backend != "cuda"
         or metadata.num_ctas != 1
-        or metadata.launch_pdl
         or metadata.launch_cooperative_grid
         or metadata.global_scratch_size
         or metadata.profile_scratch_size
@@ -242,7 +241,7 @@ class Parameters:
         # Slots of one value follow each other: it is asked for its address once.
         slots = sorted(self._slots, key=lambda slot: slot[0])
         launcher: Launcher = module.Launch(
-            kernel.function, 32 * metadata.num_warps, metadata.shared, bytes(content),
-            tuple(self._places), tuple(descriptors), tuple(slots),
+            kernel.function, 32 * metadata.num_warps, metadata.shared, metadata.launch_pdl,
+            bytes(content), tuple(self._places), tuple(descriptors), tuple(slots),
         )  # fmt: skip
         return launcher

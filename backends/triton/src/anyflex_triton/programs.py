@@ -29,6 +29,7 @@ from anyflex_triton.configs import (
 )
 from anyflex_triton.forward import plain_score
 from anyflex_triton.launch import (
+    INTERPRETED,
     Launch,
     Options,
     Program,
@@ -46,6 +47,7 @@ from anyflex_triton.mods import (
     source_for,
 )
 from anyflex_triton.module_files import load_module
+from anyflex_triton.overlapping import OVERLAPPING_TARGETS, overlapping
 from anyflex_triton.tuning import Tuner
 
 __all__ = [
@@ -190,6 +192,7 @@ class Programs:
     ) -> None:
         self.spec = spec
         self.target = target
+        self.overlaps = target in OVERLAPPING_TARGETS and not INTERPRETED
         self.overrides = dict(overrides)
         self._source = source
         self._mods: dict[object, Mods] = {}
@@ -230,6 +233,11 @@ class Programs:
         )
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         self.wants_delta = spec.gradients != ("v",) or bool(self.learned)
+
+    def overlapping(self, options: Options) -> Options:
+        """Return the options of a kernel that begins before the launch before it ends, where
+        launches can."""
+        return overlapping(options) if self.overlaps else options
 
     def config(self, name: KernelName) -> Config:
         """What a kernel is compiled with where nothing was timed."""

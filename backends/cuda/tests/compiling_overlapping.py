@@ -1,0 +1,72 @@
+"""Compiles kernels whose launches overlap for Hopper; no device is needed.
+
+Run as a script by `test_overlapping`. It prints a line a kernel: its name, then what is in its
+code, in this order, what follows itself once: "wait" and "next" (anyflex_triton/overlapping.py),
+and "memory", accesses of the GPU's memory, or "loads", if these are loads by threads alone.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import torch
+from compiling_backward import backward_of, recorded
+from with_ptxas import compiled, compiling
+
+import anyflex
+from anyflex_triton.launch import Program
+
+WORDS = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "next"}
+ACCESS = re.compile(
+    r"griddepcontrol\.\w+|(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async\.bulk\.tensor"
+    r"|cp\.(?:reduce\.)?async"
+)
+
+
+def order(ptx: str) -> str:
+    """As the script prints it."""
+    words: list[str] = []
+    for access in ACCESS.findall(ptx):
+        word = WORDS.get(access) or ("loads" if access.startswith("ld.") else "memory")
+        if word in WORDS.values():
+            words.append(word)
+        elif words[-1:] == ["loads"] and word == "memory":
+            words[-1] = word
+        elif words[-1:] not in (["memory"], ["loads"]):
+            words.append(word)
+    return " ".join(words)
+
+
+def programs() -> Iterator[tuple[str, Program]]:
+    for hopper in (True, False):
+        for program, _ in backward_of("causal", dims=(64, 64), hopper=hopper):
+            yield "", program
+    kv = torch.zeros(1, 1, 16384, 64).bfloat16()
+    q = torch.zeros(1, 8, 1, 64).bfloat16()
+    for masked, hopper in ((False, False), (True, True)):
+        mask = None
+        if masked:
+            mask = anyflex.create_block_mask(lambda b, h, q, k: k < 9000, None, None, 1, 16384)
+        with recorded() as launched:
+            anyflex.flex_attention(
+                q, kv, kv, block_mask=mask, enable_gqa=True,
+                kernel_options={"cuda.recorded": {"hopper": hopper}}, backend="cuda.recorded",
+            )  # fmt: skip
+        for program, _ in launched:
+            name = program.function.__name__
+            prefix = {"decode_kernel": "masked:", "combine_kernel": "sums:"}.get(name, "")
+            yield prefix * hopper, program
+
+
+def main() -> int:
+    with compiling():
+        for prefix, program in programs():
+            made, _ = compiled(program)
+            print(prefix + program.function.__name__, order(made.asm["ptx"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

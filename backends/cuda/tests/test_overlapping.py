@@ -1,0 +1,162 @@
+"""Which launches may begin before the one before them ends (anyflex_triton/overlapping.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from compiling_backward import DOCUMENTS, causal, recorded
+from scripts_beside import printed_by
+
+import anyflex
+from anyflex_triton.launch import Program
+from anyflex_triton.overlapping import overlapping
+
+LENGTH = 300
+
+
+def documents(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return DOCUMENTS[q] == DOCUMENTS[k]
+
+
+def named(launched: list[tuple[Program, Mapping[str, object]]]) -> str:
+    """The kernels, each after ">" if it may begin before the launch before it ends."""
+    words = []
+    for program, _ in launched:
+        overlaps = overlapping(program.options).more[-1] in program.options.more
+        # It is compiled to wait.
+        assert program.constants.get("OVERLAPS", False) or not overlaps
+        words.append(">" * overlaps + program.function.__name__.removesuffix("_kernel"))
+    return " ".join(words)
+
+
+def backward(wanted: str, mask: Any = None, table: Any = None, **options: Any) -> str:
+    """The launches of backward."""
+    leaves = {name: torch.zeros(2, 2, LENGTH, 64).bfloat16() for name in "qkv"}
+    chosen = [leaves[name].requires_grad_() for name in wanted]
+    score = None
+    if table is not None:
+        chosen.append(table)
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return s + table[h]
+
+    blocks = mask and anyflex.create_block_mask(mask, None, None, LENGTH, LENGTH)
+    with recorded() as launched:
+        out = anyflex.flex_attention(
+            *leaves.values(), score, blocks, kernel_options={"cuda.recorded": options},
+            backend="cuda.recorded",
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        launched.clear()
+        torch.autograd.grad(out, chosen, torch.zeros_like(out))
+        return named(launched)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launches"),
+    [
+        ("qkv", "row >key >query"),
+        ("v", "row >key"),
+        # It needs what the launch before it writes.
+        ("q", "row query"),
+    ],
+)
+def test_portable_backward(wanted: str, launches: str) -> None:
+    assert backward(wanted, hopper=False) == launches
+    assert backward(wanted, causal, hopper=False) == launches
+
+
+def test_nothing_stands_between_portable_launches_that_overlap() -> None:
+    """Finer blocks of both kernels are decided before."""
+    found = backward("qkv", documents, hopper=False, finer_mask=True)
+    assert found.endswith(" row >key >query"), found
+    assert found.count("runs") == 2 and ">" not in found.removesuffix(">key >query")
+
+
+def test_sums_that_repeat_bit_for_bit_overlap_nothing() -> None:
+    table = torch.zeros(2, requires_grad=True)
+    assert backward("qkv", table=table, hopper=False) == "row >key >query"
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = backward("qkv", table=table, hopper=False)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert found == "row >key query query total"
+
+
+def test_hoppers_backward() -> None:
+    assert backward("qkv") == "prepare >backward >convert >repair"
+    assert backward("kv", causal) == "prepare >backward >repair"
+
+
+def by_distance() -> str:
+    learned = torch.zeros(2 * LENGTH, requires_grad=True)
+    q = torch.zeros(2, 2, LENGTH, 64).bfloat16().requires_grad_()
+    with recorded() as launched:
+        out = anyflex.flex_attention(
+            q, q, q, lambda s, b, h, i, j: s + learned[i - j + LENGTH], backend="cuda.recorded"
+        )
+        assert isinstance(out, Tensor)
+        launched.clear()
+        torch.autograd.grad(out, (q, learned), torch.zeros_like(out))
+        return named(launched)
+
+
+def test_the_portable_pass_after_hoppers_waits_for_it() -> None:
+    assert by_distance() == "prepare >backward >repair query"
+
+
+@pytest.mark.parametrize(
+    ("masked", "hopper", "kv_heads", "launches"),
+    [
+        (False, False, 2, "decode >combine"),
+        (False, True, 2, "decode"),
+        (True, True, 2, "steps >decode"),
+        # Many parts of one key head.
+        (True, True, 1, "steps >decode >combine"),
+        (False, True, 1, "decode >combine"),
+    ],
+)
+def test_decoding(masked: bool, hopper: bool, kv_heads: int, launches: str) -> None:
+    q = torch.zeros(kv_heads, 8, 1, 128).bfloat16()
+    kv = torch.zeros(kv_heads, kv_heads, 16384, 128).bfloat16()
+    mask = None
+    if masked:
+        mask = anyflex.create_block_mask(lambda b, h, q, k: k < 9000, None, None, 1, 16384)
+    with recorded() as launched:
+        anyflex.flex_attention(
+            q, kv, kv, block_mask=mask, enable_gqa=True,
+            kernel_options={"cuda.recorded": {"hopper": hopper}}, backend="cuda.recorded",
+        )  # fmt: skip
+        assert named(launched) == launches
+
+
+def test_kernels_wait_before_what_needs_it() -> None:
+    """Of the code for Hopper, in its order: reads and stores of the GPU's memory, the wait and the
+    leave for the next launch to begin."""
+    found = dict(line.split(maxsplit=1) for line in printed_by("compiling_overlapping.py"))
+    assert found == {
+        # They are launched as usual.
+        "row_kernel": "next memory",
+        "prepare_kernel": "next memory",
+        "steps_kernel": "next memory",
+        "decode_kernel": "next memory",
+        # Keys and values are there, rows' values may not be.
+        "key_kernel": "loads wait next memory",
+        # Its last access, for all that it needs was there before the launch before began.
+        "query_kernel": "memory wait",
+        "backward_kernel": "wait next memory",
+        "convert_kernel": "wait next memory",
+        "repair_kernel": "wait memory",
+        "combine_kernel": "wait memory",
+        "sums:combine_kernel": "wait memory",
+        "masked:decode_kernel": "wait next memory",
+    }
