@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from compiling_backward import DOCUMENTS, causal, recorded
+from compiling_backward import DOCUMENTS, OnHopper, causal, recorded
 from scripts_beside import printed_by
 
 import anyflex
+from anyflex_triton import overlapping
 from anyflex_triton.launch import Program
-from anyflex_triton.overlapping import overlapping
 
 LENGTH = 300
 
@@ -29,10 +30,10 @@ def named(launched: list[tuple[Program, Mapping[str, object]]]) -> str:
     """The kernels, each after ">" if it may begin before the launch before it ends."""
     words = []
     for program, _ in launched:
-        overlaps = overlapping(program.options).more[-1] in program.options.more
-        # It is compiled to wait.
-        assert program.constants.get("OVERLAPS", False) or not overlaps
-        words.append(">" * overlaps + program.function.__name__.removesuffix("_kernel"))
+        follows = dict(program.options.more).get("launch_pdl", False)
+        # It is compiled to wait, and the others aren't.
+        assert program.constants.get("FOLLOWS", False) is follows
+        words.append(">" * follows + program.function.__name__.removesuffix("_kernel"))
     return " ".join(words)
 
 
@@ -71,6 +72,42 @@ def backward(wanted: str, mask: Any = None, table: Any = None, **options: Any) -
 def test_portable_backward(wanted: str, launches: str) -> None:
     assert backward(wanted, hopper=False) == launches
     assert backward(wanted, causal, hopper=False) == launches
+
+
+@pytest.mark.parametrize(
+    ("target", "overlap"),
+    [("hopper", True), ("blackwell", True), ("ampere", False), ("amd", False), ("xpu", False)],
+)
+def test_launches_overlap_where_the_gpu_knows_how(target: str, overlap: bool) -> None:
+    with mock.patch.object(OnHopper, "target", lambda backend: target):
+        assert backward("qkv", hopper=False) == "row >key >query".replace(">", ">" * overlap)
+        assert decoded(False, False, 2) == "decode >combine".replace(">", ">" * overlap)
+
+
+@pytest.mark.parametrize(
+    ("version", "does"), [(12020, False), (12030, True), (13000, True), (None, True)]
+)
+def test_launches_overlap_where_the_driver_can_record_them(
+    version: int | None, does: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: there is no driver, and kernels are compiled only."""
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if version is None:
+                raise OSError(name)
+
+        def cuDriverGetVersion(self, number: Any) -> int:
+            number._obj.value = version
+            return 0
+
+    monkeypatch.setattr(overlapping.ctypes, "CDLL", Driver)
+    overlapping._driver_version.cache_clear()
+    try:
+        assert overlapping.overlaps("hopper") is does
+        assert not overlapping.overlaps("ampere")
+    finally:
+        overlapping._driver_version.cache_clear()
 
 
 def test_nothing_stands_between_portable_launches_that_overlap() -> None:
@@ -126,6 +163,11 @@ def test_the_portable_pass_after_hoppers_waits_for_it() -> None:
     ],
 )
 def test_decoding(masked: bool, hopper: bool, kv_heads: int, launches: str) -> None:
+    assert decoded(masked, hopper, kv_heads) == launches
+
+
+def decoded(masked: bool, hopper: bool, kv_heads: int) -> str:
+    """The launches of a row's."""
     q = torch.zeros(kv_heads, 8, 1, 128).bfloat16()
     kv = torch.zeros(kv_heads, kv_heads, 16384, 128).bfloat16()
     mask = None
@@ -136,13 +178,15 @@ def test_decoding(masked: bool, hopper: bool, kv_heads: int, launches: str) -> N
             q, kv, kv, block_mask=mask, enable_gqa=True,
             kernel_options={"cuda.recorded": {"hopper": hopper}}, backend="cuda.recorded",
         )  # fmt: skip
-        assert named(launched) == launches
+    return named(launched)
 
 
 def test_kernels_wait_before_what_needs_it() -> None:
     """Of the code for Hopper, in its order: reads and stores of the GPU's memory, the wait and the
     leave for the next launch to begin."""
-    found = dict(line.split(maxsplit=1) for line in printed_by("compiling_overlapping.py"))
+    lines = printed_by("compiling_overlapping.py")
+    found = dict(line.split(maxsplit=1) for line in lines)
+    assert len(found) == len(lines)
     assert found == {
         # They are launched as usual.
         "row_kernel": "next memory",

@@ -405,6 +405,24 @@ def test_rows_values_are_there_before_backward_is_timed(
     assert machine.run[1 + len(machine.timed)] == values and machine.run.count(values) == 2
 
 
+def test_keys_are_launched_before_queries_are_timed(machine: Machine) -> None:
+    """On some GPUs the launch of queries may begin before the one before it ends, and takes it
+    for that of keys, which waits for rows' values."""
+    tensors = [torch.zeros(1, 1, 200, 16, requires_grad=True) for _ in range(3)]
+    out = anyflex.flex_attention(*tensors, **options())  # type: ignore[arg-type]
+    assert isinstance(out, Tensor)
+    machine.run.clear()
+    machine.timed.clear()
+    torch.autograd.grad(out, tensors, torch.ones_like(out))
+    keys, queries = tried("keys"), tried("queries")
+    assert len(machine.timed) == keys + queries
+    # Rows' values, keys timed, then both again before queries are timed.
+    values: Tile = (32, None)
+    assert machine.run[0] == machine.run[1 + keys] == values
+    assert machine.run[2 + keys] in machine.timed[:keys]
+    assert machine.run[3 + keys : 3 + keys + queries] == machine.timed[keys:]
+
+
 class Pretended:
     """A program of a GPU that isn't there."""
 

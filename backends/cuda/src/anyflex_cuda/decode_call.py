@@ -20,6 +20,7 @@ from anyflex_triton.arguments import Layout, layout_like, layout_of
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
     Programs,
     float_pointers,
@@ -272,7 +273,8 @@ def decode_program(
     if program is not None:
         return program
     boxes = _boxes(spec, tiles)
-    options = Options(4, 1, (("maxnreg", tiles.most_registers),))
+    # Steps of a mask are listed before.
+    follows = made.overlaps and plan != decode_steps.NONE.value
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
     return made.program(
         key,
@@ -307,10 +309,11 @@ def decode_program(
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
-            "OVERLAPS": made.overlaps,
+            "FOLLOWS": follows,
+            "LEADS": made.overlaps and not adds,
         },
         ("query", "partial_out", "counts"),
-        options if plan == decode_steps.NONE.value else made.overlapping(options),
+        overlapping(Options(4, 1, (("maxnreg", tiles.most_registers),)), follows),
     )
 
 
@@ -389,7 +392,7 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
         {
             "KV_BLOCK": made.spec.block_size[1],
             "BLOCK_N": tiles.block_n,
-            "OVERLAPS": made.overlaps,
+            "LEADS": made.overlaps,
         },
         (),
         Options(4, 1),
@@ -436,9 +439,9 @@ def _sums_program(
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
-            "OVERLAPS": made.overlaps,
+            "FOLLOWS": made.overlaps,
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        made.overlapping(Options(1 if fit.at_once <= _FEW_PARTS else 4, 1)),
+        overlapping(Options(1 if fit.at_once <= _FEW_PARTS else 4, 1), made.overlaps),
     )

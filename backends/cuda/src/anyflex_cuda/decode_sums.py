@@ -29,7 +29,7 @@ def combine_kernel(
     unit_steps, programs, groups, GROUP: tl.constexpr, PLAN: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
@@ -37,9 +37,9 @@ def combine_kernel(
         partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
         programs: of that kernel. groups: of them.
         SCORED: there is a score mod.
-        OVERLAPS: it may begin before that kernel's launch ends.
+        FOLLOWS: it may begin before that kernel's launch ends.
     """
-    if OVERLAPS:
+    if FOLLOWS:
         await_earlier()
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length

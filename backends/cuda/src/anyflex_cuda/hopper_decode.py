@@ -453,7 +453,7 @@ def decode_kernel(
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
     WANT_REST: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr, FOLLOWS: gl.constexpr, LEADS: gl.constexpr,
 ):
     """The rows of each unit, or, without ADDS, the sums of each unit's part of each program's
     share.
@@ -476,8 +476,8 @@ def decode_kernel(
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
-        OVERLAPS: it may begin before `decode_steps.steps_kernel`'s launch ends, if that is before
-            it, and what adds parts up before it does.
+        FOLLOWS: it may begin before `decode_steps.steps_kernel`'s launch ends. LEADS: and the next
+            before it does.
     """
     units = batch * kv_heads
     partial_out += counts_floats(units)
@@ -500,11 +500,10 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
-    if OVERLAPS:
-        if PLAN != NONE:
-            await_earlier()
-        if not ADDS:
-            let_next_begin()
+    if FOLLOWS:
+        await_earlier()
+    if LEADS:
+        let_next_begin()
     ahead = gl.to_tensor(0)
     if PLAN == NONE:
         # The first loads ask nobody where. So they don't wait until warps have got their parts.

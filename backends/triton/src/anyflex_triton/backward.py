@@ -108,7 +108,7 @@ def row_kernel(
     dl_strides, scale, heads, values_of_head, values_in_all, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
-    HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_REST: tl.constexpr, WANT_DELTA: tl.constexpr, LEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """row_values [4, B, Hq, values_of_head]: lse in powers of two, +inf in rows without a live key
@@ -123,9 +123,9 @@ def row_kernel(
         given: the sum, where IS_GIVEN.
         SCORED: there is a score mod.
         WANT_DELTA: or dV alone is wanted, and no delta.
-        OVERLAPS: the next launch may begin before this one ends.
+        LEADS: the next launch may begin before this one ends.
     """
-    if OVERLAPS:
+    if LEADS:
         let_next_begin()
     tiles = (q_length + BLOCK_M - 1) // BLOCK_M
     bh = tl.program_id(0) // tiles

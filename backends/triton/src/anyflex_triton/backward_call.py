@@ -24,6 +24,7 @@ from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.launch import Launch, Options, Types, pointer_type
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.mods import Sums
+from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
     MaskRows,
     Programs,
@@ -233,7 +234,7 @@ def rows_launch(
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
                 "WANT_DELTA": made.wants_delta,
-                "OVERLAPS": made.overlaps,
+                "LEADS": made.overlaps,
                 "BLOCK_M": 32,
             },
             aligned(("out", "dout", "rest"), layouts),
@@ -316,7 +317,8 @@ def keys_launch(
                 "DESCRIBED": described,
                 "EVEN": even,
                 "LOOPED": made.target == "blackwell",
-                "OVERLAPS": made.overlaps,
+                "FOLLOWS": made.overlaps,
+                "LEADS": made.overlaps,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -324,7 +326,7 @@ def keys_launch(
                 *aligned(names, layouts, ("query", "dout") if described == "host" else ()),
                 *aligned(by_rows, (layouts[0], layouts[3])),
             ),
-            made.overlapping(config.options),
+            overlapping(config.options, made.overlaps),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
@@ -379,9 +381,9 @@ def queries_launch(
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even, sums)
     blocks = spec.block_size if rows is None else rows.block_size
-    overlaps = follows_keys and made.overlaps
+    follows = follows_keys and made.overlaps
     key = (
-        "queries", config, blocks, even, mods.key, dq is not None, described, overlaps,
+        "queries", config, blocks, even, mods.key, dq is not None, described, follows,
         *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
@@ -412,7 +414,7 @@ def queries_launch(
                 "WANT_DQ": dq is not None,
                 "DESCRIBED": described,
                 "EVEN": even,
-                "OVERLAPS": overlaps,
+                "FOLLOWS": follows,
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
@@ -420,7 +422,7 @@ def queries_launch(
                 *aligned(names, layouts, ("key", "value") if described == "host" else ()),
                 *aligned(by_rows, layouts[1:3]),
             ),
-            made.overlapping(config.options) if overlaps else config.options,
+            overlapping(config.options, follows),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     tiles = tile_count(rows, length, config.block_m)

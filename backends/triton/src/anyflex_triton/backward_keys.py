@@ -124,8 +124,8 @@ def key_kernel(
     GROUP: tl.constexpr, KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr,
     WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, LOOPED: tl.constexpr, OVERLAPS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, EVEN: tl.constexpr, LOOPED: tl.constexpr, FOLLOWS: tl.constexpr,
+    LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
@@ -138,7 +138,7 @@ def key_kernel(
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
             blocks.
         LOOPED: the loop over query heads stays one where there is one head.
-        OVERLAPS: it may begin before the launch before it ends, and the next before it does.
+        FOLLOWS: it may begin before the launch before it ends. LEADS: and the next before it does.
     """
     tile, unit = tile_of_program(tl.program_id(0), tiles, kv_batch_heads, head_group)
     # Under causal masks the first keys are those that most queries see.
@@ -167,9 +167,10 @@ def key_kernel(
     dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
     dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
     rows_of_tile = tl.arange(0, BLOCK_M)
-    if OVERLAPS:
-        # Row values are of an earlier launch.
+    if FOLLOWS:
+        # Keys and values were there before the call's first launch; row values may not be yet.
         await_earlier()
+    if LEADS:
         let_next_begin()
 
     streams = GROUP * batch if KV_SHARED else GROUP

@@ -84,7 +84,7 @@ def query_kernel(
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr,
-    OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FOLLOWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
@@ -92,8 +92,8 @@ def query_kernel(
         row_values: of `row_kernel`, [4, values_in_all].
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         totals: accumulators of the captured tensors that learn, added to atomically.
-        OVERLAPS: it may begin before the launch before it ends, which is `key_kernel`'s, so that
-            row values are there.
+        FOLLOWS: it may begin before the launch before it ends, which is `key_kernel`'s, all of
+            whose programs have waited, so that row values are there.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
@@ -211,5 +211,6 @@ def query_kernel(
     if WANT_DQ:
         base = tensor_at(dq, dq_strides, b, h, UNITS[4])
         store_rows(base, dq_strides, rows, end_row, dq_sum * scale, DIM, D, UNITS[4], WIDE)
-    if OVERLAPS:
+    if FOLLOWS:
+        # Nothing is read any more: its end says that keys' launch has ended too.
         await_earlier()

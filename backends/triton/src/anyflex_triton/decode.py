@@ -54,7 +54,7 @@ def decode_kernel(
     KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DESCRIBED: tl.constexpr, LEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """One program a split of the keys of PACKED query heads (GROUP of them, or 1).
 
@@ -64,9 +64,9 @@ def decode_kernel(
             it, 1 if a score is NaN.
         split_length: keys of a split, a multiple of BLOCK_N.
         DESCRIBED: "kernel": descriptors of key and value are made here. None: pointers.
-        OVERLAPS: the next launch may begin before this one ends.
+        LEADS: the next launch may begin before this one ends.
     """
-    if OVERLAPS:
+    if LEADS:
         let_next_begin()
     split = tl.program_id(0) % splits
     unit = tl.program_id(0) // splits
@@ -251,16 +251,16 @@ def combine_kernel(
     partial_out, out, rest, tops, lse, max_scores, o_strides, scale, sums_at, heads, q_length,
     splits, VALUE_DIM: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    WANT_TOPS: tl.constexpr, OVERLAPS: tl.constexpr,
+    WANT_TOPS: tl.constexpr, FOLLOWS: tl.constexpr,
 ):
     """One program a query row: the splits' sums, in their order, SPLITS at a time.
 
     Args:
         partial_out, sums_at: `decode_kernel`'s.
-        OVERLAPS: it may begin before that kernel's launch ends.
+        FOLLOWS: it may begin before that kernel's launch ends.
         the others: `store_row`'s.
     """
-    if OVERLAPS:
+    if FOLLOWS:
         await_earlier()
     at = tl.program_id(0).to(tl.int64)
     partial_sums = partial_out + sums_at

@@ -22,6 +22,7 @@ from anyflex_triton.launch import (
     launch_all,
 )
 from anyflex_triton.mask_rows import mask_rows, rows_for
+from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
     MaskRows,
     Mods,
@@ -310,7 +311,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
                 "KV_BLOCK": spec.block_size[1],
                 "PACKED": packed,
                 "DESCRIBED": described,
-                "OVERLAPS": made.overlaps,
+                "LEADS": made.overlaps,
                 "BLOCK_M": rows,
                 "BLOCK_N": config.block_n,
             },
@@ -380,10 +381,10 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
                 "WANT_MAX": out.max_scores is not None,
                 "WANT_REST": rest is not None,
                 "WANT_TOPS": tops is not None,
-                "OVERLAPS": made.overlaps,
+                "FOLLOWS": made.overlaps,
             },
             (),
-            made.overlapping(Options(4, 1)),
+            overlapping(Options(4, 1), made.overlaps),
         )
     batch, heads, length = call.query.shape[:3]
     splits = splits_of(

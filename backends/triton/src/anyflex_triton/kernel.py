@@ -219,12 +219,13 @@ class TritonKernel(Kernel):
             return [*before, first, *queries]
         rows, before_keys = rows_for(made, call, "keys", for_keys)
         keys = partial(keys_launch, made, call, dout, row_values, grads, rows)
-        launch = made.launch("keys", call, keys, [first, *before_keys])
+        until_keys = [*before_keys, first]
+        until_keys.append(made.launch("keys", call, keys, until_keys))
         before, queries = self.query_launches(
-            call, dout, row_values, grads, for_queries, integers, [first], follows_keys=True
+            call, dout, row_values, grads, for_queries, integers, until_keys, follows_keys=True
         )
         # Nothing stands between launches that overlap.
-        return [*before_keys, *before, first, launch, *queries]
+        return [*before, *until_keys, *queries]
 
     def query_launches(
         self,
@@ -237,11 +238,12 @@ class TritonKernel(Kernel):
         first: Sequence[Launch],
         follows_keys: bool = False,
     ) -> tuple[list[Launch], list[Launch]]:
-        """What fills grads.dq and adds to captured tensors' gradients, if they are wanted, after
-        what may be launched any time before.
+        """Return what makes the mask's runs finer, which may be launched any time before, and what
+        fills grads.dq and adds to captured tensors' gradients, if they are wanted.
 
         Args:
-            row_values: of `backward.row_kernel`; `first` are the launches that fill them.
+            row_values: of `backward.row_kernel`.
+            first: the launches that fill them, and where it `follows_keys`, until that of keys.
             finer, integers: of the workspace.
             follows_keys: as of `queries_launch`.
         """
@@ -258,7 +260,7 @@ class TritonKernel(Kernel):
             queries_launch, made, call, dout, row_values, grads.dq, totals, rows,
             follows_keys=follows_keys,
         )  # fmt: skip
-        return before, [made.launch("queries", call, queries, [*first, *before])]
+        return before, [made.launch("queries", call, queries, [*before, *first])]
 
 
 def cut(tensors: list[Tensor], count: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,7 +20,6 @@
 /* A descriptor's: the driver asks for 64, the type of some of its headers for more. */
 #define ALIGNMENT 128
 
-typedef CUresult (*GetVersion)(int *);
 typedef CUresult (*GetCurrent)(CUcontext *);
 typedef CUresult (*GetErrorString)(CUresult, const char **);
 typedef CUresult (*LaunchKernel)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -32,7 +31,6 @@ typedef CUresult (*ReplaceAddress)(CUtensorMap *, void *);
 typedef CUresult (*GetParamInfo)(CUfunction, size_t, size_t *, size_t *);
 
 static struct {
-  int version;
   GetCurrent get_current;
   GetErrorString get_error_string;
   LaunchKernel launch;
@@ -82,7 +80,7 @@ typedef struct {
   vectorcallfunc call;
   CUfunction function;
   unsigned threads, shared;
-  int overlaps; /* the launch before it */
+  int overlaps; /* whether it may begin before the launch before it ends */
   Py_ssize_t bytes, parameters, slots;
   unsigned char *fixed; /* of the parameters, one after the other; aligned */
   Place *place;         /* in it, of each */
@@ -376,9 +374,10 @@ static int read_boxes(PyObject *given, Py_ssize_t bytes, Slot *slot) {
 
 /* Launch(function, threads, shared, overlaps, fixed, places, descriptors, slots)
  *
- * overlaps: whether it may begin before the launch before it ends: see overlapping.py. fixed: bytes of all parameters. places: (offset, size) in it, of each. descriptors: those that
- * have one shape, (as `read_boxes` reads, an object as `write_descriptor` takes). slots: (name,
- * element, kind, offset), where for a descriptor's offset stands what `read_boxes` reads. */
+ * overlaps: see overlapping.py. fixed: bytes of all parameters. places: (offset, size) in it, of
+ * each. descriptors: those that have one shape, (as `read_boxes` reads, an object as
+ * `write_descriptor` takes). slots: (name, element, kind, offset), where for a descriptor's offset
+ * stands what `read_boxes` reads. */
 static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names) {
   unsigned long long function;
   unsigned threads, shared;
@@ -406,8 +405,7 @@ static PyObject *launch_new(PyTypeObject *type, PyObject *args, PyObject *names)
   launch->function = (CUfunction)(uintptr_t)function;
   launch->threads = threads;
   launch->shared = shared;
-  /* A graph's recording takes such launches since CUDA 12.3. */
-  launch->overlaps = overlaps && driver.version >= 12030;
+  launch->overlaps = overlaps;
   launch->bytes = bytes;
   launch->parameters = count;
   size_t whole = ((size_t)bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -504,7 +502,6 @@ static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
   void *library = dlopen(name, RTLD_LAZY);
   if (library == NULL)
     return PyErr_Format(PyExc_OSError, "%s", dlerror());
-  GetVersion get_version = (GetVersion)dlsym(library, "cuDriverGetVersion");
   driver.get_current = (GetCurrent)dlsym(library, "cuCtxGetCurrent");
   driver.get_error_string = (GetErrorString)dlsym(library, "cuGetErrorString");
   driver.launch = (LaunchKernel)dlsym(library, "cuLaunchKernelEx");
@@ -512,8 +509,7 @@ static PyObject *open_driver(PyObject *Py_UNUSED(module), PyObject *path) {
   driver.replace_address = (ReplaceAddress)dlsym(library, "cuTensorMapReplaceAddress");
   driver.get_param_info = (GetParamInfo)dlsym(library, "cuFuncGetParamInfo");
   if (driver.get_current == NULL || driver.get_error_string == NULL || driver.launch == NULL ||
-      driver.encode == NULL || driver.replace_address == NULL || get_version == NULL ||
-      get_version(&driver.version) != CUDA_SUCCESS)
+      driver.encode == NULL || driver.replace_address == NULL)
     return PyErr_Format(PyExc_OSError, "%s has no cuLaunchKernelEx or no tensor maps", name);
   Py_RETURN_NONE;
 }

@@ -1,44 +1,66 @@
-"""Kernels that begin while the one before them ends: programmatic dependent launch.
+"""Kernels that begin while the launch before them ends: programmatic dependent launch.
 
 The last programs of a launch leave cores idle, and the next launch begins some microseconds after
-they end. From Hopper on a launch that asks for it (`overlapping`) may begin as soon as all
-programs of the launch before it have called `let_next_begin`, or have ended. See PTX's
-`griddepcontrol` and CUDA's programming guide, "Programmatic Dependent Launch".
+they end. On Hopper and Blackwell (sm_90, sm_100) a launch that asks for it (`overlapping`) may
+begin as soon as all programs of the launch before it have called `let_next_begin`, or have ended.
+See PTX's `griddepcontrol` and CUDA's programming guide, "Programmatic Dependent Launch".
 
-Two rules make that safe whatever else is launched on the stream in between:
+A call's first launch is as usual: it begins when all earlier ones have ended, and may let the next
+begin at once. For those that are `overlapping` three rules hold, which make that safe whatever
+other threads launch on the stream in between:
 
-- A kernel that is launched so calls `await_earlier` before its first access to what an earlier
-  launch of the call writes, and if there is none, or it is known to have ended, before it ends
-  itself: only so does its end say that all earlier launches have ended.
-- It doesn't call `let_next_begin` before that: so that what begins then, if it needs nothing of
-  this launch, may take all earlier ones as ended.
-
-A kernel that is launched as usual begins when all earlier launches have ended, and may call
-`let_next_begin` at once.
+- Some program of each calls `await_earlier`, before its first access to what an earlier launch
+  writes, or where that is known to be there, before it ends: only so does the launch's end say
+  that all earlier ones have ended. Programs without work may return without it.
+- None calls `let_next_begin` before that.
+- What a program reads or writes without having waited was ready before a launch of the same call
+  that was launched as usual, or before one all of whose programs have waited.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
+    from anyflex_triton.configs import Target
     from anyflex_triton.launch import Options
 
-__all__ = ["OVERLAPPING_TARGETS", "await_earlier", "let_next_begin", "overlapping"]
+__all__ = ["await_earlier", "let_next_begin", "overlapping", "overlaps"]
 
-OVERLAPPING_TARGETS = frozenset({"hopper", "blackwell"})
-"""Whose launches can."""
-
-
-def overlapping(options: Options) -> Options:
-    """Return a compiler's options for a kernel that may begin before the launch before it ends."""
-    return replace(options, more=(*options.more, ("launch_pdl", True)))
+_TARGETS = frozenset({"hopper", "blackwell"})
+_DRIVER = 12030
+"""CUDA 12.3: graphs record such launches since."""
 
 
+def overlaps(target: Target) -> bool:
+    """Whether launches for a target can be `overlapping`."""
+    return target in _TARGETS and _driver_version() >= _DRIVER
+
+
+@lru_cache
+def _driver_version() -> int:
+    """Of NVIDIA's driver; where there is none kernels are compiled only, for any."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return _DRIVER
+    version = ctypes.c_int()
+    return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
+
+
+def overlapping(options: Options, does: bool = True) -> Options:
+    """Return a compiler's options for a kernel that may begin before the launch before it ends, if
+    it `does`."""
+    return replace(options, more=(*options.more, ("launch_pdl", True))) if does else options
+
+
+# Triton's own `gdc_wait` lets loads and stores pass it, for all that LLVM is told.
 @triton.jit
 def await_earlier():  # type: ignore[no-untyped-def]
     """Wait until all earlier launches on the stream have ended; their stores are seen then."""

@@ -47,7 +47,7 @@ from anyflex_triton.mods import (
     source_for,
 )
 from anyflex_triton.module_files import load_module
-from anyflex_triton.overlapping import OVERLAPPING_TARGETS, overlapping
+from anyflex_triton.overlapping import overlaps
 from anyflex_triton.tuning import Tuner
 
 __all__ = [
@@ -192,7 +192,7 @@ class Programs:
     ) -> None:
         self.spec = spec
         self.target = target
-        self.overlaps = target in OVERLAPPING_TARGETS and not INTERPRETED
+        self.overlaps = overlaps(target) and not INTERPRETED
         self.overrides = dict(overrides)
         self._source = source
         self._mods: dict[object, Mods] = {}
@@ -233,11 +233,6 @@ class Programs:
         )
         self.learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
         self.wants_delta = spec.gradients != ("v",) or bool(self.learned)
-
-    def overlapping(self, options: Options) -> Options:
-        """Return the options of a kernel that begins before the launch before it ends, where
-        launches can."""
-        return overlapping(options) if self.overlaps else options
 
     def config(self, name: KernelName) -> Config:
         """What a kernel is compiled with where nothing was timed."""
