@@ -249,7 +249,7 @@ def check_steps(seed: int) -> None:
     begins = torch.tensor(offsets, dtype=torch.int32)
     decode_steps.steps_kernel[(entries + 1,)](
         begins, begins[1:], torch.tensor(runs, dtype=torch.int32), (rows + 1, 0), written,
-        entries, most, length, kv_block, block_n, False,
+        entries, most, length, kv_block, block_n,
     )  # fmt: skip
     assert edges.tolist() == np.cumsum([0, *map(len, wanted)]).tolist()
     for found, steps in zip(listed.tolist(), wanted, strict=True):

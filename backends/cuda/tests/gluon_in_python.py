@@ -251,10 +251,7 @@ class Threads:
 class Device:
     """What the kernel's names stand for."""
 
-    def __init__(self, seed: int, programs: int, follows: bool = False) -> None:
-        # Whether earlier launches may still run, and which programs have waited for them.
-        self.follows = follows
-        self.waited: set[int] = set()
+    def __init__(self, seed: int, programs: int) -> None:
         self.threads = Threads(seed)
         self.programs = programs
         self.own = threading.local()
@@ -293,14 +290,6 @@ class Device:
             queue.pop(0)()
         self._some()
 
-    # Launches that overlap
-
-    def await_earlier(self) -> None:
-        self.waited.add(self.own.program)
-
-    def _need_earlier(self) -> None:
-        assert not self.follows or self.own.program in self.waited, "it hasn't waited for a launch"
-
     # Global memory, by pointers
 
     def _stores(self, kind: str) -> list[tuple[np.ndarray, Any, Any]]:
@@ -322,7 +311,6 @@ class Device:
         self._stores(kind).clear()
 
     def store(self, pointer: Pointer, x: Any, mask: Any = True) -> None:
-        self._need_earlier()
         at, x, mask = np.broadcast_arrays(pointer.at, x, mask)
         self._stores("own").append((pointer.array, at[mask], x[mask]))
         if self.threads.random.random() < 0.5:
@@ -333,7 +321,6 @@ class Device:
         self, pointer: Pointer, mask: Any = True, other: Any = 0, cache_modifier: str = "",
         volatile: bool = False,
     ) -> Any:  # fmt: skip
-        self._need_earlier()
         for kind in ("met", "own"):
             if any(array is pointer.array for array, _, _ in self._stores(kind)):
                 self._show_stores(kind)
@@ -349,7 +336,6 @@ class Device:
 
     def _atomic(self, pointer: Pointer, sem: str) -> int:
         """What the word holds, and will until another thread runs."""
-        self._need_earlier()
         if sem == "acq_rel":
             self._show_stores()
         self._some()
@@ -387,7 +373,6 @@ class Device:
     # TMA
 
     def async_load(self, box: Box, at: Sequence[int], barrier: Barrier, memory: Shared) -> None:
-        self._need_earlier()
         at = [int(a) for a in at]
 
         def work() -> None:
@@ -670,7 +655,7 @@ def run_kernel(
     Raises:
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
-    device = Device(seed, programs, arguments.get("FOLLOWS", False))
+    device = Device(seed, programs)
     bodies = [(source, _body_of(source)) for source in (*more, module)]
     assert any(changed[0] in body for _, body in bodies), f"not in the source: {changed[0]}"
 
@@ -696,7 +681,6 @@ def run_kernel(
         "TensorMemoryLayout": lambda *_, **__: None,
         "allocate_tensor_memory": device.tensor_memory,
         "tensor_memory_descriptor": TensorMemory,
-        "await_earlier": device.await_earlier, "let_next_begin": device._need_earlier,
         "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,
         **(given or {}),
     }  # fmt: skip

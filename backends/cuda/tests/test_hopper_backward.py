@@ -168,8 +168,6 @@ class Case:
                 "KV_SHARED": self.kv_shared, "RAGGED": ragged, "WANT_DQ": self.want_dq,
                 "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
-                "FOLLOWS": True,
-                "LEADS": True,
             },
             self.seed,
             changed,
@@ -239,7 +237,6 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
         ("num_outstanding=1, deps=(dk, dv)", "num_outstanding=2, deps=(dk, dv)"),
         ("live = live | full", "pass"),
         ("gl.minimum(end, whole), begin)", "end, begin)"),
-        ("        await_earlier()", "        pass"),
     ],
 )
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:

@@ -174,7 +174,7 @@ class Case:
                 "VALUE_DIM": self.value_dim, "D": self.width, "DV": self.value_width,
                 "UNIT": 1, "ADDS": self.adds, "WANT_LSE": True, "WANT_MAX": True,
                 "WANT_REST": True, "STAGES": self.stages, "BLOCK_N": self.block_n,
-                "PRODUCER_REGISTERS": 24, "FOLLOWS": True, "LEADS": True,
+                "PRODUCER_REGISTERS": 24,
             },
             self.seed + 1000 * order,
             changed,
@@ -344,7 +344,6 @@ def test_any_packing_of_query_rows_keeps_what_is_not_finite_apart(
         ("gl.store(counts + u, 0)", "pass"),
         ("if is_odd | (part < count):", "if part < count:"),
         ("if count == 0:", "if False:"),
-        ("        await_earlier()", "        pass"),
     ],
 )
 def test_without_a_piece_of_it_the_kernel_fails(piece: str, instead: str) -> None:

@@ -129,9 +129,10 @@ def test_sums_that_repeat_bit_for_bit_overlap_nothing() -> None:
     assert found == "row >key query query total"
 
 
-def test_hoppers_backward() -> None:
-    assert backward("qkv") == "prepare >backward >convert >repair"
-    assert backward("kv", causal) == "prepare >backward >repair"
+def test_hoppers_own_kernels_overlap_nothing() -> None:
+    """With it they took no less: bench/results/h100_cuda.md."""
+    assert backward("qkv") == "prepare backward convert repair"
+    assert decoded(True, True, 1) == "steps decode combine"
 
 
 def by_distance() -> str:
@@ -148,22 +149,12 @@ def by_distance() -> str:
 
 
 def test_the_portable_pass_after_hoppers_waits_for_it() -> None:
-    assert by_distance() == "prepare >backward >repair query"
+    assert by_distance() == "prepare backward repair query"
 
 
-@pytest.mark.parametrize(
-    ("masked", "hopper", "kv_heads", "launches"),
-    [
-        (False, False, 2, "decode >combine"),
-        (False, True, 2, "decode"),
-        (True, True, 2, "steps >decode"),
-        # Many parts of one key head.
-        (True, True, 1, "steps >decode >combine"),
-        (False, True, 1, "decode >combine"),
-    ],
-)
-def test_decoding(masked: bool, hopper: bool, kv_heads: int, launches: str) -> None:
-    assert decoded(masked, hopper, kv_heads) == launches
+@pytest.mark.parametrize("masked", [True, False])
+def test_portable_decoding(masked: bool) -> None:
+    assert decoded(masked, False, 2) == "decode >combine"
 
 
 def decoded(masked: bool, hopper: bool, kv_heads: int) -> str:
@@ -190,17 +181,10 @@ def test_kernels_wait_before_what_needs_it() -> None:
     assert found == {
         # They are launched as usual.
         "row_kernel": "next memory",
-        "prepare_kernel": "next memory",
-        "steps_kernel": "next memory",
         "decode_kernel": "next memory",
         # Keys and values are there, rows' values may not be.
         "key_kernel": "loads wait next memory",
         # Its last access, for all that it needs was there before the launch before began.
         "query_kernel": "memory wait",
-        "backward_kernel": "wait next memory",
-        "convert_kernel": "wait next memory",
-        "repair_kernel": "wait memory",
         "combine_kernel": "wait memory",
-        "sums:combine_kernel": "wait memory",
-        "masked:decode_kernel": "wait next memory",
     }

@@ -29,7 +29,6 @@ from anyflex_triton.fixed_arguments import FixedLaunch
 from anyflex_triton.launch import Launch, Options, Program, pointer_type
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.mods import captured_additions
-from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
     Programs,
     aligned,
@@ -340,7 +339,6 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
                 "IS_GIVEN": given,
                 "HAS_REST": rest is not None,
                 "WANT_DQ": want_dq,
-                "LEADS": made.overlaps,
                 "BLOCK_M": 32,
             },
             (*aligned(("out", "dout", "rest"), layouts), "dq_sums"),
@@ -423,11 +421,9 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "D": width,
                 "DV": value_width,
                 "DYNAMIC": DYNAMIC,
-                "FOLLOWS": made.overlaps,
-                "LEADS": made.overlaps,
             },
             (),
-            overlapping(Options(4, 1), made.overlaps),
+            Options(4, 1),
         )  # fmt: skip
     return Launch(
         program,
@@ -474,11 +470,9 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
                 "D": padded(spec.head_dim),
                 "UNIT": layout.unit,
                 "WIDE": spec.index_width == 64,
-                "FOLLOWS": made.overlaps,
-                "LEADS": made.overlaps,
             },
             (*aligned(("dq",), (layout,)), "dq_sums"),
-            overlapping(Options(4, 1), made.overlaps),
+            Options(4, 1),
         )
     heads, length = call.query.shape[1:3]
     return Launch(
@@ -540,12 +534,11 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
                 "Q_BLOCK": blocks[0],
                 "KV_BLOCK": blocks[1],
                 "WANT_DQ": want_dq,
-                "FOLLOWS": made.overlaps,
                 "TILES": _LOOKED_AT,
                 "BLOCK_N": _REPAIRED_KEYS,
             },
             aligned(names, layouts),
-            overlapping(Options(4, 1), made.overlaps),
+            Options(4, 1),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
     kv_heads, keys = call.key.shape[1:3]

@@ -15,7 +15,6 @@ import triton.language as tl
 from anyflex_triton.backward import delta_of_rows, store_weighing
 from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.overlapping import await_earlier, let_next_begin
 from anyflex_triton.tiles import (
     bounded_run,
     load_rows,
@@ -37,8 +36,7 @@ def prepare_kernel(
     do_strides, dl_strides, scale, heads, padded_length, values_in_all, q_length,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, D: tl.constexpr, UNITS: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr, SCORED: tl.constexpr, HAS_DLSE: tl.constexpr,
-    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, LEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    IS_GIVEN: tl.constexpr, HAS_REST: tl.constexpr, WANT_DQ: tl.constexpr, BLOCK_M: tl.constexpr,
 ):
     """As `anyflex_triton.backward.row_kernel`; rows are padded, and sums of dQ begin at 0.
 
@@ -47,10 +45,7 @@ def prepare_kernel(
         dq_sums: [B, Hq, padded_length * D], float32, or where not WANT_DQ anything.
         counter: int32, becomes 0.
         padded_length: a multiple of BLOCK_M.
-        LEADS: the next launch may begin before this one ends.
     """
-    if LEADS:
-        let_next_begin()
     tiles = padded_length // BLOCK_M
     bh = tl.program_id(0) // tiles
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -90,7 +85,6 @@ def summed_rows(dq_sums, D: tl.constexpr):
 def convert_kernel(
     dq_sums, dq, row_values, odd_rows, dq_strides, scale, heads, padded_length, q_length,
     DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    FOLLOWS: tl.constexpr, LEADS: tl.constexpr,
 ):
     """dQ from its sums, 64 query rows a program.
 
@@ -99,12 +93,7 @@ def convert_kernel(
         odd_rows: int32 [B * Hq * padded_length / 64], filled: 1 where not all sums are finite, or
             some row's lse2 is NaN: of a score mod without a slope by the score sums are 0.
         padded_length: a multiple of 64.
-        FOLLOWS: it may begin before the launch before it ends. LEADS: and the next before it does.
     """
-    if FOLLOWS:
-        await_earlier()
-    if LEADS:
-        let_next_begin()
     index = tl.program_id(0)
     tiles = padded_length // 64
     bh = index // tiles
@@ -244,7 +233,7 @@ def repair_kernel(
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr, KV_SHARED: tl.constexpr,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_DQ: tl.constexpr, FOLLOWS: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+    WANT_DQ: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, where WANT_DQ, dK and dV anew where they aren't finite, and what far rows add to
     captured tensors' gradients. A program looks at TILES tiles.
@@ -256,10 +245,7 @@ def repair_kernel(
         odd_rows: int32 [row_tiles], of `convert_kernel`.
         odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv isn't finite.
         row_programs: the first so many look at rows, the others at keys.
-        FOLLOWS: it may begin before the launch before it ends.
     """
-    if FOLLOWS:
-        await_earlier()
     index = tl.program_id(0)
     many = tl.arange(0, TILES)
     if WANT_DQ:

@@ -20,7 +20,6 @@ from anyflex_triton.arguments import Layout, layout_like, layout_of
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
     Programs,
     float_pointers,
@@ -273,8 +272,6 @@ def decode_program(
     if program is not None:
         return program
     boxes = _boxes(spec, tiles)
-    # Steps of a mask are listed before.
-    follows = made.overlaps and plan != decode_steps.NONE.value
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
     return made.program(
         key,
@@ -309,11 +306,9 @@ def decode_program(
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
-            "FOLLOWS": follows,
-            "LEADS": made.overlaps and not adds,
         },
         ("query", "partial_out", "counts"),
-        overlapping(Options(4, 1, (("maxnreg", tiles.most_registers),)), follows),
+        Options(4, 1, (("maxnreg", tiles.most_registers),)),
     )
 
 
@@ -389,11 +384,7 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
             "mask_strides": ("i32", "i32"),
             **int32s("entries", "most", "kv_length"),
         },
-        {
-            "KV_BLOCK": made.spec.block_size[1],
-            "BLOCK_N": tiles.block_n,
-            "LEADS": made.overlaps,
-        },
+        {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
         (),
         Options(4, 1),
     )
@@ -439,9 +430,8 @@ def _sums_program(
             "WANT_LSE": lse,
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
-            "FOLLOWS": made.overlaps,
         },
         ("partial_out",),
         # A warp adds up a few parts without waiting for others.
-        overlapping(Options(1 if fit.at_once <= _FEW_PARTS else 4, 1), made.overlaps),
+        Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.overlapping import let_next_begin
 from anyflex_triton.tiles import FULL, mask_row
 
 __all__ = [
@@ -138,7 +137,7 @@ def keys_of(runs, run, there, kv_length, KV_BLOCK: tl.constexpr, BLOCK_N: tl.con
 @triton.jit
 def steps_kernel(
     offsets, ends, runs, mask_strides, edges, entries, most, kv_length,
-    KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, LEADS: tl.constexpr,
+    KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """Programs one for each batch entry of the mask, which writes its steps, and a last one for
     all, which counts them.
@@ -149,10 +148,7 @@ def steps_kernel(
         edges: int32 [entries + 1], steps of the batch entries before. Behind it, `steps_place`,
             steps: [entries, most, 2], of each: its first key; twice its keys, plus 1 if they are a
             FULL run's.
-        LEADS: the next launch may begin before this one ends.
     """
-    if LEADS:
-        let_next_begin()
     b = tl.program_id(0)
     steps = edges + steps_place(entries)
     lanes = tl.arange(0, 32)

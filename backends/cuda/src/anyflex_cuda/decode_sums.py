@@ -14,7 +14,6 @@ from anyflex_cuda.decode_steps import (
     total_steps,
 )
 from anyflex_triton.decode import store_row
-from anyflex_triton.overlapping import await_earlier
 from anyflex_triton.tiles import LOG2E
 
 __all__ = ["combine_kernel"]
@@ -29,7 +28,6 @@ def combine_kernel(
     unit_steps, programs, groups, GROUP: tl.constexpr, PLAN: tl.constexpr,
     VALUE_DIM: tl.constexpr, DV: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
     SCORED: tl.constexpr, WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    FOLLOWS: tl.constexpr,
 ):
     """One program a query row: its parts in the order of their keys, PARTS at a time.
 
@@ -37,10 +35,7 @@ def combine_kernel(
         partial_out, edges, unit_steps: as `hopper_decode.decode_kernel`'s.
         programs: of that kernel. groups: of them.
         SCORED: there is a score mod.
-        FOLLOWS: it may begin before that kernel's launch ends.
     """
-    if FOLLOWS:
-        await_earlier()
     at = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) % q_length
     bh = tl.program_id(0) // q_length

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
-from anyflex_triton.overlapping import await_earlier, let_next_begin
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -717,8 +716,7 @@ def backward_kernel(
     SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, DYNAMIC: gl.constexpr, FOLLOWS: gl.constexpr,
-    LEADS: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, DYNAMIC: gl.constexpr,
 ):
     """dK and dV, and sums of dQ and of captured tensors' gradients.
 
@@ -739,7 +737,6 @@ def backward_kernel(
         RAGGED: kv_length is no multiple of 128, or q_length none of BLOCK_M and there is a score
             mod.
         DYNAMIC: a program takes the next tile that no other has; else every n-th of n programs.
-        FOLLOWS: it may begin before the launch before it ends. LEADS: and the next before it does.
     """
     gl.static_assert(OF_ROWS + STAGES <= OF_DS, "each slot of query rows has a barrier")
     dtype: gl.constexpr = query.dtype
@@ -771,10 +768,6 @@ def backward_kernel(
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
     fence_async_shared()
-    if FOLLOWS:
-        await_earlier()
-    if LEADS:
-        let_next_begin()
     gl.warp_specialize(
         [
             (consume, (

@@ -45,7 +45,6 @@ from anyflex_cuda.hopper_forward import ROWS
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
 from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.overlapping import await_earlier, let_next_begin
 from anyflex_triton.tiles import masked_scores, strange
 
 __all__ = ["decode_kernel"]
@@ -453,7 +452,7 @@ def decode_kernel(
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     UNIT: gl.constexpr, ADDS: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
     WANT_REST: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, FOLLOWS: gl.constexpr, LEADS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """The rows of each unit, or, without ADDS, the sums of each unit's part of each program's
     share.
@@ -476,8 +475,6 @@ def decode_kernel(
         edges: of `decode_steps.steps_kernel`, if PLAN isn't NONE, and `most` as there.
         unit_steps: of a unit, if PLAN is NONE. groups: as `decode_steps.share_of`'s.
         tables, ints, floats, shifts, scale: as `anyflex_triton.forward`'s.
-        FOLLOWS: it may begin before `decode_steps.steps_kernel`'s launch ends. LEADS: and the next
-            before it does.
     """
     units = batch * kv_heads
     partial_out += counts_floats(units)
@@ -500,10 +497,6 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
-    if FOLLOWS:
-        await_earlier()
-    if LEADS:
-        let_next_begin()
     ahead = gl.to_tensor(0)
     if PLAN == NONE:
         # The first loads ask nobody where. So they don't wait until warps have got their parts.
