@@ -369,8 +369,8 @@ def queries_launch(
     """What fills dq, and adds to the captured tensors' gradients.
 
     Args:
-        follows_keys: the launch before it is `keys_launch`'s, whose end it needn't await.
         totals, sums: as in `operations.accumulate`.
+        follows_keys: the launch before it is `keys_launch`'s, whose end it needn't await.
     """
     spec = made.spec
     layouts = (
