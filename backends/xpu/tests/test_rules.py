@@ -14,15 +14,19 @@ import anyflex_triton
 import anyflex_xpu
 from anyflex.testing import posing
 from anyflex_triton.mods import write_source
+from anyflex_triton.overlapping import overlaps
+from anyflex_xpu.backend import XpuBackend
 
 FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]
 FILES = sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
-# Descriptors for other targets; test_interpreter shows that none is made for this one.
+# Descriptors for other targets; test_interpreter shows that none is made for this one. Launches
+# that overlap: `test_launches_for_intel_do_not_overlap`.
 ELSEWHERE = {
     "anyflex_triton/arguments.py": {
         "triton.tools.tensor_descriptor is not for every device",
         "a descriptor is made on the device, by the kernel that uses it",
-    }
+    },
+    "anyflex_triton/overlapping.py": {"inline assembly is one vendor's"},
 }
 
 
@@ -31,6 +35,11 @@ def test_a_source_keeps_the_rules(file: Path) -> None:
     allowed = ELSEWHERE.get(f"{file.parent.name}/{file.name}", set())
     found = violations(file.read_text(encoding="utf-8"))
     assert [each for each in found if each.rule not in allowed] == []
+
+
+def test_launches_for_intel_do_not_overlap() -> None:
+    """What they take is in NVIDIA's assembly."""
+    assert not overlaps(XpuBackend("xpu", "xpu").target())
 
 
 def test_what_is_written_for_mods_keeps_the_rules() -> None:
