@@ -20,8 +20,7 @@ from anyflex_triton.launch import Program
 
 WORDS = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "next"}
 ACCESS = re.compile(
-    r"griddepcontrol\.\w+|(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.async\.bulk\.tensor"
-    r"|cp\.(?:reduce\.)?async"
+    r"griddepcontrol\.\w+|(?:ld|st|atom|red)\.(?:\w+\.)*global|cp\.(?:reduce\.)?async"
 )
 
 

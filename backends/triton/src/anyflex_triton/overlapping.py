@@ -54,7 +54,7 @@ def _driver_version() -> int:
     return version.value if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
-def overlapping(options: Options, does: bool = True) -> Options:
+def overlapping(options: Options, does: bool) -> Options:
     """Return a compiler's options for a kernel that may begin before the launch before it ends, if
     it `does`."""
     return replace(options, more=(*options.more, ("launch_pdl", True))) if does else options
