@@ -106,26 +106,42 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory, or a view of it."""
+    """Shared memory, or a view of it. What is written as one type is NaN as another."""
 
-    def __init__(self, array: np.ndarray, dtype: object) -> None:
+    def __init__(
+        self,
+        array: np.ndarray,
+        dtype: object,
+        others: dict[int, np.ndarray] | None = None,
+        first: np.ndarray | None = None,
+    ) -> None:
         self.array, self.dtype = array, dtype
+        # Where some of its memory begins: that as another type. What it was, if this is such.
+        self.others: dict[int, np.ndarray] = {} if others is None else others
+        self.first = first
+
+    def _view(self, array: np.ndarray) -> Shared:
+        return Shared(array, self.dtype, self.others, self.first)
 
     def index(self, i: int) -> Shared:
-        return Shared(self.array[i], self.dtype)
+        return self._view(self.array[i])
 
     def reshape(self, shape: Sequence[int]) -> Shared:
         view = self.array.view()
         view.shape = tuple(shape)  # never a copy
-        return Shared(view, self.dtype)
+        return self._view(view)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self.array.transpose(order), self.dtype)
+        return self._view(self.array.transpose(order))
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         places = [slice(None)] * self.array.ndim
         places[dim] = slice(start, start + length)
-        return Shared(self.array[tuple(places)], self.dtype)
+        return self._view(self.array[tuple(places)])
+
+    def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Shared:
+        other = self.others.setdefault(_begins(self.array), np.full(shape, np.nan))
+        return Shared(other, dtype, self.others, self.array)
 
     def load(self, layout: object) -> Any:
         return tile(self.array.copy())
@@ -133,6 +149,13 @@ class Shared:
     def store(self, x: Any) -> None:
         assert x.shape == self.array.shape
         self.array[...] = x
+        same = self.others.get(_begins(self.array)) if self.first is None else self.first
+        if same is not None:
+            same[...] = np.nan
+
+
+def _begins(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 class TensorMemory:

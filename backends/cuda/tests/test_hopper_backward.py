@@ -208,7 +208,8 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 @pytest.mark.parametrize(
     ("piece", "instead"),
     [
-        ("meet(ME)\n        k", "k"),
+        ("tma.store_wait(0)\n            mbarrier", "mbarrier"),
+        ("tma.store_wait(0)\n            dk_tile", "dk_tile"),
         ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            place", "place"),
         ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            dq", "dq"),
         ('named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)', "pass"),

@@ -13,6 +13,7 @@ Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `re
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
@@ -45,10 +46,9 @@ LOG2E = gl.constexpr(1.4426950408889634)
 FULL_RUN = gl.constexpr(1)
 
 # Barriers: one a slot of query rows, of which there may be two; one a consumer and step, for score
-# gradients that the other has written, of every other step the same; two where consumers meet.
+# gradients that the other has written, of every other step the same.
 OF_ROWS = gl.constexpr(8)
 OF_DS = gl.constexpr(10)
-OF_KEYS = gl.constexpr(14)
 
 # Names before Triton 3.8.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -66,22 +66,6 @@ else:
         _semantic.builder.create_async_tma_reduce(
             ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, places, src.handle
         )
-
-
-@gluon.jit
-def meet(ME: gl.constexpr):
-    """Both consumers wait for each other: what one wrote before it arrived, the other sees after
-    its wait.
-
-    The second waits before it arrives: if it arrived first, the other might go on, and arrive
-    again for the next meeting before this one's wait has begun.
-    """
-    if ME == 0:
-        named_barrier("arrive", OF_KEYS, 256)
-        named_barrier("sync", OF_KEYS + 1, 256)
-    else:
-        named_barrier("sync", OF_KEYS, 256)
-        named_barrier("arrive", OF_KEYS + 1, 256)
 
 
 @gluon.jit
@@ -608,9 +592,15 @@ def consume_pass(
 
 
 @gluon.jit
-def strange_rows(x):
-    """1 in rows [64] where some element of x is infinite or NaN."""
-    return gl.max(gl.where(gl.abs(x) < float("inf"), 0, 1), 1)
+def larger(x, y):
+    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def is_finite(x):
+    """Whether all elements of x [64, columns] are."""
+    # One instruction an element.
+    return gl.reduce(gl.reduce(gl.abs(x), 1, larger), 0, larger) < float("inf")
 
 
 @gluon.jit
@@ -681,27 +671,34 @@ def consume(
             wait_for_ds(it - 1, last_rows >= 0, ME)
             dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
         # Whether `repair_kernel` has to take these keys again.
-        odd = gl.maximum(gl.max(strange_rows(dk), 0), gl.max(strange_rows(dv), 0))
-        gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, odd)
-        # They leave by the buffers of this consumer's keys and values.
+        fine = is_finite(dk) & is_finite(dv)
+        gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
+        # dV leaves by the buffer of this consumer's values, dK by the one that dQ has left, so
+        # that the next tile's keys come meanwhile.
         v.store(dv.to(dtype))
         fence_async_shared()
         _store(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+            tma.store_wait(0)
+            mbarrier.arrive(kv_empty, count=1)
+            if not ALONE:
                 place_dq(dq, ME, dq_tiles)
                 fence_async_shared()
                 if last_rows >= 0:
                     _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
-            # All have read these keys for dQ: both consumers, or where each adds up its own this
-            # one's warps.
-            meet(ME)
-        k.store((dk * scale).to(dtype))
-        fence_async_shared()
-        _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
-        tma.store_wait(0)
-        mbarrier.arrive(kv_empty, count=1)
+                tma.store_wait(0)
+            dk_tile = dq_tiles.index(ME)._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
+            dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
+            fence_async_shared()
+            _store(dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
+        else:
+            k.store((dk * scale).to(dtype))
+            fence_async_shared()
+            _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
+            tma.store_wait(0)
+            mbarrier.arrive(kv_empty, count=1)
         count += 1
         mbarrier.wait(kv_full, count & 1)
         index = said(tile_words, 0)
