@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import anyflex
 from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.plugin import Option
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, plain, with_options
 from anyflex.testing.session import Session
@@ -65,6 +67,15 @@ def _wrong_type(session: Session) -> str | None:
     return None if session.backend.options else "no options are declared"
 
 
+def _values(option: Option) -> list[object]:
+    """Every value that it says it takes; its default, or nothing, where it says none."""
+    if option.choices:
+        return [*option.choices]
+    if option.type is bool:
+        return [False, True]
+    return [] if option.default is None else [option.default]
+
+
 @behaviour(
     CASES,
     "options/choices",
@@ -84,14 +95,44 @@ def _choices(session: Session) -> str | None:
             option.default is None or not option.choices or option.default in option.choices,
             f"the default of option {name}, {option.default!r}, is none of its choices",
         )
-        values: list[object] = [*option.choices] or ([False, True] if option.type is bool else [])
-        if not values and option.default is not None:
-            values = [option.default]
-        for value in values:
+        for value in _values(option):
             attention = with_options({session.name: {name: value}})
             compare(session, case, attention=attention)
             session.require(
                 (name, value) in session.journal.forwards[-1].options,
                 f"option {name}={value!r} did not arrive in spec.options",
+            )
+    return None
+
+
+@behaviour(
+    CASES,
+    "options/together",
+    "two options at once, each with its last choice, compute the same attention or are refused by "
+    "name",
+)
+def _together(session: Session) -> str | None:
+    last = {
+        name: values[-1]
+        for name, option in session.backend.options.items()
+        if (values := _values(option))
+    }
+    names = [*last]
+    if len(names) < 2:
+        return "fewer than two options say what values they take"
+    case = plain(session, "together", q_length=70, kv_length=150)
+    for pair in itertools.pairwise(names):
+        given = {name: last[name] for name in pair}
+        try:
+            compare(session, case, attention=with_options({session.name: given}))
+        except ArgumentError as error:
+            session.require(
+                any(name in str(error) for name in pair),
+                f"the refusal of {given} names neither: {error}",
+            )
+        else:
+            session.require(
+                given.items() <= dict(session.journal.forwards[-1].options).items(),
+                f"options {given} did not both arrive in spec.options",
             )
     return None
