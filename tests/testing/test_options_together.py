@@ -58,7 +58,7 @@ def test_right_numbers_or_a_refusal_by_name_pass(
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(HALVING, "out"), (refusing("too much"), "names neither: too much")],
+    [(HALVING, "out is "), (refusing("too much"), "names neither: too much")],
 )
 def test_wrong_numbers_and_a_refusal_without_names_fail(
     change: Change, says: str, tmp_path: Path

@@ -22,7 +22,14 @@ from torch import Tensor
 import anyflex
 from anyflex.plugin import Accepted, Decision, Kernel, Spec, isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import forward_call, hopper_backward, kernel, named_barriers, spoken_words
+from anyflex_cuda import (
+    forward_call,
+    hopper_backward,
+    kernel,
+    memory_views,
+    named_barriers,
+    spoken_words,
+)
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton.launch import Program
@@ -171,7 +178,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given["CAPTURED_GRADIENTS"] is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = (named_barriers, spoken_words)
+    more = (memory_views, named_barriers, spoken_words)
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0, more=more)
 
 

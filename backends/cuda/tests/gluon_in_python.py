@@ -106,7 +106,8 @@ class Pointer:
 
 
 class Shared:
-    """Shared memory, or a view of it. What is written as one type is NaN as another."""
+    """Shared memory, or a view of it. What is stored as one type is NaN as another; what TMA loads
+    isn't, and no sizes are compared."""
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class Shared:
 
     def _reinterpret(self, dtype: object, shape: Sequence[int], layout: object) -> Shared:
         other = self.others.setdefault(_begins(self.array), np.full(shape, np.nan))
+        assert other.shape == tuple(shape), "one other type a place"
         return Shared(other, dtype, self.others, self.array)
 
     def load(self, layout: object) -> Any:
@@ -703,7 +705,7 @@ def run_kernel(
         "mma_v2": lambda a, b, acc: tile(np.asarray(a, float) @ np.asarray(b, float) + acc),
         "TensorMemoryLayout": lambda *_, **__: None,
         "allocate_tensor_memory": device.tensor_memory,
-        "tensor_memory_descriptor": TensorMemory,
+        "shared_memory_descriptor": Shared,
         "tcgen05_mma": device.tensor_mma, "tcgen05_commit": device.tensor_commit,
         **(given or {}),
     }  # fmt: skip

@@ -20,6 +20,7 @@ from anyflex.plugin import isolated, register
 from anyflex_cuda import (
     blackwell_forward,
     forward_call,
+    memory_views,
     row_sums,
     spoken_words,
     step_scores,
@@ -72,7 +73,9 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         """The kernel, with the case's mods in numpy."""
         given: dict[str, Any] = {**program.constants, "SCORE_MOD": score, "MASK_MOD": mask_mod}
         given |= in_numpy(values)
-        modules = (tiles, forward, spoken_words, step_scores, strange_values, row_sums)
+        modules = (
+            tiles, forward, memory_views, spoken_words, step_scores, strange_values, row_sums,
+        )  # fmt: skip
         run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)
         ran.append(program.function.__name__)
 

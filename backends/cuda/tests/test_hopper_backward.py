@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
-from anyflex_cuda import hopper_backward, named_barriers, spoken_words
+from anyflex_cuda import hopper_backward, memory_views, named_barriers, spoken_words
 
 LOG2E = 1.4426950408889634
 Mask = Callable[..., Any]
@@ -60,6 +60,7 @@ class Case:
         self.dynamic = drawn("dynamic", True, True, False)
         self.programs = drawn("programs", 1, 2, 3)
         self.head_group = drawn("head_group", 1, 2)
+        self.odd_key = drawn("odd_key", None)
         self.pick = pick
 
     def run(
@@ -88,6 +89,14 @@ class Case:
         def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
             return (q_idx * 3 + kv_idx * 5 + h) % modulus != 0
 
+        def slope_mod(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
+            slope = softcap_backward(grad, score, b, h, q, k)
+            return slope if self.odd_key is None else slope + slopes[k - shifts[3]]
+
+        slopes = np.zeros(keys)
+        if self.odd_key is not None:
+            slopes[self.odd_key] = np.nan
+
         # Blocks: nothing, FULL, PARTIAL.
         q_blocks, kv_blocks = -(-rows // self.q_block), -(-keys // 128)
         kinds = numbers.integers(0, 3, (1, self.pick.choice((1, heads)), kv_blocks, q_blocks))
@@ -110,13 +119,14 @@ class Case:
         raw = q @ np.swapaxes(ke, -1, -2) * scale
         score, slope = raw, np.ones_like(raw)
         if self.has_score_mod:
-            score, slope = softcap(raw, *seen), softcap_backward(1.0, raw, *seen)
+            score, slope = softcap(raw, *seen), slope_mod(1.0, raw, *seen)
         exponentials = np.where(live, np.exp(score), 0.0)
         sums = exponentials.sum(-1, keepdims=True)
         dead = sums == 0
         weights = exponentials / np.where(dead, 1.0, sums)
         delta = ((weights @ ve) * do).sum(-1)
-        grad = weights * (do @ np.swapaxes(ve, -1, -2) - delta[..., None]) * slope * scale
+        grad = weights * (do @ np.swapaxes(ve, -1, -2) - delta[..., None]) * scale
+        grad = np.where(live, grad * slope, 0.0)
         lse2 = np.where(dead, np.inf, np.log2(np.where(dead, 1.0, sums)))[..., 0]
 
         def of_keys(x: np.ndarray) -> np.ndarray:
@@ -161,7 +171,7 @@ class Case:
                 "q_length": rows, "kv_length": keys, "tiles": tiles,
                 "head_group": self.head_group,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
-                "SCORE_MOD_BACKWARD": softcap_backward if self.has_score_mod else None,
+                "SCORE_MOD_BACKWARD": slope_mod if self.has_score_mod else None,
                 "CAPTURED_GRADIENTS": None,
                 "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "GROUP": self.group,
@@ -171,11 +181,13 @@ class Case:
             },
             self.seed,
             changed,
-            (named_barriers, spoken_words),
+            (memory_views, named_barriers, spoken_words),
         )  # fmt: skip
         yield "dk", dk, wanted["dk"]
         yield "dv", dv, wanted["dv"]
-        yield "odd", odd, np.zeros_like(odd)
+        halves = np.zeros((units, tiles * 2, 64))
+        halves.reshape(units, -1)[:, :keys] = np.isnan(wanted["dk"]).any(-1).reshape(units, keys)
+        yield "odd", odd, halves.any(-1)
         if self.want_dq:
             yield "dq", summed_rows(dq, D)[:, :rows].reshape(q.shape) * scale, wanted["dq"]
 
@@ -200,16 +212,42 @@ def check(case: Case, changed: tuple[str, str] = ("", "")) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-9, rtol=1e-9, err_msg=name)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_one_key_whose_gradient_is_nan_is_found(seed: int) -> None:
+    case = Case(seed, has_score_mod=True, keys=300, odd_key=70)
+    found = {name: (ours, wanted) for name, ours, wanted in case.run()}
+    assert 0 < found["odd"][1].sum() <= len(found["odd"][1])
+    check(case)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -> None:
     check(Case(seed))
 
 
+WAIT = "tma.store_wait(0)"
+LAST_DQ = """            if not ALONE:
+                dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+"""
+COMMENT = """            # dV has left, and all of this consumer's warps have the dQ that reads both halves of
+            # the keys: the next may come.
+"""
+FREE = f"""            {WAIT}
+            mbarrier.arrive(kv_empty, count=1)
+"""
+
+
 @pytest.mark.parametrize(
     ("piece", "instead"),
     [
-        ("tma.store_wait(0)\n            mbarrier", "mbarrier"),
-        ("tma.store_wait(0)\n            dk_tile", "dk_tile"),
+        (f"# the keys: the next may come.\n            {WAIT}", "pass"),
+        (f"{WAIT}\n            dk_tile", "pass\n            dk_tile"),
+        (f"# The one before has left this buffer.\n    {WAIT}", "pass"),
+        (f"index = said(tile_words, 0)\n    {WAIT}", "index = said(tile_words, 0)"),
+        (f"k_tiles.index(ME))\n            {WAIT}", "k_tiles.index(ME))"),
+        ("reinterpret(dq_tiles.index(ME)", "reinterpret(dq_tiles.index(1 - ME)"),
+        (LAST_DQ + COMMENT + FREE, FREE + LAST_DQ),
+        ("propagate_nan=tl.PropagateNan.ALL", ""),
         ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            place", "place"),
         ("wait_for_ds(it - 1, last_rows >= 0, ME)\n            dq", "dq"),
         ('named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)', "pass"),
@@ -242,7 +280,10 @@ def test_random_calls_in_random_orders_agree_with_the_dense_formula(seed: int) -
 )
 def test_without_a_piece_of_its_protocol_the_kernel_fails(piece: str, instead: str) -> None:
     for seed in range(24):
-        fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "programs": 2, "q_block": 128}
+        fixed = {"rows": 300, "keys": 300, "want_dq": seed % 4 < 3, "q_block": 128}
+        fixed["programs"] = 1 + seed % 2
+        # Of one key some gradients are NaN.
+        fixed["odd_key"] = 70 if "nan" in piece else None
         # Of a step's dQ consumers make columns, rows, or what their own keys give.
         block_m, width = ((64, 128), (128, 64), (64, 64))[seed % 3]
         fixed |= {"block_m": block_m, "width": width}

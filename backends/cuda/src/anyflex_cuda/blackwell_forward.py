@@ -28,10 +28,10 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
-    tensor_memory_descriptor,
     tma,
 )
 
+from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
@@ -47,17 +47,6 @@ _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 # Argument lists would be a line an argument.
 # fmt: off
-
-if hasattr(tensor_memory_descriptor, "reinterpret"):
-    @gluon.jit
-    def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Another view of tensor memory."""
-        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)
-else:
-    @gluon.jit
-    def reinterpret(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        """Another view of tensor memory; Triton 3.6 has another name for it."""
-        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 ROWS = gl.constexpr(128)
 """Of a group: the rows of tensor memory, a thread each."""

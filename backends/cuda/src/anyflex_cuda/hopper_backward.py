@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
 
@@ -240,7 +241,8 @@ def produce(
         kv_b = unit // kv_heads
         kv_head = unit % kv_heads
         steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, BLOCK_M)
-        # The consumers have stored the tile before, whose dK and dV lie in these buffers.
+        # The consumers have read the keys and values of the tile before, and dV, without dQ dK
+        # too, has left these buffers.
         mbarrier.wait(kv_empty, (count & 1) ^ 1)
         say(tile_words, 0, index)
         mbarrier.expect(kv_full, 128 * (D + DV) * 2)
@@ -593,13 +595,14 @@ def consume_pass(
 
 @gluon.jit
 def larger(x, y):
+    """NaN if one of them is."""
     return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
 def is_finite(x):
     """Whether all elements of x [64, columns] are."""
-    # One instruction an element.
+    # One instruction an element, where a comparison of each would take three.
     return gl.reduce(gl.reduce(gl.abs(x), 1, larger), 0, larger) < float("inf")
 
 
@@ -622,6 +625,7 @@ def consume(
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
+    KEY_LAYOUT: gl.constexpr = dk_desc.layout
     dtype: gl.constexpr = q_tiles.dtype
     k = k_tiles.index(ME).reshape([64, D])
     v = v_tiles.index(ME).reshape([64, DV])
@@ -681,6 +685,8 @@ def consume(
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
+            # dV has left, and all of this consumer's warps have the dQ that reads both halves of
+            # the keys: the next may come.
             tma.store_wait(0)
             mbarrier.arrive(kv_empty, count=1)
             if not ALONE:
@@ -689,7 +695,7 @@ def consume(
                 if last_rows >= 0:
                     _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
                 tma.store_wait(0)
-            dk_tile = dq_tiles.index(ME)._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
+            dk_tile = reinterpret(dq_tiles.index(ME), dtype, [1, 1, 64, D], KEY_LAYOUT)
             dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
             fence_async_shared()
             _store(dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
