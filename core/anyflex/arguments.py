@@ -190,10 +190,15 @@ def _refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
     )
 
 
-def check_scale(scale: Any) -> Any:
-    """Return the scale as a float (None stays None)."""
-    if scale is None:
-        return None
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def check_scale(scale: Any, dtype: torch.dtype) -> Any:
+    """Return the scale as a float or int.
+
+    Args:
+        dtype: of query; but for float64 scores are float32.
+    """
     if isinstance(scale, Tensor):
         if scale.requires_grad:
             fail(
@@ -215,6 +220,11 @@ def check_scale(scale: Any) -> Any:
     # for a float that changes between calls, and not math.isfinite.
     if scale - scale != 0:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
+    if dtype is not torch.float64 and (scale > _LARGEST or scale < -_LARGEST):
+        fail(
+            "ArgumentError",
+            f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",
+        )
     if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
         fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
     return scale
@@ -239,6 +249,13 @@ def check_aux(return_lse: bool, return_aux: Any) -> AuxRequest:
     if return_lse:
         fail("ArgumentError", "return_lse and return_aux are both given; keep return_aux.")
     if isinstance(return_aux, AuxRequest):
+        for name, value in zip(AuxRequest._fields, return_aux, strict=True):
+            if not isinstance(value, bool):
+                fail(
+                    "ArgumentTypeError",
+                    f"return_aux: {name} of AuxRequest must be a bool, got "
+                    f"{type(value).__name__}; for example AuxRequest(lse=True).",
+                )
         return return_aux
     # torch's own AuxRequest has the same two fields.
     if type(return_aux).__name__ == "AuxRequest":

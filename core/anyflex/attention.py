@@ -161,7 +161,7 @@ def check(
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         query, key, value = _autocast(query, key, value)
     *sizes, head_dim = check_tensors(query, key, value, enable_gqa)
-    scale = head_dim**-0.5 if scale is None else check_scale(scale)
+    scale = head_dim**-0.5 if scale is None else check_scale(scale, query.dtype)
     if block_mask is not None:
         block_mask = _own_mask(block_mask)
         if block_mask.needs_mask_mod:

@@ -64,6 +64,12 @@ def _check(out: Any, lse: Any, sink: Any) -> None:
                 "ArgumentTypeError",
                 f"with_sinks: {name} must be a Tensor, got {type(tensor).__name__}.{cure}",
             )
+        if tensor.layout is not torch.strided:
+            fail(
+                "ArgumentError",
+                f"with_sinks: {name} must be a strided tensor, got {tensor.layout}; use "
+                f"{name}.to_dense().",
+            )
     if out.dim() != 4:
         fail(
             "ArgumentError",

@@ -277,6 +277,25 @@ def test_a_cache_folder_that_can_not_be_used_fails(
     assert "kernels are kept in memory only" in result.out
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("ANYFLEX_CACHE_DIR", "beside", "not an absolute path"),
+        ("ANYFLEX_CACHE_DIR", "~no-such-user/x", "unknown user"),
+        ("ANYFLEX_BACKEND", "nope", "there is no backend 'nope'"),
+    ],
+)
+def test_a_variable_that_calls_would_refuse_fails(
+    name: str, value: str, says: str, command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    disk_cache.forget()
+    result = command("doctor")
+    assert result.code == ExitCode.CHECK_FAILED
+    assert f"FAIL: {name}={value}" in result.out
+    assert says in result.out
+
+
 def test_variables_of_backends_are_shown(
     command: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

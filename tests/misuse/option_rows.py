@@ -44,6 +44,11 @@ def return_aux_is_true(attend: Attend) -> None:
     attend(*inputs(), return_aux=True)
 
 
+@wrong(38, ArgumentTypeError, "return_aux", "lse", "bool", "list")
+def aux_request_of_a_list(attend: Attend) -> None:
+    attend(*inputs(), return_aux=AuxRequest(lse=[1]))  # type: ignore[arg-type]
+
+
 @wrong(39, ArgumentTypeError, "return_aux", r"AuxRequest\(lse=True\)", compiled=True)
 def return_aux_is_a_dict(attend: Attend) -> None:
     attend(*inputs(), return_aux={"lse": True})

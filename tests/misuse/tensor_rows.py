@@ -193,6 +193,11 @@ def scale_is_nan(attend: Attend) -> None:
     attend(*inputs(), scale=math.nan)
 
 
+@wrong(26, ArgumentError, "scale", "float32", "1e\\+39")
+def scale_is_infinite_as_float32(attend: Attend) -> None:
+    attend(*inputs(), scale=1e39)
+
+
 @wrong(26, ArgumentError, "scale", "inf")
 def scale_is_infinite(attend: Attend) -> None:
     attend(*inputs(), scale=math.inf)

@@ -229,9 +229,10 @@ WAIT = "tma.store_wait(0)"
 LAST_DQ = """            if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
 """
-COMMENT = """            # dV has left, and all of this consumer's warps have the dQ that reads both halves of
-            # the keys: the next may come.
-"""
+COMMENT = (
+    "            # dV has left, and all of this consumer's warps have the dQ that reads both "
+    "halves of\n            # the keys: the next may come.\n"
+)
 FREE = f"""            {WAIT}
             mbarrier.arrive(kv_empty, count=1)
 """

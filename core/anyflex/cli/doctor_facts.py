@@ -14,7 +14,7 @@ from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.backend import Backend
-from anyflex.errors import AnyflexError
+from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.registry import environment, install_hints, isolation, table
 from anyflex.registry.discovery import hidden_copies
 from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
@@ -163,7 +163,12 @@ def _requirements(package: str) -> list[str]:
 
 
 def _cache() -> dict[str, Any]:
-    store = disk_cache.store()
+    try:
+        store = disk_cache.store()
+    except ArgumentError as error:
+        values = {variable.name: variable.value for variable in environment.in_force()}
+        folder = values["ANYFLEX_CACHE_DIR"]
+        return {"folder": folder, "artifacts": 0, "bytes": 0, "problem": str(error)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it says stands in the facts
         store.usable(create=True)
@@ -192,9 +197,18 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         for variable in facts["variables"]
         if variable["problem"] is not None
     ]
+    registered = {backend["name"] for backend in facts["backends"]}
+    forced = environment.backend_names()
+    failures += [
+        f"ANYFLEX_BACKEND={','.join(forced)}: there is no backend {name!r}"
+        for name in forced
+        if name not in registered
+    ]
     # Without a folder of the user's own choice, doing without one is no fault.
     chosen = any(
-        variable["name"] == "ANYFLEX_CACHE_DIR" and variable["value"] is not None
+        variable["name"] == "ANYFLEX_CACHE_DIR"
+        and variable["value"] is not None
+        and variable["problem"] is None
         for variable in facts["variables"]
     )
     if chosen and facts["cache"]["problem"] is not None:

@@ -102,7 +102,10 @@ def _fallback(text: str) -> str:
 
 
 def _folder(text: str) -> pathlib.Path:
-    path = pathlib.Path(text).expanduser()
+    try:
+        path = pathlib.Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("in the home folder of an unknown user") from None
     if not path.is_absolute():
         raise ValueError("not an absolute path")
     return path
