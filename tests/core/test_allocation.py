@@ -118,6 +118,11 @@ def test_outputs_that_fit_nowhere_in_a_compiled_model() -> None:
         compiled(wide(ROWS), key, key, backend="reference")
 
 
+def test_a_dense_mask_that_fits_nowhere() -> None:
+    with pytest.raises(AllocationError, match=rf"the mask \[1, 1, {2**30}, {2**30}\]: {2**60} "):
+        anyflex.create_mask(anyflex.masks.causal(), 1, 1, 2**30, 2**30)
+
+
 def test_gradients_that_fit_nowhere() -> None:
     query = torch.randn(1, 1, 8, 8)
     table = torch.zeros(1, requires_grad=True).expand(ROWS)

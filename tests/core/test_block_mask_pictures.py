@@ -90,6 +90,8 @@ def test_a_plot_is_of_the_batch_entry_and_head_asked_for(tmp_path: Path) -> None
             mask.plot(tmp_path / "two.png", **options)  # type: ignore[arg-type]
     with pytest.raises(BlockMaskError, match=r"path must end in \.png"):
         mask.plot(tmp_path / "mask.svg")
+    with pytest.raises(BlockMaskError, match="path must be a str or a path, got int"):
+        mask.plot(3)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="nowhere"):
         mask.plot(tmp_path / "nowhere" / "mask.png")
 

@@ -151,6 +151,7 @@ def test_a_slice_of_torch_needs_a_mask_mod_and_stays_so() -> None:
         ((0, 0, 0, 0), "up to 3 indices.*got 4"),
         ((torch.tensor([0]), torch.tensor([0])), "at most one tensor index"),
         ("b", "batch index must be an int, slice or vector, got 'b'"),
+        ((0, 0, ["a"]), r"q block index must be a list of ints, got \['a'\]"),
         (True, "batch index must be"),
         (None, "batch index must be"),
     ],

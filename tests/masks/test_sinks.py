@@ -150,6 +150,11 @@ REFUSED: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
         ArgumentError,
         r"sink must have shape \[3\], .* got \[1, 3\]",
     ),
+    "a sparse sink": (
+        (OUT, LSE, SINK.to_sparse()),
+        ArgumentError,
+        r"sink must be a strided tensor, got torch.sparse_coo; use sink.to_dense\(\)",
+    ),
     "a sink elsewhere": (
         (OUT, LSE, SINK.to("meta")),
         ArgumentError,

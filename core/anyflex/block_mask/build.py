@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -21,6 +22,7 @@ from anyflex.errors import BlockMaskError, ModTraceError, PerformanceWarning
 from anyflex.intervals.analysis import Domain
 from anyflex.mod_graph.trace import TracedMod, mod_kind, trace_mod
 from anyflex.registry.isolation import user_stacklevel
+from anyflex.runtime.allocation import no_memory_for
 from anyflex.runtime.readable import why_unreadable
 
 __all__ = ["create_block_mask", "create_mask"]
@@ -172,7 +174,8 @@ def create_mask(
     """Return the dense mask of a mask mod or score mod as bool [B, H, Q_LEN, KV_LEN].
 
     An element is dead where the mask mod gives False, or the score mod gives -inf for score 0.
-    B and H default to 1; `device` as in `create_block_mask`. Raises as it does.
+    B and H default to 1; `device` as in `create_block_mask`. Raises as it does, and
+    AllocationError where there is no memory for it.
     """
     batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
     wanted = None if device is None else checked_device(device)
@@ -181,7 +184,14 @@ def create_mask(
     at_home = _captured_device(traced)
     wanted = at_home if wanted is None else wanted
     elements = elements_of(traced, opaque, wanted, kind)
-    mask = torch.empty(batch, heads, *lengths, dtype=torch.bool, device=wanted)
+    shape = (batch, heads, *lengths)
+    try:
+        mask = torch.empty(shape, dtype=torch.bool, device=wanted)
+    except (RuntimeError, MemoryError) as error:
+        told = no_memory_for(f"the mask {list(shape)}", math.prod(shape), wanted, error)
+        if told is None:
+            raise
+        raise told from error
     for box in element_boxes(batch, heads, lengths, (1, 1)):
         b0, b1, h0, h1, q0, q1, k0, k1 = box
         mask[b0:b1, h0:h1, q0:q1, k0:k1] = live_elements(elements, box)

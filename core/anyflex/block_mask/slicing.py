@@ -97,7 +97,12 @@ def _positions(index: Any, size: int, axis: str) -> Tensor:
             _raise_out_of_range(axis, index.start, size)
         return torch.tensor(range(begin, end, step), dtype=torch.int64, device="cpu")
     if isinstance(index, list):
-        index = torch.tensor(index, device="cpu")
+        try:
+            index = torch.tensor(index, device="cpu")
+        except (TypeError, ValueError) as error:
+            raise BlockMaskError(
+                f"{axis} index must be a list of ints, got {index!r}: {error}"
+            ) from None
     if isinstance(index, Tensor) and index.dim() > 0:
         return _tensor_positions(index.cpu(), size, axis)
     if isinstance(index, bool):

@@ -76,9 +76,12 @@ class BlockStructure:
         right. Of a mask of more than 512 blocks a side, a pixel shows the mean of several.
 
         Raises:
-            BlockMaskError: `path` doesn't end in .png, or `batch` or `head` is out of range.
+            BlockMaskError: `path` is no path, or doesn't end in .png, or `batch` or `head` is out
+                of range.
             OSError: the file can't be written.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise BlockMaskError(f"path must be a str or a path, got {type(path).__name__}")
         if not os.fspath(path).lower().endswith(".png"):
             raise BlockMaskError(f"path must end in .png, the one format of plot, got {path!r}")
         for name, value, size in (

@@ -19,7 +19,13 @@ from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.dynamo_symbols import mend_symbols
 from anyflex.mod_graph.in_place import SetWatch
 from anyflex.mod_graph.operations import DTYPE_NAMES
-from anyflex.mod_graph.refusal import PLAIN_REFUSED, change_in_place, refuse, torch_function
+from anyflex.mod_graph.refusal import (
+    PLAIN_REFUSED,
+    change_in_place,
+    refuse,
+    refuse_index,
+    torch_function,
+)
 from anyflex.mod_graph.spellings import SPELLINGS
 from anyflex.mod_graph.symbol import (
     PartialRead,
@@ -121,7 +127,15 @@ def on_plain_tensors(
         if scalars > 0:  # a function of captured 0-d tensors belongs to the graph
             return spell(tracer, spelling, args, kwargs)
     tracer.read_facts = True
-    return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except IndexError as error:
+        if func is not Tensor.__getitem__:
+            raise
+        refuse_index(
+            f"a mod reads {tracer.describe(args[0])} outside of it: {error}",
+            "Keep it within -N..N-1.",
+        )
 
 
 def trace_mod(
