@@ -220,13 +220,13 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
     # for a float that changes between calls, and not math.isfinite.
     if scale - scale != 0:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
+    if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
+        fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
     if dtype is not torch.float64 and (scale > _LARGEST or scale < -_LARGEST):
         fail(
             "ArgumentError",
             f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",
         )
-    if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
-        fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
     return scale
 
 
