@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from anyflex.arguments import (
     check_aux,
+    check_built_for_all,
     check_flags,
     check_mask_fits,
     check_scale,
@@ -171,6 +172,8 @@ def check(
                 "block_mask.mask_mod, a function of the slice's own indices, before the call.",
             )
         check_mask_fits(block_mask.offsets.shape, block_mask.seq_lengths, *sizes)
+        if block_mask._zero_alone:
+            check_built_for_all(block_mask._zero_alone, *sizes[:2])
     if score_mod is not None and not callable(score_mod):
         refuse_score_mod(score_mod)
     options: tuple[tuple[str, object], ...] = ()

@@ -26,6 +26,7 @@ from anyflex_cuda import (
     forward_call,
     hopper_backward,
     kernel,
+    largest,
     memory_views,
     named_barriers,
     spoken_words,
@@ -178,7 +179,7 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given["CAPTURED_GRADIENTS"] is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = (memory_views, named_barriers, spoken_words)
+    more = (largest, memory_views, named_barriers, spoken_words)
     run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0, more=more)
 
 

@@ -20,6 +20,7 @@ from anyflex.plugin import isolated, register
 from anyflex_cuda import (
     blackwell_forward,
     forward_call,
+    largest,
     memory_views,
     row_sums,
     spoken_words,
@@ -74,7 +75,8 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         given: dict[str, Any] = {**program.constants, "SCORE_MOD": score, "MASK_MOD": mask_mod}
         given |= in_numpy(values)
         modules = (
-            tiles, forward, memory_views, spoken_words, step_scores, strange_values, row_sums,
+            tiles, forward, largest, memory_views, spoken_words, step_scores, strange_values,
+            row_sums,
         )  # fmt: skip
         run_kernel(blackwell_forward, "forward_kernel", grid, given, seed=0, more=modules)
         ran.append(program.function.__name__)

@@ -13,7 +13,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
 
-from anyflex_cuda import blackwell_forward, memory_views, row_sums, spoken_words, step_scores
+from anyflex_cuda import (
+    blackwell_forward,
+    largest,
+    memory_views,
+    row_sums,
+    spoken_words,
+    step_scores,
+)
 from anyflex_triton import forward, tiles
 
 
@@ -176,7 +183,7 @@ class Case:
             },
             self.seed,
             changed,
-            (tiles, forward, memory_views, spoken_words, step_scores, row_sums),
+            (tiles, forward, largest, memory_views, spoken_words, step_scores, row_sums),
             {"write_strange_rows": write_strange_rows},
         )  # fmt: skip
         wanted = weights @ np.nan_to_num(ve)

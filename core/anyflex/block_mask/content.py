@@ -20,6 +20,7 @@ from anyflex.block_mask.mask_function import (
 )
 from anyflex.block_mask.outside_graphs import outside_graphs
 from anyflex.block_mask.run_checks import checked_device
+from anyflex.block_mask.shifted_mod import indices_read
 from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
 from anyflex.block_mask.watch import Watch
@@ -72,6 +73,8 @@ class MaskContent(BlockStructure):
         # Whether the structure was computed from the mask mod and its captured tensors' values,
         # so that both say the same of every element.
         self._from_captured = from_captured
+        # Of the mod's b and h those whose index 0 alone the structure was computed for.
+        self._zero_alone = _zero_alone(offsets, traced) if from_captured else ()
         self._structure: MaskViews | None = None
         self._watch: Watch | None = None
         self._moved: dict[torch.device, Any] = {}
@@ -106,6 +109,7 @@ class MaskContent(BlockStructure):
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False
             self._from_captured = False
+            self._zero_alone = ()
             self._watch = None
             self._moved.clear()
 
@@ -231,6 +235,14 @@ class MaskContent(BlockStructure):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved_form.restore(self, state)
+
+
+def _zero_alone(offsets: Tensor, traced: TracedMod | None) -> tuple[str, ...]:
+    # An opaque mask mod may read anything, and so would always be refused: it isn't asked.
+    sizes = zip(("b", "h"), offsets.shape, strict=False)
+    alone = [index for index, size in sizes if size == 1]
+    read = indices_read(traced, None) if alone else ()
+    return tuple(index for index in alone if index in read)
 
 
 def _refuse_assigned() -> NoReturn:

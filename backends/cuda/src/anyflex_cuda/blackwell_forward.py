@@ -18,7 +18,6 @@ that tile, and where it has no step in a tile, nobody speaks of sums.
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -31,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from anyflex_cuda.largest import larger
 from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
@@ -406,12 +406,6 @@ def scale_sums(
     for column in gl.static_range(0, DV, PIECE):
         piece = sums.slice(column, PIECE)
         piece.store(piece.load(LAYOUT) * gl.expand_dims(alpha, 1))
-
-
-@gluon.jit
-def larger(x, y):
-    """NaN if one of them is."""
-    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit

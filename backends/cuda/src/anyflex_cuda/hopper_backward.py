@@ -13,7 +13,6 @@ Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `re
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
@@ -25,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.largest import larger
 from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
@@ -591,12 +591,6 @@ def consume_pass(
                 DQ_LAYOUT,
             )
     return dk, dv, last_bh, last_rows, it
-
-
-@gluon.jit
-def larger(x, y):
-    """NaN if one of them is."""
-    return gl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
