@@ -160,9 +160,15 @@ def test_other_shapes_strides_masks_and_requests_keep_their_own(seen: list[Call]
     def heads_last(tensor: Tensor) -> Tensor:
         return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
-    def masked(batch: int | None, heads: int | None, **more: Any) -> None:
-        mask = anyflex.create_block_mask(
-            lambda b, h, q, k: q + b * 9 + h * 7 >= k, batch, heads, 80, 80, **more
+    def masked(batch: int, heads: int, block: int = 128) -> None:
+        blocks = -(-80 // block)
+        counts = torch.full((batch, heads, blocks), blocks)
+        mask = anyflex.BlockMask.from_kv_blocks(
+            counts,
+            torch.arange(blocks).expand(*counts.shape, blocks),
+            BLOCK_SIZE=block,
+            mask_mod=lambda b, h, q, k: q + b * 9 + h * 7 >= k,
+            seq_lengths=(80, 80),
         )
         anyflex.flex_attention(query, key, value, block_mask=mask)
 
@@ -176,10 +182,10 @@ def test_other_shapes_strides_masks_and_requests_keep_their_own(seen: list[Call]
     anyflex.flex_attention(query, key, heads_last(value))
     anyflex.flex_attention(query, key, value, return_lse=True)
     anyflex.flex_attention(query, key, value, lambda s, b, h, q, k: s * 2)
-    masked(None, None)
-    masked(2, None)
-    masked(None, 2)
-    masked(None, None, BLOCK_SIZE=64)
+    masked(1, 1)
+    masked(2, 1)
+    masked(1, 2)
+    masked(1, 1, block=64)
     assert len({id(call.kept) for call in seen}) == len(seen) == 14
 
 
