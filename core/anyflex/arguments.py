@@ -310,13 +310,13 @@ def check_mask_fits(
 
 
 def check_built_for_all(zero_alone: Sequence[str], batch: int, heads: int) -> None:
-    """Check that a block mask built for b = 0 or h = 0 alone (`zero_alone` has the index), from a
-    mask mod that reads it, serves no other batch entries or heads."""
+    """Check that a block mask built for one b or h alone (`zero_alone` has the index), from a mask
+    mod that reads it, serves no other batch entries or heads."""
     for index, argument, size in (("b", "B", batch), ("h", "H", heads)):
         if index in zero_alone and size > 1:
             fail(
                 "BlockMaskError",
-                f"block_mask's mask mod reads {index}, and the mask was built with "
-                f"{argument}=None or 1, for {index} = 0 alone; the call has {argument} = "
+                f"block_mask was built for one {index} alone ({argument} = None or 1, or a slice "
+                f"of one), and its mask mod reads {index}; the call has {argument} = "
                 f"{fixed(size)}. Build it with create_block_mask(..., {argument}={fixed(size)}).",
             )

@@ -4,6 +4,7 @@ others: it would be silently wrong for them."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -34,26 +35,33 @@ SAME_BLOCKS: list[Callable[[Any], Any]] = [
     lambda mask: mask.row_slice(0, 256),
     lambda mask: mask.extend(256),
     copy.deepcopy,
+    lambda mask: pickle.loads(pickle.dumps(mask)),
 ]
 
 
-@pytest.mark.parametrize("derived", SAME_BLOCKS, ids=["itself", "slice", "rows", "longer", "copy"])
+@pytest.mark.parametrize(
+    "derived", SAME_BLOCKS, ids=["itself", "slice", "rows", "longer", "copy", "saved"]
+)
 def test_more_batch_entries_are_refused(derived: Callable[[Any], Any]) -> None:
     mask = derived(anyflex.create_block_mask(reads_b, None, 2, 256, 256))
-    with pytest.raises(anyflex.BlockMaskError, match=r"reads b,.*the call has B = 3.*B=3\)"):
+    with pytest.raises(
+        anyflex.BlockMaskError, match=r"mask mod reads b;.*the call has B = 3.*B=3\)"
+    ):
         anyflex.flex_attention(*tensors(3, 2), block_mask=mask)
     anyflex.flex_attention(*tensors(1, 2), block_mask=mask)
 
 
 def test_more_heads_are_refused() -> None:
     mask = anyflex.create_block_mask(reads_h, 2, 1, 256, 256)
-    with pytest.raises(anyflex.BlockMaskError, match=r"reads h,.*the call has H = 4.*H=4\)"):
+    with pytest.raises(
+        anyflex.BlockMaskError, match=r"mask mod reads h;.*the call has H = 4.*H=4\)"
+    ):
         anyflex.flex_attention(*tensors(2, 4), block_mask=mask)
 
 
 def test_a_slice_of_one_entry_is_not_for_all() -> None:
     whole = anyflex.create_block_mask(reads_b, 2, None, 256, 256)
-    with pytest.raises(anyflex.BlockMaskError, match="reads b"):
+    with pytest.raises(anyflex.BlockMaskError, match="mask mod reads b"):
         anyflex.flex_attention(*tensors(2, 1), block_mask=whole[1])
     query, key, value = tensors(2, 1)
     both = anyflex.flex_attention(query, key, value, block_mask=whole)
@@ -68,8 +76,22 @@ def test_compiled_calls_refuse_too() -> None:
         backend="eager",
         fullgraph=True,
     )
-    with pytest.raises(anyflex.BlockMaskError, match="reads b"):
+    with pytest.raises(anyflex.BlockMaskError, match="mask mod reads b"):
         call(*tensors(2, 1))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_number_that_makes_all_heads_alike_is_no_reason(step: int) -> None:
+    # The mod's text reads h, and with 0 nothing depends on it: the mask has H' = 1.
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < 100 + h * step)
+
+    mask = anyflex.create_block_mask(kept, 2, 2, 256, 256)
+    query, key, value = tensors(2, 2)
+    out = anyflex.flex_attention(query, key, value, block_mask=mask)
+    live = anyflex.create_mask(kept, 2, 2, 256, 256)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, live)
+    torch.testing.assert_close(out, expected)
 
 
 def test_structure_that_is_the_users_own_is_not_asked() -> None:

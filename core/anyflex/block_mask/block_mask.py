@@ -280,10 +280,17 @@ class BlockMask(MaskContent):
             mask_mod,
             needs_mask_mod=self.needs_mask_mod,
             from_captured=self._from_captured,
+            zero_alone=self._still_alone(offsets) if self._from_captured else (),
         )
         made._structure = views
         made.views()
         return made
+
+    def _still_alone(self, offsets: Tensor) -> tuple[str, ...]:
+        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too."""
+        sizes = zip(("b", "h"), self.offsets.shape[:2], offsets.shape[:2], strict=True)
+        chosen = [index for index, before, now in sizes if before > 1 and now == 1]
+        return (*self._zero_alone, *chosen) if chosen else self._zero_alone
 
     def __repr__(self) -> str:
         return (

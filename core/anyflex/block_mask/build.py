@@ -126,6 +126,9 @@ def _create(
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
     batch = batch if "b" in elements.depends else 1
     heads = heads if "h" in elements.depends else 1
+    # An opaque mask mod may read anything: of it isn't known whether it would be wrong for more.
+    alone = {"b": batch, "h": heads} if traced is not None else {}
+    zero_alone = tuple(i for i, size in alone.items() if size == 1 and i in elements.depends)
     budget = Budget(None if exact else DEFAULT_BUDGET)
     runs = _decided_runs(elements, Domain(batch, heads, lengths, block_size), budget)
     rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
@@ -133,7 +136,15 @@ def _create(
         runs = runs._replace(kind=torch.full_like(runs.kind, PARTIAL))
     offsets, packed = pack(runs, batch, heads, rows, columns)
     mask = BlockMask._assembled(
-        offsets, packed, lengths, block_size, traced, opaque, mask_mod, from_captured=True
+        offsets,
+        packed,
+        lengths,
+        block_size,
+        traced,
+        opaque,
+        mask_mod,
+        from_captured=True,
+        zero_alone=zero_alone,
     )
     mask.views()  # from here on a change of what the mask was built from is noticed
     return mask.to(wanted)

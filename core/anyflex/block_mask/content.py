@@ -20,7 +20,6 @@ from anyflex.block_mask.mask_function import (
 )
 from anyflex.block_mask.outside_graphs import outside_graphs
 from anyflex.block_mask.run_checks import checked_device
-from anyflex.block_mask.shifted_mod import indices_read
 from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
 from anyflex.block_mask.watch import Watch
@@ -61,6 +60,7 @@ class MaskContent(BlockStructure):
         *,
         needs_mask_mod: bool = False,
         from_captured: bool = False,
+        zero_alone: tuple[str, ...] = (),
     ) -> None:
         self.offsets = offsets
         self.runs = runs
@@ -73,8 +73,9 @@ class MaskContent(BlockStructure):
         # Whether the structure was computed from the mask mod and its captured tensors' values,
         # so that both say the same of every element.
         self._from_captured = from_captured
-        # Of the mod's b and h those whose index 0 alone the structure was computed for.
-        self._zero_alone = _zero_alone(offsets, traced) if from_captured else ()
+        # Of b and h those that the mask mod reads, and whose first value alone the structure was
+        # computed for.
+        self._zero_alone = zero_alone
         self._structure: MaskViews | None = None
         self._watch: Watch | None = None
         self._moved: dict[torch.device, Any] = {}
@@ -202,6 +203,7 @@ class MaskContent(BlockStructure):
             self._mask_mod if traced is None or not traced.captured else None,
             needs_mask_mod=self.needs_mask_mod,
             from_captured=self._from_captured,
+            zero_alone=self._zero_alone,
         )
         copy._structure = structure
         copy.views()
@@ -235,14 +237,6 @@ class MaskContent(BlockStructure):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved_form.restore(self, state)
-
-
-def _zero_alone(offsets: Tensor, traced: TracedMod | None) -> tuple[str, ...]:
-    # An opaque mask mod may read anything, and so would always be refused: it isn't asked.
-    sizes = zip(("b", "h"), offsets.shape, strict=False)
-    alone = [index for index, size in sizes if size == 1]
-    read = indices_read(traced, None) if alone else ()
-    return tuple(index for index in alone if index in read)
 
 
 def _refuse_assigned() -> NoReturn:

@@ -80,6 +80,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
         opaque,
         function if at_home is traced else None,
         from_captured=mask._from_captured,
+        zero_alone=mask._zero_alone,
     )
     longer.views()
     return longer

@@ -36,6 +36,7 @@ def state_of(mask: MaskContent) -> dict[str, Any]:
         "opaque": mask.opaque,
         "needs_mask_mod": mask.needs_mask_mod,
         "from_captured": mask._from_captured,
+        "zero_alone": mask._zero_alone,
     }
 
 
@@ -57,5 +58,6 @@ def restore(mask: MaskContent, state: dict[str, Any]) -> None:
         sliced_mask_mod if state["needs_mask_mod"] else state["opaque"],
         needs_mask_mod=state["needs_mask_mod"],
         from_captured=state["from_captured"],
+        zero_alone=state["zero_alone"],
     )
     mask.views()  # compiled calls find them from the start
