@@ -21,8 +21,9 @@ from with_ptxas import compiled, compiling, sass_of, spills_of
 from anyflex_cuda.blackwell_call import program_for, tiles_for
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.mods import mask_scores_source, source_for, write_source
 from anyflex_triton.module_files import load_module
+from anyflex_triton.programs import Mods
 
 BLACKWELL = GPUTarget("cuda", 100, 32)
 KINDS = {
@@ -39,13 +40,16 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
     made = GluonPrograms(spec, source, {})
     functions = vars(
         load_module(
-            source_for(gluon_source(source), within=even, coarse=True, short=even, sums="floats")
+            source_for(
+                gluon_source(source + mask_scores_source(spec)),
+                within=even,
+                coarse=True,
+                short=even,
+                sums="floats",
+            )
         )
     )
-    program = program_for(
-        made, tiles_for(spec), None, functions.get("score_mod"), functions.get("mask_mod"), even,
-        True, rest, rest,
-    )  # fmt: skip
+    program = program_for(made, tiles_for(spec), Mods.of(None, functions), even, True, rest, rest)
     found, told = compiled(program, BLACKWELL)
     registers = re.search(r"Used (\d+) registers", told)
     loops = loops_of(sass_of(found))

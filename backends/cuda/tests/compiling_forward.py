@@ -22,7 +22,7 @@ from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.mods import mask_scores_source, source_for, write_source
 from anyflex_triton.module_files import load_module
 from anyflex_triton.programs import Mods
 
@@ -54,7 +54,13 @@ def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]
     made = GluonPrograms(spec, source, {})
     functions = vars(
         load_module(
-            source_for(gluon_source(source), within=even, coarse=True, short=even, sums="floats")
+            source_for(
+                gluon_source(source + mask_scores_source(spec)),
+                within=even,
+                coarse=True,
+                short=even,
+                sums="floats",
+            )
         )
     )
     program = program_for(made, tiles, Mods.of(None, functions), even, True, False, rest)

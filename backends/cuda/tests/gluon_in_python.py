@@ -26,6 +26,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
+from anyflex_cuda import dead_pairs
 from anyflex_triton import operations
 
 __all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
@@ -466,7 +467,9 @@ class Device:
     def assembly(self, text: str, constraints: str, operands: Sequence[Any], **_: Any) -> Any:
         """Its first operand, after what it does at a barrier of several partitions; times the
         second where a warp votes whether to multiply; both as one word, here a complex number,
-        where they are rounded to halves."""
+        where they are rounded to halves; what `chosen` makes of them where predicates are set."""
+        if "selp.f32 $0" in text:
+            return chosen(text, operands)
         if text.startswith("cvt.rn."):
             words = np.empty(operands[0].shape, complex)
             words.real, words.imag = operands
@@ -554,7 +557,7 @@ class Device:
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
             constexpr=lambda x: x, float16="f16", bfloat16="bf16", float32="f32", int1="i1",
-            int16="i16", int32="i32", int64="i64", static_assert=nothing,
+            uint8="u8", int16="i16", int32="i32", int64="i64", static_assert=nothing,
             split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: tile(np.stack([x, y], -1)),
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
@@ -578,6 +581,35 @@ class Device:
                 nothing,
             ),
         )  # fmt: skip
+
+
+def chosen(text: str, operands: Sequence[Any]) -> Any:
+    """What PTX that sets predicates and chooses by one of them gives."""
+    values: dict[str, Any] = {f"${i}": x for i, x in enumerate(np.broadcast_arrays(*operands), 1)}
+    values["0fFF800000"] = -np.inf
+    compare = {
+        "eq": np.equal, "ne": np.not_equal, "neu": np.not_equal, "lt": np.less,
+        "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    }  # fmt: skip
+    join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    declared, *lines = re.sub(r"[{}]", "", text).strip().rstrip(";").split(";")
+    assert re.fullmatch(r"\s*\.reg \.pred [p\dful, ]+", declared), declared
+    for line in lines:
+        operation, *names = line.replace(",", " ").split()
+        kind, *rest = operation.split(".")
+        given = [values[name] if name in values else int(name) for name in names[1:]]
+        if kind == "setp":
+            if rest[1].startswith("s"):
+                assert all(np.asarray(x).dtype.kind in "iub" for x in given), line
+            values[names[0]] = compare[rest[0]](*given)
+        elif kind == "not":
+            values[names[0]] = np.logical_not(*given)
+        elif kind == "selp":
+            assert names[0] == "$0"
+            return tile(np.where(given[2], given[0], given[1]))
+        else:
+            values[names[0]] = join[kind](*given)
+    raise AssertionError(f"nothing is chosen: {text}")
 
 
 def in_numpy(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -622,9 +654,22 @@ def mod_in_python(function: Any) -> Callable[..., Any]:
         "tl": language,
         "ops": SimpleNamespace(**ops),
         "mod_operations": SimpleNamespace(**ours_of_gluon),
+        "dead_pairs": SimpleNamespace(**_in_python(vars(dead_pairs), {"gl": language})),
     }
     found: Callable[..., Any] = _in_python(function.fn.__globals__, names)[function.fn.__name__]
     return found
+
+
+def mask_scores_of(mask_mod: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """A mask mod in numpy as `anyflex_triton.mods.mask_scores_source` has it."""
+    if mask_mod is None:
+        return None
+
+    def mask_scores(scores: Any, full: Any, first: Any, columns: Any, *indices: Any) -> Any:
+        live = mask_mod(*indices[:4])
+        return tile(np.where(live if full is None else live | bool(full), scores, -np.inf))
+
+    return mask_scores
 
 
 def _in_python(module: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import in_numpy, run_kernel
+from gluon_in_python import in_numpy, mask_scores_of, run_kernel
 from recording import OnBlackwell, check_half_outputs, recording
 
 import anyflex
@@ -72,7 +72,12 @@ def test_a_call_gives_what_the_reference_gives(name: str, monkeypatch: pytest.Mo
         program: Program, grid: int, device: torch.device, values: Mapping[str, Any]
     ) -> None:
         """The kernel, with the case's mods in numpy."""
-        given: dict[str, Any] = {**program.constants, "SCORE_MOD": score, "MASK_MOD": mask_mod}
+        given: dict[str, Any] = {
+            **program.constants,
+            "SCORE_MOD": score,
+            "MASK_MOD": mask_mod,
+            "MASK_SCORES": mask_scores_of(mask_mod),
+        }
         given |= in_numpy(values)
         modules = (
             tiles, forward, largest, memory_views, spoken_words, step_scores, strange_values,

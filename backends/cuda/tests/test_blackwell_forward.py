@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
+from gluon_in_python import Box, Pointer, Stuck, mask_scores_of, run_kernel, runs_of
 
 from anyflex_cuda import (
     blackwell_forward,
@@ -174,7 +174,9 @@ class Case:
                 "batch_heads": self.batch * heads, "heads": heads, "q_length": rows,
                 "kv_length": keys, "tiles": tile_count, "head_group": self.head_group,
                 "SCORE_MOD": softcap if self.has_score_mod else None,
-                "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
+                "MASK_MOD": mask_mod if self.has_mask_mod else None,
+                "MASK_SCORES": mask_scores_of(mask_mod) if self.has_mask_mod else None,
+                "HAS_MASK": self.has_mask,
                 "Q_BLOCK": self.q_block, "KV_BLOCK": self.kv_block, "GROUP": self.group,
                 "KV_SHARED": self.kv_shared, "DIM": D, "VALUE_DIM": DV, "D": D, "DV": DV,
                 "WANT_LSE": True, "WANT_MAX": True, "WANT_REST": True, "EVEN": even,

@@ -21,20 +21,20 @@ def test_every_operation_and_everyday_mods_compile_in_a_kernel_of_gluon() -> Non
 def test_every_name_that_needs_a_layout_is_bound_anew() -> None:
     from compiling import specs
 
-    from anyflex_triton.mods import write_source
+    from anyflex_triton.mods import mask_scores_source, write_source
 
     rebound = {
         "tl.full(", "ops.spread(", "ops.load_once(", "ops.along(", "ops.tanh_capped(",
-        "ops.accumulate(",
+        "ops.accumulate(", "ops.choose(", "ops.choose_by(",
     }  # fmt: skip
     made = specs()
     # Half types have caps of their own.
     made["half"] = replace(made["softcap"], dtype=torch.bfloat16)
     seen = set()
     for spec in made.values():
-        portable = write_source(spec)
+        portable = write_source(spec) + mask_scores_source(spec)
         seen |= {name for name in rebound if name in portable}
         text = gluon_source(portable)
-        assert "from anyflex_cuda import mod_operations" in text
+        assert "from anyflex_cuda import dead_pairs, mod_operations" in text
         assert not [name for name in rebound if name in text]
     assert seen == rebound

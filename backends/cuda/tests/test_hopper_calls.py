@@ -38,7 +38,7 @@ CALLED = (
     tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums,
 )  # fmt: skip
 MODS = (
-    "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_MOD_OF_READ",
+    "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_SCORES",
 )  # fmt: skip
 LOWEST = torch.finfo(torch.float32).min
 Mod = Callable[..., Any]

@@ -64,17 +64,17 @@ def refused_spec(spec: Spec) -> str | None:
 
 
 def program_for(
-    made: GluonPrograms, tiles: Tiles, mods_of: object, score_mod: object, mask_mod: object,
-    even: bool, lse: bool, max_scores: bool, rest: bool,
+    made: GluonPrograms, tiles: Tiles, mods: Mods, even: bool, lse: bool, max_scores: bool,
+    rest: bool,
 ) -> Program:  # fmt: skip
     """Return the compiled kernel for a class of calls. Arguments as of Hopper's `program_for`."""
     spec = made.spec
-    key = ("blackwell forward", tiles, mods_of, even, lse, max_scores, rest)
+    key = ("blackwell forward", tiles, mods.key, even, lse, max_scores, rest)
     program = made.existing.get(key)
     if program is not None:
         return program
     types, constants = boxed_arguments(
-        made, boxes_for(tiles, spec), score_mod, mask_mod, even, lse, max_scores, rest
+        made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
     )
     return made.program(
         key,
@@ -82,6 +82,7 @@ def program_for(
         types,
         {
             **constants,
+            "MASK_SCORES": mods.mask_scores,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
             "PIECE": tiles.piece,
@@ -110,8 +111,8 @@ def launch_forward(made: GluonPrograms, tiles: Tiles, fit: Fit, call: Call, out:
 
     def program_of(mods: Mods) -> Program:
         return program_for(
-            made, tiles, mods.key, mods.score_mod, mods.mask_mod, fit.even, out.lse is not None,
-            out.max_scores is not None, bool(out.saved),
+            made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
+            bool(out.saved),
         )  # fmt: skip
 
     launch_boxed(made, fit, call, out, program_of)

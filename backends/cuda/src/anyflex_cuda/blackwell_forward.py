@@ -412,7 +412,7 @@ def scale_sums(
 def weigh(
     scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total, top,
     b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, MASKED: gl.constexpr,
-    EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr, DV: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
@@ -444,7 +444,7 @@ def weigh(
             found = scores_of_step(
                 found, first + column, end, kind != ASKED, True, b, h, q_idx,
                 kv_length + shifts[3], (0, 0, 0, 0), tables, ints, floats, scale, MASKED, EVEN,
-                SCORE_MOD, MASK_MOD, LAYOUT, PIECE,
+                SCORE_MOD, MASK_SCORES, LAYOUT, PIECE,
             )
             piece.store(found)
         if WANT_MAX:
@@ -483,10 +483,11 @@ def attend(
     query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, offsets,
     ends, runs, mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
     q_length, kv_length, ME: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
-    MASKED: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
+    MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
+    WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
+    PIECE: gl.constexpr,
 ):
     """All tiles' rows of group ME.
 
@@ -527,8 +528,8 @@ def attend(
                 base, total, top = weigh(
                     scores, sums, done, weighed, orders, order_empty, order, dones, kind, base,
                     total, top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats,
-                    scale, True, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV,
-                    DTYPE,
+                    scale, True, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, LAYOUT, BLOCK_N, PIECE,
+                    DV, DTYPE,
                 )
                 dones += 1
                 order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
@@ -536,7 +537,7 @@ def attend(
             base, total, top = weigh(
                 scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total,
                 top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                False, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV, DTYPE,
+                False, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV, DTYPE,
             )
             dones += 1
             order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
@@ -597,11 +598,12 @@ def forward_kernel(
     v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
     mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
     batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr,
-    GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, EVEN: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    PIECE: gl.constexpr, GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
+    MASK_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr,
+    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr,
+    GROUP_REGISTERS: gl.constexpr, OTHER_REGISTERS: gl.constexpr,
 ):
     """Programs that take tiles of 256 query rows of one head until there are no more.
 
@@ -668,17 +670,17 @@ def forward_kernel(
             o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
             order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
             r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
-            floats, shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD, HAS_MASK,
-            Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST,
-            EVEN, MASKED, BLOCK_N, PIECE,
+            floats, shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD,
+            MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV,
+            WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, BLOCK_N, PIECE,
         )),
         (attend, (
             o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
             order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
             r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
-            floats, shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD, HAS_MASK,
-            Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_LSE, WANT_MAX, WANT_REST,
-            EVEN, MASKED, BLOCK_N, PIECE,
+            floats, shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD,
+            MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV,
+            WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, BLOCK_N, PIECE,
         )),
         (multiply, (
             q_bufs, k_bufs, v_bufs, scores, sums, q_full, q_empty, k_full, k_empty, v_full,

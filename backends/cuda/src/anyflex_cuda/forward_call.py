@@ -245,7 +245,7 @@ def program_for(
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,
             "SCORE_MOD_OF_READ": mods.score_mod_of_read,
-            "MASK_MOD_OF_READ": mods.mask_mod_of_read,
+            "MASK_SCORES": mods.mask_scores_of_read,
             "DYNAMIC": tiles.dynamic,
             "PINNED": tiles.pinned,
             "SKIPS": tiles.skips,

@@ -2,7 +2,8 @@
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton.mods` serves here too, with six names of its text bound to `mod_operations`.
+`anyflex_triton.mods` serves here too, with six names of its text bound to `mod_operations`, and
+two to `dead_pairs`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 __all__ = ["gluon_source"]
 
 _HEADER = "\nfrom anyflex_triton import operations as ops\n"
-_OURS = f"{_HEADER}from anyflex_cuda import mod_operations\n"
+_OURS = f"{_HEADER}from anyflex_cuda import dead_pairs, mod_operations\n"
 _REBOUND = {
     "tl.full(": "mod_operations.full(",
     "ops.spread(": "mod_operations.spread(",
@@ -18,6 +19,8 @@ _REBOUND = {
     "ops.along(": "mod_operations.along(",
     "ops.accumulate(": "mod_operations.accumulate(",
     "ops.tanh_capped(": "mod_operations.tanh_capped(",
+    "ops.choose(": "dead_pairs.choose(",
+    "ops.choose_by(": "dead_pairs.choose_by(",
 }
 
 

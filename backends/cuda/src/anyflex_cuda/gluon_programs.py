@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram, is_aligned
+from anyflex_triton.mods import mask_scores_source
 from anyflex_triton.programs import Programs
 
 __all__ = ["GluonPrograms"]
@@ -29,7 +30,8 @@ class GluonPrograms(Programs):
 
     def __init__(self, spec: Spec, source: str, overrides: Mapping[str, Any]) -> None:
         fast_tanh = bool(overrides.get("fast_tanh"))
-        super().__init__(spec, gluon_source(source, fast_tanh), "hopper", overrides)
+        source = gluon_source(source + mask_scores_source(spec), fast_tanh)
+        super().__init__(spec, source, "hopper", overrides)
         # Else pointers are looked at: strides alone may be odd.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":

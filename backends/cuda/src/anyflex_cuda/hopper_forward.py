@@ -351,7 +351,7 @@ def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
 def weights_of(
     raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
     ints, floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, CHAINS: gl.constexpr,
+    MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, CHAINS: gl.constexpr,
     S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """(weights, alpha, top, base, totals, nans) after a step whose scores are `raw`: one of an
@@ -365,7 +365,7 @@ def weights_of(
     # Where tiles end with the keys, no FULL step has dead pairs.
     scores = scores_of_step(
         raw, first, end, None if EVEN else full, masked, b, h, q_idx, kv_length, shifts, tables,
-        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, S_LAYOUT, BLOCK_N,
+        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, S_LAYOUT, BLOCK_N,
     )
     if WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
@@ -390,7 +390,7 @@ def advance(
     step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
     MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, WANT_MAX: gl.constexpr,
+    SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr,
     PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr,
@@ -420,8 +420,8 @@ def advance(
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
-        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_MOD, WANT_MAX, PINNED, CHAINS,
-        S_LAYOUT, BLOCK_N,
+        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, PINNED,
+        CHAINS, S_LAYOUT, BLOCK_N,
     )
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -441,7 +441,7 @@ def consume(
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
     tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
     KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
@@ -506,7 +506,7 @@ def consume(
             weights, _alpha, top, base, totals, nans = weights_of(
                 raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, CHAINS, S_LAYOUT, BLOCK_N,
+                SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, CHAINS, S_LAYOUT, BLOCK_N,
             )
             handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
             step += 1
@@ -516,7 +516,7 @@ def consume(
                     step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
                     v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
                     shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
-                    SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
+                    SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
                     S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                 )
                 step += 1
@@ -526,7 +526,7 @@ def consume(
                         step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full,
                         k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
                         kv_length, shifts, read, ints, floats, scale, False, True, READ_COLUMNS,
-                        ALWAYS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ, WANT_MAX, PINNED, SKIPS,
+                        ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS,
                         APART, CHAINS, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
                     )
                     step += 1
@@ -598,7 +598,7 @@ def forward_kernel(
     mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
     batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
     MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr,
-    SCORE_MOD_OF_READ: gl.constexpr, MASK_MOD_OF_READ: gl.constexpr, HAS_MASK: gl.constexpr,
+    SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr,
     Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
@@ -629,7 +629,7 @@ def forward_kernel(
         APART: steps that may have dead pairs have a loop of their own.
         CHAINS: of `largest_of`.
         SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
-        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_MOD_OF_READ: of `anyflex_triton.mods`, for
+        READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_SCORES: of `anyflex_triton.mods`, for
             the loops; the first two None where nothing is read early.
     """
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
@@ -677,7 +677,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
@@ -697,7 +697,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
@@ -707,7 +707,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
@@ -727,7 +727,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
@@ -737,7 +737,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
@@ -747,7 +747,7 @@ def forward_kernel(
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_MOD_OF_READ, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
+                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
                 DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),

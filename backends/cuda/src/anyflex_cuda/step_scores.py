@@ -5,8 +5,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anyflex_triton.tiles import masked_scores
-
 __all__ = ["scores_of_step"]
 
 # Argument lists would be a line an argument.
@@ -25,7 +23,7 @@ def one_sum(x):
 @gluon.jit
 def scores_of_step(
     raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
+    MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr,
     LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """Scores of a step whose products are `raw`, [rows, BLOCK_N] of LAYOUT; -inf at dead pairs.
@@ -40,17 +38,20 @@ def scores_of_step(
     scores = raw
     if MASKED or SCORE_MOD is not None:
         columns = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)), 0)
+        shifted = one_sum(first + shifts[3])
         if MASKED and not EVEN:
             keys = columns + first
             kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
         else:
-            kv_idx = columns + one_sum(first + shifts[3])
+            kv_idx = columns + shifted
     if SCORE_MOD is not None:
         scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
     if MASKED:  # noqa: SIM102  the other is known at run time alone
         if masked:
-            inside = None if EVEN else keys < end
-            scores = masked_scores(
-                scores, True, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
-            )
+            if MASK_SCORES is not None:
+                scores = MASK_SCORES(
+                    scores, full, shifted, columns, b, h, q_idx, kv_idx, tables, ints, floats,
+                )
+            if not EVEN:
+                scores = gl.where(keys < end, scores, float("-inf"))
     return scores

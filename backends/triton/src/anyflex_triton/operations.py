@@ -639,6 +639,12 @@ def bound(size, index):
 
 
 @triton.jit
+def index_bound(x):
+    """x as int32; beyond 2^29, where no index is, something beyond 2^29."""
+    return tl.cast(tl.minimum(tl.maximum(x, -(1 << 29)), 1 << 29), tl.int32)
+
+
+@triton.jit
 def place(index, size):
     """-size..-1 counts from the end; then the index is clamped. Where the size is 0, any."""
     size = bound(size, index)

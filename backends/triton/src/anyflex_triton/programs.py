@@ -123,6 +123,8 @@ class Mods(NamedTuple):
         score_mod: also brings in a scale that can't wait until maxima are taken.
         read_rows, read_columns: of what rows and columns alone decide, each None where that is
             nothing. Without both, the others of read are `score_mod` and `mask_mod`.
+        mask_scores: of `anyflex_triton.mods.mask_scores_source`, where a module has that; so the
+            same of read.
     """
 
     key: object
@@ -134,6 +136,8 @@ class Mods(NamedTuple):
     read_columns: Any
     score_mod_of_read: Any
     mask_mod_of_read: Any
+    mask_scores: Any
+    mask_scores_of_read: Any
 
     @classmethod
     def of(cls, key: object, functions: Mapping[str, Any], unscored: Any = None) -> Mods:
@@ -144,6 +148,7 @@ class Mods(NamedTuple):
             unscored: what a module without a score mod has in its place.
         """
         score_mod, mask_mod = functions.get("score_mod", unscored), functions.get("mask_mod")
+        mask_scores = functions.get("mask_scores")
         return cls(
             key,
             score_mod,
@@ -154,6 +159,8 @@ class Mods(NamedTuple):
             functions.get("read_columns"),
             functions.get("score_mod_of_read", score_mod),
             functions.get("mask_mod_of_read", mask_mod),
+            mask_scores,
+            functions.get("mask_scores_of_read", mask_scores),
         )
 
     def reading(self) -> dict[str, object]:
