@@ -43,7 +43,7 @@ def choose_by(TOKENS: gl.constexpr, scores, full, first, columns, operands):
     KNOWN: gl.constexpr = 2147483641
     known = columns & KNOWN
     own = first + (columns & 6)
-    given = ()
+    given = operands[:0]
     for i in gl.static_range(len(operands)):
         if is_bound(TOKENS, i):
             given = given + (known, operands[i] - own)

@@ -773,8 +773,8 @@ class _Reads(NamedTuple):
 
 
 def _reads(spec: Spec) -> _Reads:
-    given = {"score_mod": spec.score_graph, "mask_mod": spec.mask_graph}
-    graphs = {name: simplify(graph) for name, graph in given.items() if graph is not None}
+    of_spec = {"score_mod": spec.score_graph, "mask_mod": spec.mask_graph}
+    graphs = {name: simplify(graph) for name, graph in of_spec.items() if graph is not None}
     found = [_early(graph.nodes, graph.output) for graph in graphs.values()]
     first = count = len(spec.captured)
     lines: list[str] = []
