@@ -14,6 +14,7 @@ from torch import Tensor
 from anyflex.aux_outputs import AuxRequest
 from anyflex.failing import fail
 from anyflex.fixed import fixed
+from anyflex.lazy_parameters import check_initialized
 
 __all__ = [
     "check_aux",
@@ -39,21 +40,25 @@ SMALL_FLOATS = {
 def check_tensor_types(query: Any, key: Any, value: Any) -> None:
     """Check that query, key and value are dense tensors with four dimensions."""
     # All at once first: a call that is right pays for nothing else.
-    if (
-        isinstance(query, Tensor)
-        and isinstance(key, Tensor)
-        and isinstance(value, Tensor)
-        and query.layout is STRIDED
-        and key.layout is STRIDED
-        and value.layout is STRIDED
-        and query.dim() == 4
-        and key.dim() == 4
-        and value.dim() == 4
-        and not (query.is_nested or key.is_nested or value.is_nested)
-    ):
-        return
+    try:
+        if (
+            isinstance(query, Tensor)
+            and isinstance(key, Tensor)
+            and isinstance(value, Tensor)
+            and query.layout is STRIDED
+            and key.layout is STRIDED
+            and value.layout is STRIDED
+            and query.dim() == 4
+            and key.dim() == 4
+            and value.dim() == 4
+            and not (query.is_nested or key.is_nested or value.is_nested)
+        ):
+            return
+    except ValueError:  # torch's answer for a lazy module's parameter
+        pass
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor):
+            check_initialized(name, tensor)
             if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
                 continue
         else:
