@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anyflex.aux_outputs import AuxRequest
 from anyflex.failing import fail
@@ -218,6 +219,15 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
             )
         if scale.device.type == "meta":
             fail("ArgumentError", "scale is on device meta, which holds no numbers.")
+        # A compiled call is refused inside of any dual level.
+        if not torch.compiler.is_dynamo_compiling() and _has_tangent(scale):
+            fail(
+                "BackendRefused",
+                "scale is a tensor with a forward-mode tangent, and flex_attention has no "
+                "forward-mode derivative: use torch.autograd.grad, and multiply the score by a "
+                "captured 0-d tensor in score_mod.",
+                reasons={"reference": "forward-mode derivatives are not implemented"},
+            )
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
@@ -233,6 +243,12 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
             f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",
         )
     return scale
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if forward_ad._current_level == -1:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_flags(enable_gqa: Any, return_lse: Any, backend: Any) -> None:
