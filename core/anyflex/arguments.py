@@ -10,10 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from anyflex.aux_outputs import AuxRequest
 from anyflex.failing import fail
 from anyflex.fixed import fixed
+from anyflex.lazy_parameters import check_initialized
 
 __all__ = [
     "check_aux",
@@ -39,21 +41,25 @@ SMALL_FLOATS = {
 def check_tensor_types(query: Any, key: Any, value: Any) -> None:
     """Check that query, key and value are dense tensors with four dimensions."""
     # All at once first: a call that is right pays for nothing else.
-    if (
-        isinstance(query, Tensor)
-        and isinstance(key, Tensor)
-        and isinstance(value, Tensor)
-        and query.layout is STRIDED
-        and key.layout is STRIDED
-        and value.layout is STRIDED
-        and query.dim() == 4
-        and key.dim() == 4
-        and value.dim() == 4
-        and not (query.is_nested or key.is_nested or value.is_nested)
-    ):
-        return
+    try:
+        if (
+            isinstance(query, Tensor)
+            and isinstance(key, Tensor)
+            and isinstance(value, Tensor)
+            and query.layout is STRIDED
+            and key.layout is STRIDED
+            and value.layout is STRIDED
+            and query.dim() == 4
+            and key.dim() == 4
+            and value.dim() == 4
+            and not (query.is_nested or key.is_nested or value.is_nested)
+        ):
+            return
+    except ValueError:  # torch's answer for a lazy module's parameter
+        pass
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor):
+            check_initialized(name, tensor)
             if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
                 continue
         else:
@@ -213,6 +219,15 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
             )
         if scale.device.type == "meta":
             fail("ArgumentError", "scale is on device meta, which holds no numbers.")
+        # A compiled call is refused inside of any dual level.
+        if not torch.compiler.is_dynamo_compiling() and _has_tangent(scale):
+            fail(
+                "BackendRefused",
+                "scale is a tensor with a forward-mode tangent, and flex_attention has no "
+                "forward-mode derivative: use torch.autograd.grad, and multiply the score by a "
+                "captured 0-d tensor in score_mod.",
+                reasons={"reference": "forward-mode derivatives are not implemented"},
+            )
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
@@ -228,6 +243,12 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
             f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",
         )
     return scale
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if forward_ad._current_level == -1:
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def check_flags(enable_gqa: Any, return_lse: Any, backend: Any) -> None:

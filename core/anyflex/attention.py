@@ -213,11 +213,15 @@ def _own_mask(block_mask: Any) -> Any:
     """Return the mask as anyflex's, converting torch's."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo follows import statements
         from anyflex.block_mask.block_mask import BlockMask
+        from anyflex.block_mask.run_checks import check_types
 
-        own: Any = BlockMask
-    else:
-        own = _late("anyflex.block_mask.block_mask").BlockMask
-    if isinstance(block_mask, own):
+        if isinstance(block_mask, BlockMask):
+            # The op looks at the rest.
+            check_types(block_mask.offsets, block_mask.runs, " of block_mask")
+            return block_mask
+    elif isinstance(block_mask, _late("anyflex.block_mask.block_mask").BlockMask):
+        if block_mask._unchecked:
+            block_mask._check_parts()
         return block_mask
     if hasattr(block_mask, "kv_num_blocks"):
         from anyflex.block_mask.torch_format import converted

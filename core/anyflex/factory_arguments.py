@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anyflex.failing import fail
+from anyflex.lazy_parameters import check_initialized
 
 __all__ = [
     "check_callable",
@@ -102,6 +103,7 @@ def check_tensor(
             "ArgumentTypeError",
             f"{argument} must be {alternative}a tensor {wanted}, got {type(value).__name__}.",
         )
+    check_initialized(argument, value)
     if value.is_nested or value.layout is not torch.strided:
         fail("ArgumentTypeError", f"{argument} must be a dense tensor (layout torch.strided).")
     if value.dtype not in dtypes:

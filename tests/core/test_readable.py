@@ -89,6 +89,17 @@ def given(position: int, tensor: Tensor) -> list[Tensor]:
     return tensors
 
 
+def test_a_sparse_gradient_that_arrives_is_refused_with_its_cure() -> None:
+    query = torch.randn(SHAPE, requires_grad=True)
+    out, lse = anyflex.flex_attention(query, query, query, return_lse=True, backend="reference")
+    for name, of in (("dout", out), ("dlse", lse)):
+        arrives = torch.ones_like(of).to_sparse()
+        with pytest.raises(
+            ArgumentError, match=rf"^{name}, .* has layout .*pass its .to_dense\(\)"
+        ):
+            torch.autograd.grad(of, query, arrives, retain_graph=True)
+
+
 @MAKERS
 @inputs
 def test_an_input_without_its_memory_is_refused(made: str, position: int) -> None:

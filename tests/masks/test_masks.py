@@ -103,6 +103,20 @@ def test_a_changing_offset_is_read_at_each_call() -> None:
     assert anyflex.create_mask(mask_mod, 1, 1, 1, 5).sum() == 4
 
 
+def test_a_block_mask_of_an_offset_that_has_changed_is_built_anew() -> None:
+    offset = torch.tensor(0)
+    mask_mod = anyflex.masks.causal(offset)
+    query, key = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 5, 4)
+    value = torch.arange(5.0).view(1, 1, 5, 1)
+    old = anyflex.create_block_mask(mask_mod, None, None, 1, 5)
+    offset += 3
+    with pytest.raises(anyflex.BlockMaskError, match="changed in place.*build the mask anew"):
+        anyflex.flex_attention(query, key, value, block_mask=old)
+    new = anyflex.create_block_mask(mask_mod, None, None, 1, 5)
+    out = anyflex.flex_attention(query, key, value, block_mask=new)
+    assert out.item() == pytest.approx(1.5)  # the mean of 0 to 3
+
+
 def test_offsets_of_no_documents_make_the_row_one_document() -> None:
     mask_mod = anyflex.masks.document_offsets(torch.tensor([0]), 4)
     assert anyflex.create_mask(mask_mod, 1, 1, 4, 4).all()

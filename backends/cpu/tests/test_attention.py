@@ -169,6 +169,30 @@ def test_nothing_gives_nothing(lengths: tuple[int, int], batch: int) -> None:
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
+@pytest.mark.parametrize("length", [1, 8, 40])
+@pytest.mark.parametrize("kv_batch", [0, 1])
+def test_an_empty_batch_with_a_mask_for_each_entry_gives_nothing(
+    kv_batch: int, length: int
+) -> None:
+    lengths = torch.empty(0, dtype=torch.int64)
+    padding = anyflex.masks.padding(kv_lengths=lengths)
+    mask = anyflex.create_block_mask(padding, 0, None, length, 40, BLOCK_SIZE=16)
+    query = torch.randn(0, 2, length, 16, requires_grad=True)
+    key = torch.randn(kv_batch, 2, 40, 16, requires_grad=True)
+
+    def attention(query: Tensor, key: Tensor) -> Any:
+        return anyflex.flex_attention(query, key, key, alibi, mask, return_lse=True, backend="cpu")
+
+    with torch.no_grad():
+        assert attention(query, key)[0].shape == (0, 2, length, 16)
+    for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
+        out, lse = call(query, key)
+        assert out.shape == (0, 2, length, 16) and lse.shape == (0, 2, length)
+        found = torch.autograd.grad(out.sum() + lse.sum(), (query, key))
+        for gradient, of in zip(found, (query, key), strict=True):
+            assert torch.equal(gradient, torch.zeros_like(of))
+
+
 def test_a_sign_that_memory_does_not_show_counts() -> None:
     pairs = torch.view_as_complex(torch.randn(1, 1, 6, 8, 2))
     query = pairs.conj().imag

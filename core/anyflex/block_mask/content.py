@@ -19,7 +19,8 @@ from anyflex.block_mask.mask_function import (
     trace_mask_mod,
 )
 from anyflex.block_mask.outside_graphs import outside_graphs
-from anyflex.block_mask.run_checks import checked_device
+from anyflex.block_mask.rebuilt import can_be_read, check_reads, checked_structure
+from anyflex.block_mask.run_checks import check_types, checked_device, checked_lengths
 from anyflex.block_mask.structure import BlockStructure
 from anyflex.block_mask.views import MaskViews
 from anyflex.block_mask.watch import Watch
@@ -61,6 +62,7 @@ class MaskContent(BlockStructure):
         needs_mask_mod: bool = False,
         from_captured: bool = False,
         zero_alone: tuple[str, ...] = (),
+        unchecked: bool = False,
     ) -> None:
         self.offsets = offsets
         self.runs = runs
@@ -70,6 +72,8 @@ class MaskContent(BlockStructure):
         self.opaque = opaque
         self.needs_mask_mod = needs_mask_mod
         self._mask_mod = mask_mod
+        # Whether the parts are leaves of a pytree, which may be anything, and nobody has looked.
+        self._unchecked = unchecked
         # Whether the structure was computed from the mask mod and its captured tensors' values,
         # so that both say the same of every element.
         self._from_captured = from_captured
@@ -83,10 +87,25 @@ class MaskContent(BlockStructure):
 
     @classmethod
     def _assembled(cls, *parts: Any, **flags: Any) -> Self:
-        """Make a mask of parts that need no check; arguments of `_fill`."""
+        """Make a mask of parts that need no check, or are `unchecked`; arguments of `_fill`."""
         mask = cls.__new__(cls)
         mask._fill(*parts, **flags)
         return mask
+
+    def _check_parts(self) -> None:
+        """Look at what a map over a pytree has left of the mask, in full once. Raises
+        BlockMaskError if it is no mask any more."""
+        whole = can_be_read(self.offsets, self.runs)
+        if whole:
+            lengths = checked_lengths(self.seq_lengths)
+            self.offsets, self.runs = checked_structure(
+                self.offsets, self.runs, lengths, self.BLOCK_SIZE
+            )
+        else:
+            check_types(self.offsets, self.runs, " of block_mask")
+        if self.traced is not None:
+            check_reads(self.traced)
+        self._unchecked = not whole
 
     @property
     def mask_mod(self) -> MaskMod | None:
@@ -140,6 +159,8 @@ class MaskContent(BlockStructure):
 
     def _start_watching(self) -> MaskViews:
         with _LOCK:
+            if self._unchecked:
+                self._check_parts()
             if self._structure is None:
                 self._structure = MaskViews(
                     self.offsets, self.runs, *self.seq_lengths, self.BLOCK_SIZE

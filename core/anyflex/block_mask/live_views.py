@@ -13,7 +13,7 @@ from torch import Tensor
 
 from anyflex.block_mask.views import MaskViews, changes
 
-__all__ = ["find", "shared"]
+__all__ = ["find", "holds_numbers", "shared"]
 
 _live: WeakValueDictionary[object, MaskViews] = WeakValueDictionary()
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -22,12 +22,9 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 def shared(views: MaskViews) -> MaskViews:
     """Return the live views of these very tensors, or else these, which can be found as long as a
     mask keeps them."""
-    tensors = views.offsets, views.runs
-    for tensor in tensors:
-        # Fake tensors, other subclasses and functorch's wrappers have no address.
-        if type(tensor) is not Tensor or tensor.is_meta or _is_wrapped(tensor):
-            return views
-    place = _place(*tensors)
+    if not holds_numbers(views.offsets) or not holds_numbers(views.runs):
+        return views
+    place = _place(views.offsets, views.runs)
     live = _live.get(place)
     if (
         live is not None
@@ -38,6 +35,12 @@ def shared(views: MaskViews) -> MaskViews:
         return live
     _live[place] = views
     return views
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers at an address of its own: fake tensors, other subclasses and
+    functorch's wrappers have not."""
+    return type(tensor) is Tensor and not tensor.is_meta and not _is_wrapped(tensor)
 
 
 def find(

@@ -13,10 +13,15 @@ from torch import Tensor
 
 from anyflex.block_mask.runs import FULL, PARTIAL, block_count
 from anyflex.errors import BlockMaskError
+from anyflex.failing import fail
+from anyflex.fixed import fixed
 from anyflex.registry.hot_path import posed_in_force
 
 __all__ = [
+    "check_form",
     "check_runs",
+    "check_types",
+    "check_values",
     "checked_block_size",
     "checked_device",
     "checked_length",
@@ -90,32 +95,65 @@ def _integer(value: Any) -> int | None:
 def check_runs(
     offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
 ) -> None:
-    """Check the form of offsets and runs, dtype to overlap. `runs` may be longer than used."""
+    """Check offsets and all of runs, dtype to overlap."""
+    check_form(offsets, runs, lengths, block_size)
+    refuse_meta("offsets", offsets)
+    check_values(offsets.cpu(), runs.cpu(), lengths, block_size)
+
+
+def check_types(offsets: Any, runs: Any, of: str = "") -> None:
+    """Check that both are int32 tensors of their ranks; Dynamo follows it.
+
+    Args:
+        of: what follows their names in messages: ``" of block_mask"``.
+    """
     for name, tensor in (("offsets", offsets), ("runs", runs)):
         if not isinstance(tensor, Tensor):
-            raise BlockMaskError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+            fail("BlockMaskError", f"{name}{of} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            fail("BlockMaskError", f"{name}{of} must be dense (layout torch.strided)")
         if tensor.dtype is not torch.int32:
-            raise BlockMaskError(f"{name} must have dtype int32, got {tensor.dtype}")
+            fail("BlockMaskError", f"{name}{of} must have dtype int32, got {tensor.dtype}")
     if runs.dim() != 2 or runs.shape[1] != 3:
-        raise BlockMaskError(
-            f"runs must have shape [n, 3] (first block, end block, kind), got {list(runs.shape)}"
+        fail(
+            "BlockMaskError",
+            f"runs{of} must have shape [n, 3] (first block, end block, kind), got "
+            f"{[fixed(size) for size in runs.shape]}",
         )
+    if offsets.dim() != 3:
+        fail(
+            "BlockMaskError",
+            f"offsets{of} must have shape [B', H', Qb + 1] (Qb blocks of queries), got "
+            f"{[fixed(size) for size in offsets.shape]}",
+        )
+
+
+def check_form(
+    offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    """Check dtypes, shapes and devices, no values. `runs` may be longer than used."""
+    check_types(offsets, runs)
     if runs.shape[0] > _LARGEST:
         raise BlockMaskError(
             f"runs has {runs.shape[0]} rows; offsets are int32, so at most {_LARGEST} fit"
         )
     if runs.device != offsets.device:
         raise BlockMaskError(f"offsets is on {offsets.device} and runs on {runs.device}")
-    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
-    if offsets.dim() != 3 or offsets.shape[2] != rows + 1:
+    rows = block_count(lengths[0], block_size[0])
+    if offsets.shape[2] != rows + 1:
         raise BlockMaskError(
             f"offsets must have shape [B', H', {rows + 1}] (q length {lengths[0]} has {rows} "
             f"blocks of {block_size[0]}, plus one), got {list(offsets.shape)}"
         )
-    refuse_meta("offsets", offsets)
-    offsets, runs = offsets.cpu(), runs.cpu()
+
+
+def check_values(
+    offsets: Tensor, runs: Tensor, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    """Check the numbers of offsets and runs of the right form, all of which are used, on the
+    CPU."""
     _check_offsets(offsets, runs.shape[0])
-    _check_kinds_and_ends(offsets, runs, columns)
+    _check_kinds_and_ends(offsets, runs, block_count(lengths[1], block_size[1]))
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:

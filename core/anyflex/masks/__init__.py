@@ -8,8 +8,8 @@ They are mask mods like any other: `create_block_mask` makes block masks of them
 >>> packed = anyflex.and_masks(anyflex.masks.causal(), anyflex.masks.document(ids))
 
 An ``offset`` is what is added to q_idx to get the query's place among the keys. It is an int, the
-same for all, or an int32 or int64 tensor: [] for one number that changes in place, [B] for one a
-batch entry.
+same for all, or an int32 or int64 tensor: [] for one number, [B] for one a batch entry. A block
+mask is built of their values, and has to be built anew when they change.
 """
 
 from __future__ import annotations

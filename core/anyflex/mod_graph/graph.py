@@ -92,6 +92,15 @@ class ModGraph:
             str(self.nodes[i].attribute) for i in reached if self.nodes[i].operation == "input"
         )
 
+    def loads(self) -> dict[int, tuple[torch.dtype, int]]:
+        """dtype and rank of each captured tensor that is read, by its position."""
+        found = {}
+        for node in self.nodes:
+            if node.operation == "load":
+                assert isinstance(node.attribute, int)
+                found[node.attribute] = node.dtype, len(node.arguments)
+        return found
+
     def reached(self, roots: Iterable[int]) -> set[int]:
         """Positions of the nodes that `roots` need, the roots included."""
         reached: set[int] = set()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyflex.errors import ModTraceError
 from anyflex.failing import fail
+from anyflex.lazy_parameters import LAZY, check_initialized
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.refusal import NUMPY, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
@@ -53,11 +54,15 @@ class Tracer:
 
     def describe(self, tensor: Tensor) -> str:
         """A captured tensor, for an error message."""
-        name = self.name_of(tensor) if self.name_of is not None else ""
-        called = f" '{name}'" if name else ""
+        name = self._named(tensor)
+        check_initialized(name, tensor)
         if tensor.is_nested:  # it has no shape
-            return f"captured tensor{called}"
-        return f"captured tensor{called} of shape {list(tensor.shape)}"
+            return name
+        return f"{name} of shape {list(tensor.shape)}"
+
+    def _named(self, tensor: Tensor) -> str:
+        name = self.name_of(tensor) if self.name_of is not None else ""
+        return f"captured tensor '{name}'" if name else "captured tensor"
 
     def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
         symbol = self._node(operation, kind, arguments, attribute)
@@ -125,6 +130,8 @@ class Tracer:
     def rank(self, tensor: Tensor) -> int:
         """A captured tensor's rank. That it is asked for here is not the mod's doing."""
         read_facts = self.read_facts
+        if type(tensor) in LAZY:  # a name takes longer than a read
+            check_initialized(self._named(tensor), tensor)
         rank = tensor.dim()
         self.read_facts = read_facts
         return rank

@@ -68,6 +68,8 @@ def _forward(
 
         refuse_forward_mode()
     wanted = read_request(request)
+    if captured:
+        _check_captured(captured, wanted)
     inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
     plan = plan_for(inputs)
     saves = wanted.saved_bytes != NOTHING
@@ -85,6 +87,26 @@ def _forward(
             [plan.mark if outputs.saved else 0] if saves else [], dtype=torch.int64, device="cpu"
         ),
     )
+
+
+def _check_captured(captured: list[Tensor], request: Request) -> None:
+    """Check the tensors that mods read against the request: it was written for those that the
+    program was traced with, and a mask rebuilt from a pytree, or a converted module, has others.
+
+    Raises:
+        BlockMaskError, ArgumentError, ArgumentTypeError: one has another dtype or rank.
+    """
+    scores = request.score_slots[0]
+    for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
+        if facts is None or (tensor.dtype is facts[0] and tensor.dim() == facts[1]):
+            continue
+        if position < scores:
+            name = f"captured tensor {position}"
+            check_like(name, tensor, _sizes(name, tensor, facts[1]), facts[0], tensor.device)
+        else:
+            from anyflex.block_mask.rebuilt import check_captured
+
+            check_captured(position - scores, tensor, *facts)
 
 
 def _fake_forward(
@@ -246,10 +268,8 @@ def _loads(request: Request) -> list[tuple[torch.dtype, int] | None]:
     found: dict[int, tuple[torch.dtype, int]] = {}
     for text, shift in ((request.score, 0), (request.mask, request.score_slots[0])):
         if text:
-            for node in parse_graph(text).nodes:
-                if node.operation == "load":
-                    assert isinstance(node.attribute, int)
-                    found[node.attribute + shift] = (node.dtype, len(node.arguments))
+            for position, facts in parse_graph(text).loads().items():
+                found[position + shift] = facts
     return [found.get(position) for position in range(max(found, default=-1) + 1)]
 
 
@@ -362,8 +382,10 @@ def _copied_views(
     block_size: tuple[int, int],
     device: torch.device,
 ) -> Any:
+    from anyflex.block_mask.rebuilt import checked_structure
     from anyflex.block_mask.views import MaskViews
 
+    offsets, runs = checked_structure(offsets, runs, lengths, block_size, values=False)
     if offsets.device.type != "cpu":  # comparing would synchronise
         return MaskViews(offsets, runs, *lengths, block_size).on(device)
     facts = (offsets.shape, runs.shape, lengths, block_size, device)
@@ -371,6 +393,7 @@ def _copied_views(
     for kept_offsets, kept_runs, views in known:
         if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
             return views
+    checked_structure(offsets, runs, lengths, block_size)
     # Copies, since the tensors may be written again.
     made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
     views = made.on(device)

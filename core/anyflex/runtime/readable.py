@@ -153,6 +153,11 @@ def _refuse(name: str, tensor: Tensor) -> None:
 def why_unreadable(tensor: Tensor) -> str:
     """Return why the tensor's elements can't be read from memory, and the cure, as what follows
     the tensor's name; or "" where they can."""
+    if tensor.layout is not torch.strided:
+        return (
+            f"has layout {tensor.layout}, and kernels read dense tensors (torch.strided): pass "
+            "its .to_dense()"
+        )
     if tensor.numel() == 0:
         return ""
     if getattr(tensor, "fake_mode", None) is not None:

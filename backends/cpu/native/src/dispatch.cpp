@@ -164,8 +164,10 @@ bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
 }
 
+// Of no batch entries or no heads there are no offsets, and torch gives what is empty no address.
 bool is_readable(const af_runs& r) {
-    return r.offsets && r.count >= 0 && (r.runs || r.count == 0);
+    const bool rows = r.batch > 0 && r.heads > 0;
+    return (r.offsets || !rows) && r.count >= 0 && (r.runs || r.count == 0);
 }
 
 bool sane(const af_problem& p) {
@@ -289,7 +291,8 @@ int32_t af_backward(const af_backward_args* args, af_error* error) {
     if (rows && !args->delta && !args->unrounded_out && p.value_head_dim > 0 && !args->out.data)
         return AF_BAD_ARGUMENT;
     if (p.has_mask && p.kv_length > 0 &&
-        (!is_readable(p.transposed) ||
+        (!is_readable(p.transposed) || p.transposed.batch != p.runs.batch ||
+         p.transposed.heads != p.runs.heads ||
          p.transposed.blocks < (p.kv_length + p.kv_block - 1) / p.kv_block))
         return AF_BAD_ARGUMENT;
     int64_t captured = 0;

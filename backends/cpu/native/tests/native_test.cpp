@@ -43,6 +43,15 @@ void refused() {
     a.problem.q_length = 1;
     a.problem.threads = 0;
     expect("no threads", af_forward(&a, &error), AF_BAD_ARGUMENT);
+    a.problem.threads = 1;
+    a.problem.has_mask = 1;
+    a.problem.q_block = a.problem.kv_block = 16;
+    a.problem.runs = {nullptr, nullptr, 1, 1, 1, 0};
+    expect("rows without runs", af_forward_workspace(&a.problem), -1);
+    a.problem.batch = a.problem.runs.batch = 0;
+    expect("no rows", af_forward_workspace(&a.problem), 0);
+    a.problem.batch = 1;
+    expect("runs of fewer batch entries", af_forward_workspace(&a.problem), -1);
 }
 
 }  // namespace

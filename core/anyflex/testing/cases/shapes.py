@@ -86,6 +86,18 @@ comparisons(
         mask_mod="causal",
         gradients=QKV,
     ),
+    *(
+        AttentionCase(
+            f"shapes/no_batch_masked_{q_length}",
+            f"so does one with a mask for each of its entries, of {q_length} queries",
+            batch=0,
+            q_length=q_length,
+            mask_mod="prefix_batch",
+            gradients=QKV,
+            quick=True,
+        )
+        for q_length in (1, 40)
+    ),
     AttentionCase(
         "shapes/many_batches",
         "batches past 65535, which the second dimension of a device's grid can't count, are there",
