@@ -16,6 +16,7 @@ from anyflex.aux_outputs import AuxRequest
 from anyflex.failing import fail
 from anyflex.fixed import fixed
 from anyflex.lazy_parameters import check_initialized
+from anyflex.symbolic import SYMBOLIC
 
 __all__ = [
     "check_aux",
@@ -200,7 +201,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def check_scale(scale: Any, dtype: torch.dtype) -> Any:
-    """Return the scale as a float or int.
+    """Return the scale as a float or int, symbolic ones as they are.
 
     Args:
         dtype: of query; but for float64 scores are float32.
@@ -230,6 +231,8 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
             )
         scale = scale.item()
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        if isinstance(scale, SYMBOLIC):
+            return scale  # the op checks it, when it has a value
         fail("ArgumentTypeError", f"scale must be a float, got {type(scale).__name__}.")
     # NaN and inf are the numbers whose difference from themselves isn't 0; Dynamo follows this
     # for a float that changes between calls, and not math.isfinite.
@@ -237,7 +240,9 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
         fail("ArgumentError", f"scale must be finite, got {scale}.")
     if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
         fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
-    if dtype is not torch.float64 and (scale > _LARGEST or scale < -_LARGEST):
+    # What may be a symbol to Dynamo would get a guard; the op checks it, when it has a value.
+    compiling = torch.compiler.is_dynamo_compiling()
+    if dtype is not torch.float64 and not compiling and (scale > _LARGEST or scale < -_LARGEST):
         fail(
             "ArgumentError",
             f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",

@@ -144,7 +144,8 @@ def number_at(
     """Return ``read(index)``, what a mod calls to get a number at index b or h.
 
     Args:
-        value: int; or int32 or int64 tensor, [] or one entry for each batch entry or head.
+        value: int, also a symbolic one where any value is allowed; or int32 or int64 tensor, []
+            or one entry for each batch entry or head.
         letter: ``"B"`` or ``"H"``.
         least: the smallest allowed int. Values of tensors aren't looked at.
 
@@ -156,7 +157,8 @@ def number_at(
         if value.dim() == 0:
             return lambda index: value
         return lambda index: value[index]
-    number = checked_int(argument, value, least)
+    symbolic = least is None and isinstance(value, torch.SymInt)
+    number = value if symbolic else checked_int(argument, value, least)
     return lambda index: number
 
 

@@ -38,9 +38,9 @@ def naming_subclasses(**tensors: Tensor | None) -> Iterator[None]:
         names = [name for name, tensor in tensors.items() if _answers_itself(tensor)]
         if not names:
             raise
-        kind = type(tensors[names[0]])
-        if hasattr(kind, "fake_mode"):
+        if hasattr(tensors[names[0]], "fake_mode"):  # fake tensors take the op: a mod raised it
             raise
+        kind = type(tensors[names[0]])
         first = (str(error).strip().splitlines() or [""])[0]
         cure = "its .to_local()" if hasattr(kind, "to_local") else "the plain tensor that it wraps"
         raise ArgumentTypeError(

@@ -343,7 +343,7 @@ def round_to(t: Tracer, x: Any, *, decimals: int = 0) -> Symbol:
     kind = x.kind
     x = t.as_kind(x, kind if kind == "f64" else "f32")  # torch rounds 16 bits in 32
     places = fixed(decimals)
-    power_of_ten = t.constant(float(10 ** abs(places)), x.kind)
+    power_of_ten = t.constant(10 ** abs(places), x.kind)
     if places > 0:
         rounded = divide(t, t.unary("round", multiply(t, x, power_of_ten)), power_of_ten)
     else:

@@ -12,6 +12,7 @@ from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.mod_graph.refusal import refuse
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 from anyflex.mod_graph.tracer import Tracer
+from anyflex.symbolic import INTS, NUMBERS, SYMBOLIC
 
 __all__ = [
     "FACTORIES",
@@ -95,7 +96,7 @@ def new(value: float | None) -> Callable[..., Symbol]:
     def spelled(
         t: Tracer, x: Any, size: Any = (), fill_value: Any = None, **options: Any
     ) -> Symbol:
-        if isinstance(size, int) or len(size) != 0:
+        if isinstance(size, INTS) or len(size) != 0:
             refuse("a new tensor that is not a scalar", "new_full", "A mod computes a scalar.")
         return like(value)(t, x, fill_value, dtype=options.get("dtype"))
 
@@ -106,6 +107,8 @@ def filled(t: Tracer, kind: str, value: Any, structural: bool) -> Symbol:
     value = t.operand(value)
     if isinstance(value, Symbol):
         refuse("a new tensor filled with a symbol", "full_like", "Use the symbol itself.")
+    if CATEGORY[kind] != FLOAT and isinstance(value, SYMBOLIC):  # bool() would ask for its value
+        return t.as_kind(t.symbol(value), kind)
     if CATEGORY[kind] == BOOL:
         return t.constant(bool(value), kind)
     t.must_hold(kind, value, "a new tensor")
@@ -121,10 +124,10 @@ def factory(value: float | None) -> Callable[..., Any]:
             content = args[0]
         else:
             size = args[0] if args else ()
-            if isinstance(size, int) or len(size) != 0 or len(args) > (2 if value is None else 1):
+            if isinstance(size, INTS) or len(size) != 0 or len(args) > (2 if value is None else 1):
                 return NotImplemented
             content = args[1] if value is None else value
-        if not isinstance(content, (bool, int, float)):
+        if not isinstance(content, NUMBERS):
             return NotImplemented
         if dtype is not None:
             kind = kind_named(dtype)

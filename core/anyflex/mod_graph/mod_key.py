@@ -236,7 +236,11 @@ def traced(
         else:
             reader.value(function)
     except (_Uncacheable, RecursionError):  # the reader follows functions into each other
-        return _with_names(trace_mod(function, kind, score_dtype, device), function)
+        trace = _with_names(trace_mod(function, kind, score_dtype, device), function)
+        # Here a call runs on values: nobody is left to hand over a symbolic number to.
+        trace.ints = [int(number) for number in trace.ints]
+        trace.floats = [float(number) for number in trace.floats]
+        return trace
     # A trace has no_grad inside of the mod only where gradients are recorded outside of it.
     reader.key += (
         kind, score_dtype, device, torch.get_default_dtype(), torch.is_grad_enabled()

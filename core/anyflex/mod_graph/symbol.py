@@ -25,6 +25,7 @@ from anyflex.mod_graph.refusal import (
     refuse_index,
     torch_function,
 )
+from anyflex.symbolic import INTS
 
 if TYPE_CHECKING:
     from anyflex.mod_graph.tracer import Tracer
@@ -259,7 +260,7 @@ class PartialRead(Traced):
                     f"{self.tracer.describe(self.tensor)}",
                     "Indices are signed integers: use `.long()`, or torch.where for a condition.",
                 )
-        elif isinstance(item, bool) or not isinstance(item, int):
+        elif isinstance(item, bool) or not isinstance(item, INTS):
             refuse_index(
                 f"a {type(item).__name__} as an index into {self.tracer.describe(self.tensor)}",
                 "Indices are integers.",

@@ -37,6 +37,7 @@ from anyflex.mod_graph.symbol import (
 )
 from anyflex.mod_graph.tensor_symbol import tensor_symbol
 from anyflex.mod_graph.tracer import Tracer
+from anyflex.symbolic import NUMBERS
 
 __all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
 
@@ -195,7 +196,7 @@ def _score_result(tracer: Tracer, result: Any, kind: str) -> Symbol:
         refuse("a score mod that returns None", "return", "Did you forget `return`?")
     if isinstance(result, PartialRead) or (isinstance(result, Tensor) and result.dim() > 0):
         _not_scalar(result)
-    if not isinstance(result, (Symbol, Tensor, bool, int, float)):
+    if not isinstance(result, (Symbol, Tensor, *NUMBERS)):
         refuse(
             f"a score mod that returns a {type(result).__name__}",
             "return",

@@ -14,6 +14,7 @@ from anyflex.lazy_parameters import LAZY, check_initialized
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.refusal import NUMPY, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
+from anyflex.symbolic import INTS, NUMBERS, SYMBOLIC
 
 __all__ = ["Tracer"]
 
@@ -86,6 +87,13 @@ class Tracer:
 
     def constant(self, value: float | int | bool, kind: str) -> Symbol:
         """A value that is part of the structure, not a closed-over number."""
+        if isinstance(value, SYMBOLIC):
+            refuse(
+                "a symbolic number (of a size under torch.export or make_fx) where a mod needs a "
+                "constant",
+                type(value).__name__,
+                "Give a plain number.",
+            )
         category = CATEGORY[kind]
         if category == BOOL:
             return self.add("const", kind, "-", "True" if value else "False")
@@ -97,11 +105,12 @@ class Tracer:
         """A Python number as a slot: its value is no part of the structure."""
         if isinstance(value, bool):
             return self.constant(value, kind)
-        if isinstance(value, int):
-            if value > LARGEST or value < -LARGEST - 1:
+        if isinstance(value, INTS):
+            # A symbolic int has 64 bits; comparing would need its value.
+            if not isinstance(value, SYMBOLIC) and (value > LARGEST or value < -LARGEST - 1):
                 refuse("an integer of more than 64 bits in a mod", "int", "Write it as a float.")
             slot = f"i{len(self.ints)}"
-            self.ints.append(value)
+            self.ints.append(value)  # type: ignore[arg-type]
         else:
             slot = f"f{len(self.floats)}"
             self.floats.append(value)
@@ -117,6 +126,8 @@ class Tracer:
     def must_hold(self, kind: str, value: Any, operation: str) -> None:
         """Refuse a number beyond an integer type where torch does; in arithmetic it wraps."""
         if isinstance(value, Symbol) or kind not in LIMITS:
+            return
+        if kind == "i64" and isinstance(value, torch.SymInt):
             return
         low, high = LIMITS[kind]
         # To torch a negative number wraps once in an unsigned type.
@@ -167,8 +178,11 @@ class Tracer:
 
     def operand(self, value: Any) -> Any:
         """Return a symbol, or a Python number as it is."""
-        if isinstance(value, (Symbol, bool, int, float)):
+        if isinstance(value, (Symbol, *NUMBERS)):
             return value
+        if isinstance(value, torch.SymBool):
+            number: Any = torch.sym_ite(value, 1, 0)  # type: ignore[no-untyped-call]
+            return self.as_kind(self.number(number, "i64"), "bool")
         if isinstance(value, PartialRead):
             value.refuse_use()
         if isinstance(value, Tensor):
@@ -209,7 +223,7 @@ class Tracer:
         category = CATEGORY[kind]
         if isinstance(number, bool):
             return kind
-        if isinstance(number, int):
+        if isinstance(number, INTS):
             return kind if category >= INT else "i64"
         return kind if category >= FLOAT else self.default_float
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from anyflex.arguments import check_scale
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.runtime.facts import empty_dense
@@ -329,6 +330,7 @@ def _inputs(
             {"reference": "no numbers on device meta"},
         )
     scale, *numbers = [number.item() for number in floats]
+    check_scale(scale, query.dtype)  # the traced half may have seen a symbol
     views = None
     if mask:
         *ints, q_block, kv_block = ints
