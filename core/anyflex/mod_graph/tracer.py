@@ -122,6 +122,11 @@ class Tracer:
                 f"Give a number of {low}..{high}, or convert to torch.int64 first: `x.long()`.",
             )
 
+    def wraps_to_zero(self, kind: str, value: int) -> bool:
+        """Tell whether an integer type holds no other bits of a number than zeros."""
+        low, high = LIMITS[kind]
+        return kind != "i64" and value % (high - low + 1) == 0
+
     def rank(self, tensor: Tensor) -> int:
         """A captured tensor's rank. That it is asked for here is not the mod's doing."""
         read_facts = self.read_facts
