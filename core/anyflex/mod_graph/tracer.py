@@ -11,7 +11,7 @@ from torch import Tensor
 from anyflex.errors import ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
-from anyflex.mod_graph.refusal import NUMPY, refuse, refuse_custom_function
+from anyflex.mod_graph.refusal import NUMPY, TRANSFORM, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 
 __all__ = ["Tracer"]
@@ -137,11 +137,7 @@ class Tracer:
     def refuse_transform(self) -> None:
         """Raise ModTraceError inside of a transform: what it hands out is no captured tensor."""
         if self.transform_level is not None and self.transform_level() is not None:
-            refuse(
-                "a transform (vmap, grad, jvp) inside a mod",
-                "torch.func",
-                "A mod computes one score from scalars: transform tensors outside of it.",
-            )
+            refuse(*TRANSFORM)
 
     def load(self, tensor: Tensor, arguments: str) -> Symbol:
         self.refuse_transform()
