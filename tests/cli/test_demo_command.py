@@ -111,6 +111,18 @@ def test_pictures_need_matplotlib(
     assert 'pip install ".[demo]"' in result.err
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_pictures_go_into_a_folder(
+    place: str, command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("anyflex.demo.plots.plotting_available", lambda: True)
+    (tmp_path / "file").write_text("taken")
+    result = command(*SHORT, "--plots", str(tmp_path / place))
+    assert result.code == ExitCode.USAGE
+    assert "--plots must be a folder, or be free for one: " in result.err
+    assert str(tmp_path / place) in result.err and "step" not in result.err
+
+
 def test_a_machine_without_sources_is_not_run(
     command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -364,5 +364,28 @@ def test_a_mask_is_printed_with_its_blocks() -> None:
     assert "BLOCK_SIZE=(16, 16)" in repr(mask) and "by_batch_and_head" in repr(mask)
 
 
+@pytest.mark.parametrize(
+    "grid_size", ["a", "ab", (3,), (1, 2, 3), 2.5, None, 0, (0, 0), (3, 0), -2, True, (3, "a")]
+)
+def test_a_drawing_of_no_size_is_refused(grid_size: Any) -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    with pytest.raises(BlockMaskError, match=r"grid_size must be an int or a pair .* got "):
+        mask.to_string(grid_size)
+
+
+@pytest.mark.parametrize("limit", [-1, 1.5, None, "4", True])
+def test_a_drawing_of_no_number_of_heads_is_refused(limit: Any) -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    with pytest.raises(BlockMaskError, match=r"limit must be (an int|in 0\.\.)"):
+        mask.to_string(limit=limit)
+
+
+def test_a_drawing_takes_a_list_an_unbounded_side_and_no_heads_at_all() -> None:
+    mask = create_block_mask(by_batch_and_head, 2, 3, 70, 90, BLOCK_SIZE=16)
+    assert mask.to_string([2, 3]) == mask.to_string((2, 3))
+    assert len(mask.to_string((-1, 3), limit=1).split("\n\n")[0].splitlines()) >= 5
+    assert mask.to_string(limit=0).startswith("...")
+
+
 def test_every_error_of_a_block_mask_is_an_anyflex_error_and_a_value_error() -> None:
     assert issubclass(BlockMaskError, (AnyflexError, ValueError))

@@ -88,6 +88,9 @@ def test_a_plot_is_of_the_batch_entry_and_head_asked_for(tmp_path: Path) -> None
     ):
         with pytest.raises(BlockMaskError, match=message):
             mask.plot(tmp_path / "two.png", **options)  # type: ignore[arg-type]
+    empty = create_block_mask(by_batch_and_head, 0, 3, 70, 90, BLOCK_SIZE=16)
+    with pytest.raises(BlockMaskError, match=r"\(0, 3, 70, 90\) has no batch entry and head to"):
+        empty.plot(tmp_path / "two.png")
     with pytest.raises(BlockMaskError, match=r"path must end in \.png"):
         mask.plot(tmp_path / "mask.svg")
     with pytest.raises(BlockMaskError, match="path must be a str or a path, got int"):

@@ -191,6 +191,22 @@ def test_every_field_that_may_be_unknown_is_tried() -> None:
     assert {each.name for each in dataclasses.fields(Spec)} == {*ELSEWISE, *needed}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [
+        *[("i8", 128, -128), ("i8", 384, -128), ("i8", -129, 127), ("i8", 127, 127)],
+        *[("u8", -1, 255), ("u8", 256, 0), ("i16", 32768, -32768), ("i32", 2**31, -(2**31))],
+        *[("i64", 2**63 - 1, 2**63 - 1), ("i64", -(2**63), -(2**63)), ("bool", 2, True)],
+    ],
+)
+def test_a_constant_is_one_that_its_type_holds(name: str, value: int, held: int) -> None:
+    bound = parse_graph(f"number {name} - i0;=0").bind(constants={"i0": value})
+    assert bound.nodes[0].attribute == held
+    if name != "bool":
+        assert parse_graph(f"const {name} - {value};=0") == bound
+    assert bound.nodes[0].attribute == torch.tensor([value]).to(bound.dtype).item()
+
+
 @pytest.mark.parametrize("name", ["q idx", "x};import os", "", "é", "1x", "a.b", "f0'"])
 def test_a_graph_holds_no_name_that_generated_source_could_not(name: str) -> None:
     with pytest.raises(ValueError, match=r"a name that is none|not enough|too many"):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import anyflex
-from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
+from anyflex.errors import BackendRefused, BlockMaskError, ModIndexError, ModTraceError
 from anyflex.runtime import eager
 
 __all__: list[str] = []
@@ -186,6 +186,44 @@ def test_a_mod_that_calls_itself_without_end_is_refused_by_name_and_line() -> No
         anyflex.flex_attention(
             QUERY, QUERY, QUERY, lambda s, b, h, q, k: deeper(torch.special.zeta(s, 2.0))
         )
+
+
+TRANSFORMS: dict[str, Mod] = {
+    "of a symbol": lambda s, b, h, q, k: torch.vmap(lambda x: x * 2)(s),
+    "of the table": lambda s, b, h, q, k: s + torch.vmap(lambda x: x * 2)(TABLE)[k],
+    "of both": lambda s, b, h, q, k: torch.vmap(lambda x: x * s)(TABLE)[k],
+    "of other arguments": lambda s, b, h, q, k: torch.vmap(lambda x: x, in_dims=(0, 1))(s),
+    "gradient": lambda s, b, h, q, k: torch.func.grad(lambda x: x * 2)(s),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_inside_a_mod_is_refused(name: str) -> None:
+    mod = TRANSFORMS[name]
+    with pytest.raises(
+        ModTraceError, match=r"^a transform \(vmap, grad, jvp\) inside a mod"
+    ) as seen:
+        attend(mod)
+    assert seen.value.line in range(*lines_of(mod)) and seen.value.file == __file__
+    with pytest.raises(ModTraceError, match="inside a mod.*transform tensors outside of it"):
+        anyflex.create_block_mask(lambda b, h, q, k: mod(q * 1.0, b, h, q, k) > k, 1, 1, 16, 16)
+
+
+def test_a_value_error_of_the_mod_s_own_stays_what_it_is() -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        attend(lambda s, b, h, q, k: s * int("seven"))
+
+
+def test_where_a_mask_mod_that_no_graph_holds_may_not_run_the_operation_is_named() -> None:
+    mask = anyflex.create_block_mask(lambda b, h, q, k: torch.lgamma(q + 1.0) >= k, 1, 1, 16, 16)
+    named = r"torch operation lgamma is not one that a mod graph can hold .*test_untraceable_mods"
+    for given in (mask, mask.row_slice(4, 8)):
+        query = QUERY[:, :, : given.shape[2]]
+        with pytest.raises(BackendRefused, match=f"mask_mod can't be traced: {named}") as caught:
+            anyflex.flex_attention(query, QUERY, QUERY, block_mask=given, backend="cpu")
+        assert "operation lgamma can't be traced" in caught.value.reasons["cpu"]
+    with pytest.warns(anyflex.PerformanceWarning, match=f"mask_mod runs on the ref.*: {named}"):
+        anyflex.flex_attention(QUERY, QUERY, QUERY, block_mask=mask)
 
 
 def lines_of(function: Any) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError, PerformanceWarning
@@ -95,7 +96,17 @@ def test_automatic_choice_and_no_skipping_are_honoured() -> None:
         ({"zzzzzzzz": 1}, ArgumentError, "there are torch's keys"),
         ([("BLOCK_M", 64)], ArgumentTypeError, "must be a dict or None, got list"),
         ({3: 4}, ArgumentTypeError, "each key must be a str, got 3"),
-        ({"BLOCK_M": [64]}, ArgumentTypeError, "must be an int, float, bool or str, got list"),
+        ({"BLOCK_M": [64]}, ArgumentTypeError, "must be an int, float, bool or str, .* got list"),
+        (
+            {"cpu": {"tile": [6]}},
+            ArgumentTypeError,
+            "must be an int, float, bool or str, got list",
+        ),
+        (
+            {"cpu": torch.ones(2)},
+            ArgumentTypeError,
+            r"kernel_options\['cpu'\] must be .*under a backend's name a dict .* got Tensor",
+        ),
         ({"a=b": 1}, ArgumentError, "there is no option 'a=b'"),
         ({"cpu": {"ratio": float("nan")}}, ArgumentError, "must be finite, got nan"),
         ({"BLOCK_M": -1}, ArgumentError, "'BLOCK_M'.*power of two from 16 to 1024; got -1"),
@@ -138,6 +149,27 @@ def test_what_is_wrong_is_named_with_its_cure(
 ) -> None:
     with pytest.raises(error, match=message):
         ask(options)
+
+
+@pytest.mark.parametrize(
+    ("device", "explicit", "written"),
+    [
+        ("cuda", None, "cuda"),
+        ("cuda", "cuda.other", "cuda.other"),
+        ("cuda", "cuda", "cuda"),
+        ("cpu", None, "cuda"),
+        ("tpu", None, "tpu"),
+    ],
+)
+def test_an_own_option_at_the_top_is_to_be_written_under_the_backend_that_is_asked_for(
+    device: str, explicit: str | None, written: str
+) -> None:
+    for name in ("cuda.other", "tpu"):
+        register(name, make_stub(options={"pipeline": Option(int, 2, "stages")}))
+    names = () if explicit is None else (explicit,)
+    message = rf"own option of backend cuda and cuda.other and tpu; write .*\{{'{written}': "
+    with pytest.raises(ArgumentError, match=message):
+        kernel_for(make_spec(device), names, explicit, freeze_options({"pipeline": 3}))
 
 
 def test_a_key_that_only_another_backend_knows_names_its_owner() -> None:

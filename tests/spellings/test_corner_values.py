@@ -85,3 +85,23 @@ def test_a_clamp_whose_bounds_meet_passes_gradients_as_torch_does() -> None:
     torch.clamp(*by_torch).sum().backward()
     for found, wanted in zip(ours, by_torch, strict=True):
         torch.testing.assert_close(found.grad, wanted.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("points", [(0.0, 0.0), (-0.0, 0.0), (0.0, -0.0)])
+def test_a_hypotenuse_of_nothing_has_gradient_0_where_torch_s_is_nan(
+    points: tuple[float, float],
+) -> None:
+    ours, by_torch = ([torch.tensor([x], requires_grad=True) for x in points] for _ in range(2))
+    scores_of(torch.hypot, *ours).sum().backward()
+    torch.hypot(*by_torch).sum().backward()
+    assert [x.grad.item() for x in ours if x.grad is not None] == [0.0, 0.0]
+    assert all(x.grad is not None and x.grad.isnan() for x in by_torch)
+
+
+@pytest.mark.parametrize("function", [lambda x, y: x // y, torch.heaviside], ids=["//", "step"])
+def test_what_torch_does_not_differentiate_has_gradient_0(function: Function) -> None:
+    ours, by_torch = ([torch.tensor([x], requires_grad=True) for x in (1.5, 0.7)] for _ in (0, 1))
+    with pytest.raises(RuntimeError, match="derivative for aten::.* is not implemented"):
+        function(*by_torch).sum().backward()
+    scores_of(lambda x, y: function(x, y) + 0.0 * x * y, *ours).sum().backward()
+    assert [x.grad.item() for x in ours if x.grad is not None] == [0.0, 0.0]

@@ -104,6 +104,9 @@ U8, I8, I32 = (torch.arange(7, dtype=t) for t in (torch.uint8, torch.int8, torch
         "i8[q].masked_fill(q > k, 128)",
         "i8[q].masked_fill(q > k, float('inf'))",
         "torch.full_like(u8[q], 300)",
+        "u8[q] ** 256",
+        "i8[q] ** 128",
+        "torch.pow(i32[q], 1 << 31)",
     ],
 )
 def test_a_number_that_the_type_cannot_hold_is_refused_as_torch_refuses_it(
@@ -120,6 +123,26 @@ def test_a_number_that_the_type_cannot_hold_is_refused_as_torch_refuses_it(
 @pytest.mark.parametrize(
     "expression",
     [
+        "u8[q] // 256",
+        "u8[q] % -256",
+        "i8[q] % 768",
+        "torch.fmod(i8[q], -512)",
+        "torch.div(i32[q], 1 << 32, rounding_mode='trunc')",
+        "torch.div(i32[q], 3 << 32, rounding_mode='floor')",
+    ],
+)
+def test_a_divisor_that_is_0_in_the_type_is_refused_as_torch_refuses_it(expression: str) -> None:
+    mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
+    zero = torch.zeros((), dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        mod(zero.float(), zero, zero, zero, zero)
+    with pytest.raises(ModTraceError, match=r"which is 0 in that type.*`x.long\(\)`"):
+        trace_mod(mod, "score")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
         "u8[k].clamp(max=255)",
         "u8[k].clamp(min=-1)",  # 255
         "u8[k].clamp(-255, 200)",
@@ -129,6 +152,9 @@ def test_a_number_that_the_type_cannot_hold_is_refused_as_torch_refuses_it(
         "torch.where(q > k, 255, u8[k])",
         "u8[k] + 300",
         "u8[k] * 300",
+        "u8[k] % 300",
+        "i8[k] // 384",
+        "300 ** u8[k]",
     ],
 )
 def test_a_number_that_torch_accepts_means_what_it_means_there(expression: str) -> None:

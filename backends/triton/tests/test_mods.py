@@ -139,8 +139,7 @@ CONSTANTS = [
 
 @pytest.mark.parametrize(("name", "value"), CONSTANTS)
 def test_a_constant_is_as_its_type_holds_it(name: str, value: float) -> None:
-    nodes = list(parse_graph(f"{PAIR};=4").nodes)
-    checked([*nodes, Node("const", DTYPES[name], (), value)], [])
+    checked(list(parse_graph(f"{PAIR};const {name} - {value};=5").nodes), [])
 
 
 @pytest.mark.parametrize(
@@ -175,6 +174,19 @@ def test_an_integer_operation_with_a_constant_has_torch_s_meaning(
         checked(
             [*nodes, Node(operation, dtype, (place, 6))], [] if first is None else [first], skip
         )
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 64, 127, 128, 192, 255, None])
+def test_a_power_of_bytes_knows_all_bits_of_the_exponent(exponent: int | None) -> None:
+    first = torch.tensor([254, 2, 3, 255, 128, 1, 0, 200], dtype=torch.uint8).repeat(M * N // 8)
+    nodes = [*parse_graph(f"{PAIR};=4").nodes, Node("load", torch.uint8, (4,), 0)]
+    tables = [first]
+    if exponent is None:
+        nodes.append(Node("load", torch.uint8, (4,), 1))
+        tables.append(torch.arange(M * N).to(torch.uint8))
+    else:
+        nodes.append(Node("const", torch.uint8, (), exponent))
+    checked([*nodes, Node("pow", torch.uint8, (5, 6))], tables)
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0, 3.0, -0.5, -1.0, -2.0, 0.0, 4.0, 1.5, -3.0])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
 from anyflex.failing import fail
+from anyflex.mod_graph.trace import check_signature
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]
 
@@ -21,13 +22,14 @@ def noop_mask(batch: Tensor, head: Tensor, token_q: Tensor, token_kv: Tensor) ->
 def and_masks(*mask_mods: MaskMod) -> MaskMod:
     """Return the mask mod that is live where all of `mask_mods` are; everywhere if there are none.
 
-    Raises ArgumentTypeError, naming the position, for an argument that is not callable.
+    Raises ArgumentTypeError, naming the position, for an argument that is not callable, and
+    BlockMaskError for one that takes other arguments.
 
     >>> causal = lambda b, h, q, k: q >= k
     >>> window = lambda b, h, q, k: q - k < 128
     >>> sliding_window = and_masks(causal, window)
     """
-    _check_callable("and_masks", mask_mods)
+    _check_members("and_masks", mask_mods)
 
     def and_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = b.new_ones((), dtype=torch.bool)
@@ -41,9 +43,10 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
 def or_masks(*mask_mods: MaskMod) -> MaskMod:
     """Return the mask mod that is live where any of `mask_mods` is; nowhere if there are none.
 
-    Raises ArgumentTypeError, naming the position, for an argument that is not callable.
+    Raises ArgumentTypeError, naming the position, for an argument that is not callable, and
+    BlockMaskError for one that takes other arguments.
     """
-    _check_callable("or_masks", mask_mods)
+    _check_members("or_masks", mask_mods)
 
     def or_mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         result = b.new_zeros((), dtype=torch.bool)
@@ -54,7 +57,7 @@ def or_masks(*mask_mods: MaskMod) -> MaskMod:
     return or_mask
 
 
-def _check_callable(function: str, mask_mods: tuple[Any, ...]) -> None:
+def _check_members(function: str, mask_mods: tuple[Any, ...]) -> None:
     for position, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             fail(
@@ -62,3 +65,4 @@ def _check_callable(function: str, mask_mods: tuple[Any, ...]) -> None:
                 f"{function}: argument {position} must be a mask mod, got "
                 f"{type(mask_mod).__name__}",
             )
+        check_signature(mask_mod, "mask", f"{function}: argument {position}")

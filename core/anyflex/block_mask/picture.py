@@ -32,13 +32,12 @@ _LINED = 8
 """Cells of this many pixels get a line of lighter ones between them."""
 
 
-def draw(views: MaskViews, grid_size: int | tuple[int, int], limit: int) -> str:
+def draw(views: MaskViews, grid_size: tuple[int, int], limit: int) -> str:
     """Return the drawing that `BlockMask.to_string` describes."""
     rows, columns = views.q_blocks, views.kv_blocks
-    most = (grid_size, grid_size) if isinstance(grid_size, int) else grid_size
     row_step, column_step = (
-        1 if cells < 0 else max(1, -(-count // max(cells, 1)))
-        for count, cells in zip((rows, columns), most, strict=True)
+        1 if cells < 0 else max(1, -(-count // cells))
+        for count, cells in zip((rows, columns), grid_size, strict=True)
     )
     batch, heads, _ = views.offsets.shape
     drawn = []

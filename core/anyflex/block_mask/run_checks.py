@@ -1,4 +1,4 @@
-"""Checks of what a user builds a block mask from: sizes, devices, offsets and runs.
+"""Checks of what a user builds or draws a block mask from: sizes, devices, offsets and runs.
 
 All raise BlockMaskError and name argument, row, run or position.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "check_values",
     "checked_block_size",
     "checked_device",
+    "checked_grid_size",
     "checked_length",
     "checked_lengths",
     "refuse_meta",
@@ -63,6 +64,18 @@ def checked_block_size(value: Any) -> tuple[int, int]:
         )
     if not (1 <= sizes[0] <= _LARGEST and 1 <= sizes[1] <= _LARGEST):
         raise BlockMaskError(f"BLOCK_SIZE must be in 1..{_LARGEST}, got {value!r}")
+    return sizes[0], sizes[1]
+
+
+def checked_grid_size(value: Any) -> tuple[int, int]:
+    """Return a drawing's most (rows, columns) from an int or a pair; -1 is no bound."""
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    sizes = [n for n in map(_integer, pair) if n is not None and (n > 0 or n == -1)]
+    if len(pair) != 2 or len(sizes) != 2:
+        raise BlockMaskError(
+            "grid_size must be an int or a pair of ints (rows, columns), each at least 1 or -1 "
+            f"for one character a block, got {value!r}"
+        )
     return sizes[0], sizes[1]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask import picture
+from anyflex.block_mask.run_checks import checked_grid_size, checked_length
 from anyflex.block_mask.runs import PARTIAL, unpack
 from anyflex.block_mask.views import MaskViews
 from anyflex.errors import BlockMaskError
@@ -66,8 +67,14 @@ class BlockStructure:
         Args:
             grid_size: most (rows, columns) of characters; -1 for one a block.
             limit: most (batch, head) pairs that are drawn.
+
+        Raises:
+            BlockMaskError: `grid_size` is neither such an int nor a pair of them, or `limit` is
+                no int or is negative.
         """
-        return picture.draw(self.views(), grid_size, limit)
+        return picture.draw(
+            self.views(), checked_grid_size(grid_size), checked_length("limit", limit)
+        )
 
     def plot(self, path: str | os.PathLike[str], batch: int = 0, head: int = 0) -> None:
         """Write a PNG picture of the blocks of one batch entry and head; needs no library.
@@ -77,7 +84,7 @@ class BlockStructure:
 
         Raises:
             BlockMaskError: `path` is no path, or doesn't end in .png, or `batch` or `head` is out
-                of range.
+                of range, or B' or H' is 0.
             OSError: the file can't be written.
         """
         if not isinstance(path, (str, os.PathLike)):
@@ -88,6 +95,10 @@ class BlockStructure:
             ("batch", batch, self.offsets.shape[0]),
             ("head", head, self.offsets.shape[1]),
         ):
+            if not size:
+                raise BlockMaskError(
+                    f"a mask of shape {self.shape} has no batch entry and head to plot"
+                )
             if not isinstance(value, int) or not 0 <= value < size:
                 raise BlockMaskError(f"{name} must be in 0..{size - 1}, got {value!r}")
         with open(path, "wb") as file:

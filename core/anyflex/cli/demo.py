@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anyflex.cli.exit_codes import ExitCode, NotRun
+from anyflex.cli.exit_codes import ExitCode, NotRun, WrongUsage
 
 if TYPE_CHECKING:
     from anyflex.demo.run import DemoResult
@@ -86,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         raise NotRun(
             '--plots needs matplotlib; install it: pip install ".[demo]" in a checkout of anyflex'
         )
+    if args.plots is not None:
+        try:  # now, not after the training
+            args.plots.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WrongUsage(f"--plots must be a folder, or be free for one: {error}") from error
     settings = DemoSettings(
         seconds=args.seconds,
         steps=args.steps,

@@ -318,9 +318,7 @@ class Evaluation:
                 return Range(value, value)
             assert isinstance(node.attribute, int)
             number = int(node.attribute)
-            # One that the type can't hold wraps.
-            fits = _fits(number, number, node.dtype)
-            return Range(number, number, True) if fits else None
+            return Range(number, number, True)
         if not self.static and not is_float and self.analysis.unknown(position):
             return None
         if node.operation == "input":

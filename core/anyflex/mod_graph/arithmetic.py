@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from anyflex.fixed import fixed
+from anyflex.mod_graph.operations import DTYPES
 from anyflex.mod_graph.refusal import refuse
 from anyflex.mod_graph.symbol import CATEGORY, FLOAT, INT, Symbol
 from anyflex.mod_graph.tracer import Tracer
@@ -117,8 +118,15 @@ def integer_kind(t: Tracer, x: Any, y: Any, operation: str) -> str:
     kind = t.common_kind(x, y)
     if kind == "bool":
         refuse(f"{operation} of bools", operation, "Convert with `.int()`.")
-    if CATEGORY[kind] == INT and not isinstance(y, Symbol) and y == 0:
-        refuse(f"{operation}: an integer divided by zero", operation, "Use a nonzero divisor.")
+    if CATEGORY[kind] == INT and not isinstance(y, Symbol):
+        if y == 0:
+            refuse(f"{operation}: an integer divided by zero", operation, "Use a nonzero divisor.")
+        if t.wraps_to_zero(kind, y):
+            refuse(
+                f"{operation}: {DTYPES[kind]} divided by {y}, which is 0 in that type",
+                operation,
+                "Convert to torch.int64 first: `x.long()`.",
+            )
     return kind
 
 
@@ -146,6 +154,7 @@ def power(t: Tracer, x: Any, y: Any, modulus: Any = None) -> Symbol:
         refuse("an integer to a negative power", "**", "Use `1.0 / x`.")
     if kind == "bool":
         kind = "i64"
+    t.must_hold(kind, y, "**")
     return t.binary("pow", x, y, kind)
 
 

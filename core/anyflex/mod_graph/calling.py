@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from anyflex.errors import AnyflexError
 from anyflex.failing import fail
-from anyflex.mod_graph.refusal import OWN
+from anyflex.mod_graph.refusal import OWN, TRANSFORM
 from anyflex.mod_graph.symbol import Symbol
 
 __all__ = ["call_mod", "codes_of", "error_location", "functorch_level", "refuse_recursion"]
@@ -21,6 +22,7 @@ __all__ = ["call_mod", "codes_of", "error_location", "functorch_level", "refuse_
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_FUNCTORCH = os.path.join(_TORCH, "_functorch")
 _ARGUMENTS = re.compile(
     r"(\w+)\(\):? "
     r"(argument '\w+' .*must be .+, not \w+|received an invalid combination of arguments)"
@@ -33,7 +35,9 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
 
     Raises:
         ModTraceError: torch's argument parser doesn't take what the mod gives it, the mod compiles
-            a function, or its calls are nested too deeply.
+            a function or transforms one, or its calls are nested too deeply; a score function
+            that can't be called so.
+        BlockMaskError: a mask function that can't be called so.
         Whatever else `function` itself raises.
     """
     if isinstance(function, types.FunctionType) and _compiles(function.__code__):
@@ -51,10 +55,17 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         name = getattr(function, "__qualname__", type(function).__name__)
         refuse_recursion(f"{'score_mod' if len(symbols) == 5 else 'mask_mod'} {name}", error)
     except TypeError as error:
+        if isinstance(error, AnyflexError):
+            raise
+        refused = symbols[0].tracer.refused
+        if refused is not None:  # Python took its TypeError for "not my operand"
+            raise refused from error
+        file, line = error_location(error)
         match = _ARGUMENTS.match(str(error))
         if match is None:
+            if file is None:  # no line of the user's has run
+                _refuse_call(len(symbols), error)
             raise
-        file, line = error_location(error)
         fail(
             "ModTraceError",
             f"torch.{match[1]} does not take its arguments: {match[2]}",
@@ -65,6 +76,35 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
             file=file,
             line=line,
         )
+    except ValueError as error:
+        if isinstance(error, AnyflexError) or not _raised_by_functorch(error):
+            raise
+        problem, operation, hint = TRANSFORM
+        file, line = error_location(error)
+        fail("ModTraceError", problem, operation=operation, hint=hint, file=file, line=line)
+
+
+def _refuse_call(count: int, error: TypeError) -> NoReturn:
+    """Raise for a mod, or a member of one that is composed, that takes other arguments than it is
+    given, where its signature didn't tell."""
+    if count == 4:
+        fail(
+            "BlockMaskError",
+            f"mask_mod can't be called as f(b, h, q_idx, kv_idx), with 4 arguments: {error}",
+        )
+    fail(
+        "ModTraceError",
+        f"score_mod can't be called as f(score, b, h, q_idx, kv_idx), with 5 arguments: {error}",
+        operation="signature",
+    )
+
+
+def _raised_by_functorch(error: BaseException) -> bool:
+    """Does an error come from torch's transforms, which read shapes before they call anything?"""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_FUNCTORCH)
 
 
 def refuse_recursion(mod: str, error: RecursionError) -> NoReturn:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anyflex.mod_graph.first_calls import make_first_calls
-from anyflex.mod_graph.graph import Node
+from anyflex.mod_graph.graph import Node, wrapped
 from anyflex.mod_graph.lowering import Lowering, Rule
 
 __all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
@@ -59,9 +59,7 @@ def _held(value: int | float, dtype: torch.dtype) -> int | float:
         return math.copysign(math.inf, value) if abs(value) > torch.finfo(dtype).max else value
     if dtype is torch.bool:
         return value
-    # What the type can't hold wraps, as torch's conversions do.
-    limits = torch.iinfo(dtype)
-    return (int(value) - limits.min) % (1 << limits.bits) + limits.min
+    return wrapped(int(value), dtype)
 
 
 def _number(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES, OPERATIONS
 from anyflex.mod_graph.printing import printed
 
-__all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "is_number", "parse_graph"]
+__all__ = ["Attribute", "GraphBuilder", "ModGraph", "Node", "is_number", "parse_graph", "wrapped"]
 
 Attribute = str | int | float | bool | None
 
@@ -26,7 +26,8 @@ class Node:
             one dtype: the tracer inserts casts where torch would promote.
         arguments: positions of the operands in the graph's nodes, all smaller than its own.
         attribute: an input's name, a number's slot (``"i0"``, ``"f2"``), a constant's value, or a
-            load's position in the call's captured tensors.
+            load's position in the call's captured tensors. An integer constant is one that its
+            type holds.
     """
 
     operation: str
@@ -144,10 +145,16 @@ class ModGraph:
         return ModGraph(tuple(nodes), self.output)
 
 
+def wrapped(value: int, dtype: torch.dtype) -> int:
+    """Return an integer as an integer type holds it; what it can't hold wraps, as torch's do."""
+    limits = torch.iinfo(dtype)
+    return (value - limits.min) % (1 << limits.bits) + limits.min
+
+
 def _converted(value: int | float, dtype: torch.dtype) -> int | float | bool:
     if dtype is torch.bool:
         return bool(value)
-    return float(value) if dtype.is_floating_point else int(value)
+    return float(value) if dtype.is_floating_point else wrapped(int(value), dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -180,7 +187,7 @@ def _attribute(operation: str, dtype: torch.dtype, text: str) -> Attribute:
     if operation == "const":
         if dtype is torch.bool:
             return text == "True"
-        return float(text) if dtype.is_floating_point else int(text)
+        return float(text) if dtype.is_floating_point else wrapped(int(text), dtype)
     return None
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "NUMPY",
     "PLAIN_REFUSED",
     "REFUSED",
+    "TRANSFORM",
     "branch_hint",
     "change_in_place",
     "refuse",
@@ -35,8 +36,10 @@ __all__ = [
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not all of the package: the demo has mods of its own.
 OWN = tuple(
-    os.path.join(_PACKAGE, part)
-    for part in "attention gradients explanation mod_graph block_mask reference runtime".split()
+    os.path.join(_PACKAGE, *part.split("/"))
+    for part in (
+        "attention gradients explanation mod_graph mods/composition block_mask reference runtime"
+    ).split()
 )
 _TRACE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -119,6 +122,12 @@ CUSTOM_FUNCTION = (
     "torch.autograd.Function",
     "Write its forward as the mod, with x.detach() where no gradient is to pass: a straight-"
     "through estimator is `x + (torch.round(x) - x).detach()`.",
+)
+
+TRANSFORM = (
+    "a transform (vmap, grad, jvp) inside a mod",
+    "torch.func",
+    "A mod computes one score from scalars: transform tensors outside of it.",
 )
 
 

@@ -39,7 +39,7 @@ from anyflex.mod_graph.tensor_symbol import tensor_symbol
 from anyflex.mod_graph.tracer import Tracer
 from anyflex.symbolic import NUMBERS
 
-__all__ = ["TracedMod", "captured_name", "mod_kind", "trace_mod"]
+__all__ = ["TracedMod", "captured_name", "check_signature", "mod_kind", "trace_mod"]
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
@@ -275,14 +275,18 @@ WANTED = {
 }
 
 
-def check_signature(function: Any, kind: Literal["score", "mask"]) -> None:
+def check_signature(function: Any, kind: Literal["score", "mask"], argument: str = "") -> None:
     """Check that `function` can be called as a mod of this kind; Dynamo follows it.
+
+    Args:
+        argument: how messages name it, by default ``"score_mod"`` or ``"mask_mod"``.
 
     Raises:
         ArgumentTypeError: it is not a plain function.
         ModTraceError, BlockMaskError: a score, or mask, function with other arguments.
     """
-    wanted, argument, signature = WANTED[kind]
+    wanted, name, signature = WANTED[kind]
+    argument = argument or name
     if isinstance(function, types.FunctionType):
         code = function.__code__
         if code.co_flags & ASYNC_OR_GENERATOR:

@@ -12,7 +12,7 @@ from anyflex.errors import ModTraceError
 from anyflex.failing import fail
 from anyflex.lazy_parameters import LAZY, check_initialized
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
-from anyflex.mod_graph.refusal import NUMPY, refuse, refuse_custom_function
+from anyflex.mod_graph.refusal import NUMPY, TRANSFORM, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 from anyflex.symbolic import INTS, NUMBERS, SYMBOLIC
 
@@ -138,6 +138,11 @@ class Tracer:
                 f"Give a number of {low}..{high}, or convert to torch.int64 first: `x.long()`.",
             )
 
+    def wraps_to_zero(self, kind: str, value: int) -> bool:
+        """Tell whether an integer type holds no other bits of a number than zeros."""
+        low, high = LIMITS[kind]
+        return kind != "i64" and value % (high - low + 1) == 0
+
     def rank(self, tensor: Tensor) -> int:
         """A captured tensor's rank. That it is asked for here is not the mod's doing."""
         read_facts = self.read_facts
@@ -150,11 +155,7 @@ class Tracer:
     def refuse_transform(self) -> None:
         """Raise ModTraceError inside of a transform: what it hands out is no captured tensor."""
         if self.transform_level is not None and self.transform_level() is not None:
-            refuse(
-                "a transform (vmap, grad, jvp) inside a mod",
-                "torch.func",
-                "A mod computes one score from scalars: transform tensors outside of it.",
-            )
+            refuse(*TRANSFORM)
 
     def load(self, tensor: Tensor, arguments: str) -> Symbol:
         self.refuse_transform()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from anyflex.factory_arguments import check_callable
+from anyflex.mod_graph.trace import check_signature
 
 __all__ = ["ScoreMod", "compose"]
 
@@ -22,9 +23,11 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
 
     Raises:
         ArgumentTypeError: an argument that is not callable; names its position.
+        ModTraceError: one that takes other arguments; names its position.
     """
     for position, score_mod in enumerate(score_mods):
         check_callable(f"compose: argument {position}", score_mod, "score mod")
+        check_signature(score_mod, "score", f"compose: argument {position}")
 
     def composed(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
         for score_mod in score_mods:

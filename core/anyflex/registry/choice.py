@@ -181,7 +181,9 @@ class Choice:
                 if (entry := self.table.get(name)) is not None
                 and (state := entry.state()).backend is not None
             }
-            raise options.unknown_key(unknown[0][0], backends, names)
+            asked = self.candidates or self.table.of_device(self.spec.device_type)
+            meant = [entry.name for entry in asked]
+            raise options.unknown_key(unknown[0][0], backends, names, meant)
 
     def _check_own_options(self) -> None:
         """Check what is meant for backends that won't compute this call. One that isn't loaded,

@@ -14,6 +14,9 @@ KernelOptions = tuple[tuple[str, object], ...]
 """Sorted pairs; a backend's own options are again pairs under its name."""
 
 
+_OR_OWN = ", or under a backend's name a dict with its own options"
+
+
 def freeze_options(kernel_options: object) -> KernelOptions:
     """Return ``kernel_options`` as sorted, hashable pairs; () for None.
 
@@ -37,7 +40,7 @@ def freeze_options(kernel_options: object) -> KernelOptions:
             own = [(name, _atom(value[name], where, name)) for name in _sorted_keys(value, where)]
             pairs.append((key, tuple(own)))
         else:
-            pairs.append((key, _atom(value, "kernel_options", key)))
+            pairs.append((key, _atom(value, "kernel_options", key, _OR_OWN)))
     return tuple(pairs)
 
 
@@ -50,7 +53,7 @@ def _sorted_keys(options: dict[Any, object], where: str) -> list[str]:
     return sorted(options)
 
 
-def _atom(value: object, where: str, key: str) -> object:
+def _atom(value: object, where: str, key: str, more: str = "") -> object:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         fail("ArgumentError", f"{where}[{key!r}] must be finite, got {value}")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -59,5 +62,5 @@ def _atom(value: object, where: str, key: str) -> object:
         return value
     fail(
         "ArgumentTypeError",
-        f"{where}[{key!r}] must be an int, float, bool or str, got {type(value).__name__}",
+        f"{where}[{key!r}] must be an int, float, bool or str{more}, got {type(value).__name__}",
     )

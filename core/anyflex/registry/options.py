@@ -166,19 +166,23 @@ def _check_torch_key(key: str, value: object, rule: TorchKey) -> None:
         raise ArgumentError(f"kernel_options[{key!r}] must be {rule.rule}; got {value!r}")
 
 
-def unknown_key(key: str, backends: Mapping[str, Backend], names: Iterable[str]) -> ArgumentError:
+def unknown_key(
+    key: str, backends: Mapping[str, Backend], names: Iterable[str], meant: Iterable[str]
+) -> ArgumentError:
     """Return the error for a top-level key that nobody knows, with the nearest name and its owner.
 
     Args:
         key: the key.
         backends: the backends that could be loaded, by name.
         names: every backend name that is known.
+        meant: names of those that may compute the call, the likeliest first.
     """
     owners = sorted(name for name, backend in backends.items() if key in backend.options)
     if owners:
+        owner = next((name for name in meant if name in owners), owners[0])
         return ArgumentError(
             f"kernel_options[{key!r}]: it is an own option of backend {' and '.join(owners)}; "
-            f"write kernel_options={{{owners[0]!r}: {{{key!r}: ...}}}}"
+            f"write kernel_options={{{owner!r}: {{{key!r}: ...}}}}"
         )
     return ArgumentError(
         f"kernel_options[{key!r}]: no such option; " + _nearest(key, backends, sorted(names))

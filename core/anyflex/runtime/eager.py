@@ -22,7 +22,7 @@ from anyflex.errors import (
 )
 from anyflex.mod_graph.mod_key import traced
 from anyflex.mod_graph.refusal import CUSTOM_FUNCTION
-from anyflex.mod_graph.trace import TracedMod
+from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.autograd import FlexAttention
@@ -138,7 +138,7 @@ def gather(
         else:
             mask_function = block_mask.opaque
             if mask_function is not None:
-                _allow_opaque("mask_mod", "it can't be traced", "mask_mod", backend)
+                _allow_opaque("mask_mod", *_refusal(mask_function, device), backend)
     captured = (*score.captured, *mask.captured)
     for tensor in captured:
         if tensor.device != device or tensor.layout is not STRIDED:
@@ -207,6 +207,16 @@ def _opaque(
         raise
     _allow_opaque("score_mod", str(error), error.operation, backend)
     return TracedMod("", captured, [], [], [""] * len(captured))
+
+
+def _refusal(mask_mod: Callable[..., Tensor], device: torch.device) -> tuple[str, str]:
+    """Why a mask mod that a block mask holds as a function is none that a graph can hold, and the
+    operation: a mask isn't made with what the tracer said."""
+    try:
+        trace_mod(mask_mod, "mask", device=device)
+    except ModTraceError as error:
+        return str(error), error.operation
+    return "it could not be traced when the block mask was made", "mask_mod"
 
 
 def _allow_opaque(mod: str, problem: str, operation: str, backend: str | None) -> None:

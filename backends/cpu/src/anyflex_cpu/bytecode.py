@@ -255,9 +255,6 @@ def _const(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
             value = ctypes.c_float(value).value
         else:
             value = torch.tensor(value, dtype=node.dtype, device="cpu").item()
-    else:
-        limits = torch.iinfo(node.dtype)
-        value = (int(value) - limits.min) % (1 << limits.bits) + limits.min
     return context.steps.constant(context.kind(node), value)
 
 
@@ -275,17 +272,15 @@ def _arithmetic(context: _Context, node: Node, operands: Sequence[Value]) -> Val
     return value if node.operation in _EXACT else context.after(node.dtype, value)
 
 
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def _by_power_of_two(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
     """floordiv and mod of ints: a shift and a mask where the divisor is a constant power of 2."""
     divisor = context.nodes[node.arguments[1]]
     number = divisor.attribute
-    limits = torch.iinfo(node.dtype)
-    if (
-        divisor.operation == "const"
-        and isinstance(number, int)
-        and 0 < number <= limits.max
-        and number & (number - 1) == 0
-    ):
+    if divisor.operation == "const" and isinstance(number, int) and _is_power_of_two(number):
         kind = context.kind(node)
         x = context.to_kind(operands[0], kind)
         if node.operation == "mod":

@@ -176,9 +176,7 @@ def _held(node: Node) -> int | float:
     if node.dtype is torch.bool:
         return bool(value)
     if not node.dtype.is_floating_point:
-        # A number beyond the type's range wraps.
-        limits = torch.iinfo(node.dtype)
-        return (int(value) - limits.min) % (1 << limits.bits) + limits.min
+        return int(value)
     if abs(value) > torch.finfo(node.dtype).max:
         return math.copysign(math.inf, value)
     return float(torch.tensor(value, dtype=node.dtype).item())
@@ -483,7 +481,8 @@ def _integer_power(program: _Program, node: Node, operands: Sequence[str]) -> st
     number = program.number(node.arguments[1])
     if number is not None and 1 <= number <= 4:
         return _plain(_product("{0}", number))(program, node, operands)
-    return _plain("ops.integer_power({0}, {1}, {bits})")(program, node, operands)
+    digits = "{bits}" if node.dtype is torch.uint8 else "{bits} - 1"
+    return _plain(f"ops.integer_power({{0}}, {{1}}, {digits})")(program, node, operands)
 
 
 def _not(program: _Program, node: Node, operands: Sequence[str]) -> str:

@@ -259,11 +259,12 @@ def integer_fmod(x, y):
 
 
 @triton.jit
-def integer_power(x, y, BITS: tl.constexpr):
-    """x ** y, wrapping. A negative y gives 0, except for 1 and -1."""
+def integer_power(x, y, DIGITS: tl.constexpr):
+    """x ** y, wrapping; y has so many bits beside its sign. A negative y gives 0, except for 1 and
+    -1."""
     result = x * 0 + 1
     square = x
-    for bit in tl.static_range(BITS - 1):
+    for bit in tl.static_range(DIGITS):
         result = tl.where(((y >> bit) & 1) != 0, result * square, result)
         square = square * square
     return tl.where((y < 0) & (x != 1) & (x + 1 != 0), result * 0, result)

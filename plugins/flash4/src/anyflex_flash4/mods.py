@@ -66,10 +66,7 @@ def _const(program: _Program, node: Node, operands: Sequence[str]) -> str:
     elif node.dtype is torch.bool:
         text = repr(bool(value))
     else:
-        # A number beyond the type's range wraps.
-        bits = torch.iinfo(node.dtype).bits
-        value = int(value) & ((1 << bits) - 1)
-        text = repr(value - (1 << bits) if value > torch.iinfo(node.dtype).max else value)
+        text = repr(int(value))
     return _emit(program, node, f"{_converter(node.dtype)}({text})")
 
 
