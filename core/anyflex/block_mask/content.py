@@ -13,6 +13,7 @@ from anyflex.block_mask import live_views, saved_form
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
     MaskMod,
+    OpaqueMask,
     RebuiltMaskMod,
     captured_name,
     moved,
@@ -46,7 +47,7 @@ class MaskContent(BlockStructure):
 
     # Plain attributes, as the structure has: a call reads them under torch.compile.
     traced: TracedMod | None
-    opaque: MaskMod | None
+    opaque: OpaqueMask | None
     needs_mask_mod: bool
 
     def _fill(
@@ -56,7 +57,7 @@ class MaskContent(BlockStructure):
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
         traced: TracedMod | None,
-        opaque: MaskMod | None,
+        opaque: OpaqueMask | None,
         mask_mod: MaskMod | None,
         *,
         needs_mask_mod: bool = False,
@@ -104,7 +105,7 @@ class MaskContent(BlockStructure):
                 )
             traced, opaque = None, None
         else:
-            traced, opaque = trace_mask_mod(function)
+            traced, opaque = trace_mask_mod(function, self.device)
         with _LOCK:
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False
@@ -147,10 +148,12 @@ class MaskContent(BlockStructure):
                 watch = Watch()
                 for name in _STRUCTURE:
                     watch.add(name, getattr(self, name))
-                if self.traced is not None:
-                    for position, tensor in enumerate(self.traced.captured):
+                mod = self.opaque if self.traced is None else self.traced
+                if mod is not None:
+                    read = mod.captured if isinstance(mod, TracedMod) else mod.tensors
+                    for position, tensor in enumerate(read):
                         # Values matter only to a structure that was computed from them.
-                        name = captured_name(self.traced, position)
+                        name = captured_name(mod, position)
                         watch.add(name, tensor, values=self._from_captured)
                 self._watch = watch
                 self._structure = live_views.shared(self._structure)
