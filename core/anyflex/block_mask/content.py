@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from anyflex.arguments import refuse_assigned
 from anyflex.block_mask import live_views, saved_form
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
@@ -125,7 +126,7 @@ class MaskContent(BlockStructure):
         else:
             self._watch.check()
         if structure.offsets is not self.offsets or structure.runs is not self.runs:
-            _refuse_assigned()
+            refuse_assigned()
         return structure if device is None else structure.on(device)
 
     def unchanged_structure(self) -> MaskViews:
@@ -135,7 +136,7 @@ class MaskContent(BlockStructure):
             return self.views()
         self._watch.check(_STRUCTURE)
         if self._structure.offsets is not self.offsets or self._structure.runs is not self.runs:
-            _refuse_assigned()
+            refuse_assigned()
         return self._structure
 
     def _start_watching(self) -> MaskViews:
@@ -157,6 +158,8 @@ class MaskContent(BlockStructure):
                         watch.add(name, tensor, values=self._from_captured)
                 self._watch = watch
                 self._structure = live_views.shared(self._structure)
+                if self._from_captured and self.traced is not None and self.traced.captured:
+                    live_views.watch(self._structure, watch)
             return self._structure
 
     def on(self, device: torch.device) -> Self:
@@ -246,9 +249,3 @@ def _zero_alone(offsets: Tensor, traced: TracedMod | None) -> tuple[str, ...]:
     alone = [index for index, size in sizes if size == 1]
     read = indices_read(traced, None) if alone else ()
     return tuple(index for index in alone if index in read)
-
-
-def _refuse_assigned() -> NoReturn:
-    raise BlockMaskError(
-        "offsets or runs of this block mask were assigned; build a new one with from_runs"
-    )
