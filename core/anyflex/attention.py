@@ -18,6 +18,7 @@ from anyflex.arguments import (
     check_scale,
     check_tensor_types,
     check_tensors,
+    refuse_assigned,
     refuse_score_mod,
 )
 from anyflex.aux_outputs import AuxOutput, AuxRequest
@@ -357,6 +358,12 @@ def op_arguments(
     block_size: tuple[int, ...] = ()
     if block_mask is not None:
         structure = [block_mask.offsets, block_mask.runs]
+        # Dynamo guards that they are the same tensors. A mask that it made itself has none yet.
+        derived = block_mask._structure
+        if derived is not None and (
+            derived.offsets is not block_mask.offsets or derived.runs is not block_mask.runs
+        ):
+            refuse_assigned()
         if block_mask.offsets.is_meta and not query.is_meta:
             fail(
                 "BlockMaskError",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import anyflex
+from anyflex.errors import ArgumentError
 from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results, differences
 from tests.changes.ways import WAYS, ScoreMod
@@ -164,3 +165,42 @@ def test_a_mod_freed_and_replaced_at_the_same_address_is_another_mod() -> None:
             lambda s, b, h, q, k, table=table: s + table[k] * k,
         )
         del table
+
+
+CHANGED_IN_PLACE = [
+    "a_parameter_loaded_from_a_state",
+    "a_write_in_place",
+    "a_write_into_a_view",
+    "a_zero_dimensional_tensor_filled",
+]
+UNSEEN_BY_TORCH = ["the_data_of_a_tensor"]
+"""Past the count of changes, as for what any other torch function has saved."""
+
+
+def untraced(mod: ScoreMod) -> ScoreMod:
+    return lambda s, b, h, q, k: mod(s, b, h, q, k) * torch.special.i0(0 * s)
+
+
+@pytest.mark.filterwarnings("ignore::anyflex.PerformanceWarning")
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in UNSEEN_BY_TORCH])
+def test_a_gradient_of_an_untraced_mod_uses_the_values_of_its_forward(name: str) -> None:
+    mod, steps = WAYS[name]()
+    query, key, value = inputs(requires_grad=True)
+    dout = torch.linspace(-1.0, 1.0, query.numel(), dtype=torch.float64).view_as(query)
+    wanted, found = [], []
+    for step in (lambda: None, *steps):
+        mod = step() or mod
+        out = dense_attention(query, key, value, mod).out
+        wanted.append(torch.autograd.grad(out, (query, key, value), dout))
+        found.append(anyflex.flex_attention(query, key, value, untraced(mod)))
+        torch.testing.assert_close(found[-1], out)
+    if name in CHANGED_IN_PLACE or name == "the_default_dtype":
+        if name == "the_default_dtype":
+            torch.set_default_dtype(torch.float32)
+        # torch itself notices a change of what requires grad.
+        noticed = "changed in place|default dtype was|modified by an inplace"
+        with pytest.raises((ArgumentError, RuntimeError), match=noticed):
+            found[0].backward(dout)
+        return
+    for out, gradients in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(out, (query, key, value), dout), gradients)

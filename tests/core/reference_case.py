@@ -16,7 +16,7 @@ from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.reference.backend import ReferenceBackend
-from anyflex.reference.opaque import read_tensors
+from anyflex.reference.recorded import read_tensors
 
 __all__ = ["ReferenceCase", "views_of", "wide"]
 

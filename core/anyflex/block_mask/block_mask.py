@@ -45,7 +45,8 @@ class BlockMask(MaskContent):
         seq_lengths: (Q_LEN, KV_LEN) in elements.
         BLOCK_SIZE: (q, kv) in elements.
         traced: the mask mod as plain data, or None.
-        opaque: a mask mod that could not be traced but is pure, or None.
+        opaque: what a mask mod did that could not be traced but is pure, when the mask was made,
+            as a function; or None.
         needs_mask_mod: there are PARTIAL runs and no mask mod: a slice of torch's, to which
             `mask_mod` must be assigned before it is used.
     """
@@ -81,7 +82,9 @@ class BlockMask(MaskContent):
                 f"{capacity}"
             )
         runs = padded(runs.contiguous(), capacity or 0)
-        traced, opaque = (None, None) if mask_mod is None else trace_mask_mod(mask_mod)
+        traced, opaque = None, None
+        if mask_mod is not None:
+            traced, opaque = trace_mask_mod(mask_mod, offsets.device)
         self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
         self.views()
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from anyflex.arguments import refuse_assigned
 from anyflex.block_mask import live_views, saved_form
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
     MaskMod,
+    OpaqueMask,
     RebuiltMaskMod,
     captured_name,
     moved,
@@ -46,7 +48,7 @@ class MaskContent(BlockStructure):
 
     # Plain attributes, as the structure has: a call reads them under torch.compile.
     traced: TracedMod | None
-    opaque: MaskMod | None
+    opaque: OpaqueMask | None
     needs_mask_mod: bool
 
     def _fill(
@@ -56,7 +58,7 @@ class MaskContent(BlockStructure):
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
         traced: TracedMod | None,
-        opaque: MaskMod | None,
+        opaque: OpaqueMask | None,
         mask_mod: MaskMod | None,
         *,
         needs_mask_mod: bool = False,
@@ -124,7 +126,7 @@ class MaskContent(BlockStructure):
                 )
             traced, opaque = None, None
         else:
-            traced, opaque = trace_mask_mod(function)
+            traced, opaque = trace_mask_mod(function, self.device)
         with _LOCK:
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False
@@ -144,7 +146,7 @@ class MaskContent(BlockStructure):
         else:
             self._watch.check()
         if structure.offsets is not self.offsets or structure.runs is not self.runs:
-            _refuse_assigned()
+            refuse_assigned()
         return structure if device is None else structure.on(device)
 
     def unchanged_structure(self) -> MaskViews:
@@ -154,7 +156,7 @@ class MaskContent(BlockStructure):
             return self.views()
         self._watch.check(_STRUCTURE)
         if self._structure.offsets is not self.offsets or self._structure.runs is not self.runs:
-            _refuse_assigned()
+            refuse_assigned()
         return self._structure
 
     def _start_watching(self) -> MaskViews:
@@ -169,13 +171,17 @@ class MaskContent(BlockStructure):
                 watch = Watch()
                 for name in _STRUCTURE:
                     watch.add(name, getattr(self, name))
-                if self.traced is not None:
-                    for position, tensor in enumerate(self.traced.captured):
+                mod = self.opaque if self.traced is None else self.traced
+                if mod is not None:
+                    read = mod.captured if isinstance(mod, TracedMod) else mod.tensors
+                    for position, tensor in enumerate(read):
                         # Values matter only to a structure that was computed from them.
-                        name = captured_name(self.traced, position)
+                        name = captured_name(mod, position)
                         watch.add(name, tensor, values=self._from_captured)
                 self._watch = watch
                 self._structure = live_views.shared(self._structure)
+                if self._from_captured and self.traced is not None and self.traced.captured:
+                    live_views.watch(self._structure, watch)
             return self._structure
 
     def on(self, device: torch.device) -> Self:
@@ -258,9 +264,3 @@ class MaskContent(BlockStructure):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         saved_form.restore(self, state)
-
-
-def _refuse_assigned() -> NoReturn:
-    raise BlockMaskError(
-        "offsets or runs of this block mask were assigned; build a new one with from_runs"
-    )

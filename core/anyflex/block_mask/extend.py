@@ -8,6 +8,7 @@ import torch
 
 from anyflex.block_mask.mask_function import (
     MaskMod,
+    OpaqueMask,
     RebuiltMaskMod,
     moved,
     trace_mask_mod,
@@ -88,7 +89,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
 
 def build_region(
     traced: TracedMod | None,
-    opaque: MaskMod | None,
+    opaque: OpaqueMask | None,
     device: torch.device,
     grid: tuple[int, int],
     block_size: tuple[int, int],
@@ -149,7 +150,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
     return length
 
 
-def _mod(mask: BlockMask, mask_mod: MaskMod | None) -> tuple[TracedMod | None, MaskMod | None]:
+def _mod(mask: BlockMask, mask_mod: MaskMod | None) -> tuple[TracedMod | None, OpaqueMask | None]:
     """Return the mask mod that decides what is new, checked against the mask."""
     if mask_mod is None:
         if mask.traced is None and mask.opaque is None:
@@ -157,7 +158,7 @@ def _mod(mask: BlockMask, mask_mod: MaskMod | None) -> tuple[TracedMod | None, M
                 "this block mask has no mask_mod, which new blocks are built from: pass mask_mod="
             )
         return mask.traced, mask.opaque
-    traced, opaque = trace_mask_mod(mask_mod)
+    traced, opaque = trace_mask_mod(mask_mod, mask.device)
     new = indices_read(traced, opaque) - indices_read(mask.traced, mask.opaque)
     for axis, name in enumerate(("b", "h")):
         if name in new and mask.offsets.shape[axis] == 1 and mask.traced is not None:

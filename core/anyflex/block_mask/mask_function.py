@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from anyflex.mod_graph.trace import TracedMod
 
 __all__ = [
     "MaskMod",
+    "OpaqueMask",
     "RebuiltMaskMod",
     "captured_name",
     "moved",
@@ -24,6 +25,24 @@ __all__ = [
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``f(b, h, q_idx, kv_idx) -> bool scalar``."""
+
+
+class OpaqueMask(Protocol):
+    """A mask mod that can't be traced, as `anyflex.reference.recorded` or a slice holds it."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it reads."""
+        ...
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors' names in the user's function, "" where unknown."""
+        ...
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /) -> Tensor:
+        """As `MaskMod`."""
+        ...
 
 
 class RebuiltMaskMod:
@@ -65,8 +84,13 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoRe
     )
 
 
-def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
-    """Return (traced, None), or (None, function) where only vmap can run it.
+def trace_mask_mod(
+    function: Any, device: torch.device | None = None
+) -> tuple[TracedMod | None, OpaqueMask | None]:
+    """Return (traced, None), or (None, recorded) where only vmap can run it.
+
+    Args:
+        device: where such a function runs; None means the CPU.
 
     Raises:
         BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
@@ -81,7 +105,10 @@ def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
     except ModTraceError as error:
         if not error.pure:
             raise
-        return None, function
+        from anyflex.reference.recorded import recorded
+
+        with torch.no_grad():
+            return None, recorded(function, "mask", device)
     for position, tensor in enumerate(traced.captured):
         if tensor.requires_grad:
             raise BlockMaskError(
@@ -91,7 +118,7 @@ def trace_mask_mod(function: Any) -> tuple[TracedMod | None, MaskMod | None]:
     return traced, None
 
 
-def captured_name(traced: TracedMod, position: int) -> str:
+def captured_name(traced: TracedMod | OpaqueMask, position: int) -> str:
     """Return the name of a captured tensor for messages."""
     name = traced.names[position]
     return f"captured tensor '{name}'" if name else f"captured tensor {position}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from anyflex.block_mask.runs import (
     unpack_rows,
 )
 from anyflex.errors import BlockMaskError
+
+if TYPE_CHECKING:
+    from weakref import ref
+
+    from anyflex.block_mask.watch import Watch
 
 __all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "changes"]
 
@@ -55,6 +60,7 @@ class MaskViews(_Referable):
 
     Attributes:
         shape: of offsets.
+        changes: of offsets and runs, counted when these views were made.
     """
 
     offsets: Tensor
@@ -64,14 +70,23 @@ class MaskViews(_Referable):
     block_size: tuple[int, int]
     # Each call asks for it, and torch makes a tensor's anew each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
-    _changes: tuple[int, int] = field(init=False, repr=False)
+    changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+    # Of the masks with these views, for `anyflex.block_mask.live_views`.
+    watches: tuple[ref[Watch], ...] = field(default=(), init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         counts = changes(self.offsets), changes(self.runs)
-        object.__setattr__(self, "_changes", counts)
+        object.__setattr__(self, "changes", counts)
         object.__setattr__(self, "shape", tuple(self.offsets.shape))
+
+    def changed(self) -> str | None:
+        """Return which of offsets and runs was changed in place since these views were made."""
+        counts = changes(self.offsets), changes(self.runs)
+        if counts == self.changes:
+            return None
+        return "runs" if counts[0] == self.changes[0] else "offsets"
 
     def check_unchanged(self) -> None:
         """Check that what a backward derives is of the runs that forward read.
@@ -81,9 +96,8 @@ class MaskViews(_Referable):
         """
         host = self.host  # forms are derived from it
         for views in (self,) if host is None or host is self else (self, host):
-            counts = changes(views.offsets), changes(views.runs)
-            if counts != views._changes:
-                name = "runs" if counts[0] == views._changes[0] else "offsets"
+            name = views.changed()
+            if name is not None:
                 raise BlockMaskError(
                     f"{name} of this block mask was changed in place between forward and "
                     "backward: call backward before the change, or build a mask anew for it"

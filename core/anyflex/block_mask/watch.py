@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,13 @@ class Watch:
         version = tensor._version if values and not tensor.is_inference() else None
         self._entries.append((name, tensor, tensor.shape, version))
 
+    def is_of(self, captured: Sequence[Tensor]) -> bool:
+        """Whether the last tensors that are watched are these, or lie where they do."""
+        for entry, tensor in zip(self._entries[-len(captured) :], captured, strict=False):
+            if entry[1] is not tensor and not _same_memory(entry[1], tensor):
+                return False
+        return len(captured) <= len(self._entries)
+
     def check(self, names: tuple[str, ...] | None = None) -> None:
         """Raise BlockMaskError, naming the tensor, if one was resized or changed in place.
 
@@ -41,3 +50,7 @@ class Watch:
                     f"{name} of this block mask was changed in place after the mask was built "
                     "from it: build the mask anew"
                 )
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and one.is_set_to(other)

@@ -14,6 +14,7 @@ from anyflex.reference import opaque
 from anyflex.reference.chunks import Chunk, chunks
 from anyflex.reference.layout import Layout
 from anyflex.reference.prepared import Prepared, prepare
+from anyflex.reference.recorded import read_tensors
 from anyflex.reference.scatter import TableGradient
 from anyflex.reference.scores import ChunkScores, Scores
 from anyflex.reference.spoilt import Operand, is_spoilt
@@ -101,7 +102,7 @@ class _Backward:
         """(position in the captured tensors, the tensor that the function reads)."""
         if self.call.score_function is None or not self.tables:
             return
-        for tensor in opaque.read_tensors(
+        for tensor in read_tensors(
             self.call.score_function, self.scores.device, self.scores.dtype
         ):
             for position in self.tables:

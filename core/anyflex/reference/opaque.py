@@ -19,7 +19,16 @@ from anyflex.mod_graph.refusal import (
     user_location,
 )
 
-__all__ = ["apply_mask", "apply_score", "every_read", "read_tensors", "score_gradients"]
+__all__ = [
+    "Watch",
+    "apply_mask",
+    "apply_score",
+    "index_error",
+    "leaves",
+    "score_gradients",
+    "watched_mask",
+    "watched_score",
+]
 
 Function = Callable[..., Any]
 
@@ -43,7 +52,7 @@ def apply_score(function: Function, score: Tensor, indices: Sequence[Tensor]) ->
         ModIndexError: a read outside of a captured tensor, dead pairs included: only a traced mod
             can be clamped.
     """
-    return _score(function, score, indices, _Watch())
+    return watched_score(function, score, indices, Watch())
 
 
 def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
@@ -53,10 +62,13 @@ def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
         BlockMaskError: it returns something else than one bool.
         Otherwise as `apply_score`.
     """
-    return _mask(function, indices, _Watch())
+    return watched_mask(function, indices, Watch())
 
 
-def _score(function: Function, score: Tensor, indices: Sequence[Tensor], watch: _Watch) -> Tensor:
+def watched_score(
+    function: Function, score: Tensor, indices: Sequence[Tensor], watch: Watch
+) -> Tensor:
+    """As `apply_score`, in the given watch."""
     mapped = _score_of(function, watch)
     for axis in _AXES:
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))
@@ -67,14 +79,15 @@ def _score(function: Function, score: Tensor, indices: Sequence[Tensor], watch: 
     return modified
 
 
-def _mask(function: Function, indices: Sequence[Tensor], watch: _Watch) -> Tensor:
+def watched_mask(function: Function, indices: Sequence[Tensor], watch: Watch) -> Tensor:
+    """As `apply_mask`, in the given watch."""
     mapped = _mask_of(function, watch)
     for axis in _AXES:
         mapped = torch.vmap(mapped, in_dims=tuple(0 if axis == i else None for i in range(1, 5)))
     return _watched(mapped, watch, *indices)
 
 
-def _watched(mapped: Function, watch: _Watch, *arguments: Tensor) -> Tensor:
+def _watched(mapped: Function, watch: Watch, *arguments: Tensor) -> Tensor:
     try:
         with watch:
             return mapped(*arguments)  # type: ignore[no-any-return]
@@ -112,21 +125,19 @@ def score_gradients(
     return first, list(others)
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Watches what a mod does, step by step: refuses changes of what it captured, and names the
-    mod's line where torch can't do what it asks for.
+    mod's line where torch can't do what it asks for."""
 
-    Args:
-        hold: note every tensor that is given to a torch function and wasn't made by one. What was
-            made is then held, so that no other object gets its id.
-    """
-
-    def __init__(self, *, hold: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.hold = hold
-        self.found: dict[int, Tensor] = {}
-        self.made: dict[int, Any] = {}
-        self.given: list[Any] = []
+        self.made: set[int] = set()
+
+    def begin(self, arguments: tuple[Tensor, ...]) -> None:
+        """Called with what the mod is called with, inside of vmap."""
+
+    def end(self, result: Any) -> None:
+        """Called with what the mod returned."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -135,28 +146,27 @@ class _Watch(TorchFunctionMode):
         refused = change_in_place(func)
         if refused is not None and args and id(args[0]) not in self.made:
             refuse(*refused)  # the trace ended before it came to this
-        if self.hold:
-            for value in _flat((*args, *kwargs.values())):
-                if isinstance(value, Tensor) and id(value) not in self.made:
-                    self.found.setdefault(id(value), value)
         try:
             result = func(*args, **kwargs)
         except (AnyflexError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except IndexError as error:
-            file, line = user_location()
-            raise ModIndexError(
-                f"a mod that runs through vmap reads outside of a captured tensor: {error}",
-                operation="captured[...]",
-                hint="An index lies in -N..N-1, also for pairs that the mask kills: clamp it.",
-                file=file,
-                line=line,
-            ) from error
+            raise index_error(error, *user_location()) from error
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             _refuse_function(func, error)
-        for value in _flat((result,)):
-            self.made[id(value)] = value if self.hold else None
+        self.made.update(map(id, leaves((result,))))
         return result
+
+
+def index_error(error: BaseException, file: str | None, line: int | None) -> ModIndexError:
+    """What is raised for torch's IndexError at a line of a mod."""
+    return ModIndexError(
+        f"a mod that runs through vmap reads outside of a captured tensor: {error}",
+        operation="captured[...]",
+        hint="An index lies in -N..N-1, also for pairs that the mask kills: clamp it.",
+        file=file,
+        line=line,
+    )
 
 
 def _refuse_function(func: Any, error: Exception) -> NoReturn:
@@ -183,12 +193,13 @@ def _refuse_step(name: str, error: Exception, file: str | None, line: int | None
     ) from error
 
 
-def _score_of(function: Function, watch: _Watch) -> Function:
+def _score_of(function: Function, watch: Watch) -> Function:
     """Check, inside of the transforms, that a score mod returns one real number."""
 
     def call(*arguments: Tensor) -> Tensor:
-        watch.given += arguments
+        watch.begin(arguments)
         result = function(*arguments)
+        watch.end(result)
         if isinstance(result, (int, float)) and not isinstance(result, bool):
             return torch.tensor(float(result), device=arguments[0].device)
         if not isinstance(result, Tensor):
@@ -204,12 +215,13 @@ def _score_of(function: Function, watch: _Watch) -> Function:
     return call
 
 
-def _mask_of(function: Function, watch: _Watch) -> Function:
+def _mask_of(function: Function, watch: Watch) -> Function:
     """Check, inside of the transforms, that a mask mod returns one bool."""
 
     def call(*arguments: Tensor) -> Tensor:
-        watch.given += arguments
+        watch.begin(arguments)
         result = function(*arguments)
+        watch.end(result)
         if isinstance(result, bool):
             return torch.tensor(result, device=arguments[0].device)
         if not isinstance(result, Tensor):
@@ -223,40 +235,10 @@ def _mask_of(function: Function, watch: _Watch) -> Function:
     return call
 
 
-def _flat(values: Sequence[Any]) -> Iterator[Any]:
+def leaves(values: Sequence[Any]) -> Iterator[Any]:
+    """What is in tuples and lists, however deep."""
     for value in values:
         if isinstance(value, (tuple, list)):
-            yield from _flat(value)
+            yield from leaves(value)
         else:
             yield value
-
-
-def read_tensors(
-    function: Function, device: torch.device | None = None, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
-    """Return the tensors requiring grad that a score mod reads, in the order of its reads.
-
-    The function runs once, through vmap, for pair (0, 0, 0, 0).
-
-    Raises:
-        ModTraceError: vmap can't run it, or it returns something else than one real number.
-        ModIndexError: that pair reads outside of a captured tensor, an empty one for example.
-    """
-    return [t for t in every_read(function, 1, device, dtype) if t.requires_grad]
-
-
-def every_read(
-    function: Function, scores: int, device: torch.device | None, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return every tensor that a mod reads, in the order of its reads: a score mod's with
-    `scores` 1, a mask mod's with 0. Errors as for `read_tensors`."""
-    watch = _Watch(hold=True)
-    indices = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
-    with torch.no_grad():
-        if scores:
-            score = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
-            _score(function, score, indices, watch)
-        else:
-            _mask(function, indices, watch)
-    own = {id(t) for t in watch.given}
-    return [t for t in watch.found.values() if id(t) not in own]

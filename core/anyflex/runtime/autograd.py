@@ -150,12 +150,8 @@ def _is_batched(tensor: Tensor) -> bool:
 def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
     """The captured tensors themselves, and every tensor that the untraced mods read, with its
     count of changes."""
-    from anyflex.reference.opaque import every_read
-
-    read: list[Tensor] = []
-    for function, scores in ((call.score_function, 1), (call.mask_function, 0)):
-        if function is not None:
-            read += every_read(function, scores, call.query.device, call.query.dtype)
+    functions: tuple[Any, ...] = call.score_function, call.mask_function
+    read = [tensor for mod in functions if mod is not None for tensor in mod.tensors]
     return call.captured, [(t, t._version) for t in read if not t.is_inference()]
 
 

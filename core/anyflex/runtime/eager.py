@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from anyflex.runtime.autograd import FlexAttention
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.runtime.signs import shown
+
+if TYPE_CHECKING:
+    from anyflex.reference.recorded import RecordedMod
 
 __all__ = ["gather", "run"]
 
@@ -122,8 +125,7 @@ def gather(
         except ModTraceError as error:
             if not error.pure:
                 raise
-            score = _opaque(score_mod, error, backend, device, dtype)
-            score_function = score_mod
+            score, score_function = _opaque(score_mod, error, backend, device, dtype)
         except AnyflexError:
             raise
         except Exception as error:
@@ -192,12 +194,12 @@ def _opaque(
     backend: str | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> TracedMod:
+) -> tuple[TracedMod, RecordedMod]:
     """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
-    from anyflex.reference.opaque import read_tensors
+    from anyflex.reference.recorded import recorded
 
     try:
-        captured = read_tensors(score_mod, device, dtype)
+        function = recorded(score_mod, "score", device, dtype)
     except AnyflexError:
         raise
     except Exception as raised:
@@ -206,7 +208,8 @@ def _opaque(
         _add_note(raised, score_mod)
         raise
     _allow_opaque("score_mod", str(error), error.operation, backend)
-    return TracedMod("", captured, [], [], [""] * len(captured))
+    captured = [tensor for tensor in function.tensors if tensor.requires_grad]
+    return TracedMod("", captured, [], [], [""] * len(captured)), function
 
 
 def _refusal(mask_mod: Callable[..., Tensor], device: torch.device) -> tuple[str, str]:

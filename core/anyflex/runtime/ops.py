@@ -334,7 +334,8 @@ def _inputs(
     views = None
     if mask:
         *ints, q_block, kv_block = ints
-        views = _views(mask, query, key, (q_block, kv_block))
+        of_mask = captured[request.score_slots[0] :]
+        views = _views(mask, query, key, (q_block, kv_block), of_mask)
     call = Call(
         query,
         key,
@@ -366,12 +367,18 @@ _VIEWS = 64
 _recent_views: Recent[object, tuple[Any, ...]] = Recent(_VIEWS)
 
 
-def _views(mask: list[Tensor], query: Tensor, key: Tensor, block_size: tuple[int, int]) -> Any:
+def _views(
+    mask: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    block_size: tuple[int, int],
+    captured: list[Tensor],
+) -> Any:
     from anyflex.block_mask import live_views
 
     offsets, runs = mask
     lengths = query.shape[2], key.shape[2]
-    live = live_views.find(offsets, runs, lengths, block_size)
+    live = live_views.find(offsets, runs, lengths, block_size, captured)
     if live is None:
         return _copied_views(offsets, runs, lengths, block_size, query.device)
     return live.on(query.device)

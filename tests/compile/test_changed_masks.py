@@ -1,0 +1,128 @@
+"""A block mask that was changed after it was built is refused in compiled calls too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.errors import BlockMaskError
+
+__all__: list[str] = []
+
+LENGTH = 96
+
+
+def documents(size: int) -> Tensor:
+    return torch.arange(LENGTH) // size
+
+
+def mask_of(ids: Tensor) -> Any:
+    return anyflex.create_block_mask(
+        lambda b, h, i, j: ids[i] == ids[j], None, None, LENGTH, LENGTH, BLOCK_SIZE=16
+    )
+
+
+def compiled(bias: Tensor | None = None) -> Any:
+    torch._dynamo.reset()
+    mod = None if bias is None else lambda s, b, h, i, j: s + bias[j]
+    return torch.compile(
+        lambda q, mask: anyflex.flex_attention(q, q, q, mod, mask),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+
+
+def dense(q: Tensor, ids: Tensor, bias: Tensor | None = None) -> Tensor:
+    scores = q @ q.mT / q.shape[3] ** 0.5 + (0.0 if bias is None else bias)
+    return scores.masked_fill(ids[:, None] != ids, -torch.inf).softmax(-1) @ q
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_captured_tensor_changed_in_place_is_refused(biased: bool, trained: bool) -> None:
+    q, ids = torch.randn(1, 1, LENGTH, 16, requires_grad=trained), documents(40)
+    bias = torch.randn(LENGTH) if biased else None
+    mask, attend = mask_of(ids), compiled(bias)
+    torch.testing.assert_close(attend(q, mask), dense(q, ids, bias))
+    ids.copy_(documents(12))
+    with pytest.raises(BlockMaskError, match="captured tensor .*changed in place after the mask"):
+        attend(q, mask)
+    torch.testing.assert_close(attend(q, mask_of(ids)), dense(q, ids, bias))
+
+
+def test_runs_changed_in_place_are_refused() -> None:
+    q, ids = torch.randn(1, 1, LENGTH, 16), documents(40)
+    mask, attend = mask_of(ids), compiled()
+    attend(q, mask)
+    mask.runs[:, 2] = 1
+    with pytest.raises(BlockMaskError, match="^runs of this block mask was changed in place"):
+        attend(q, mask)
+
+
+@pytest.mark.parametrize("name", ["runs", "offsets"])
+def test_assigned_runs_and_offsets_are_refused(name: str) -> None:
+    q, ids = torch.randn(1, 1, LENGTH, 16), documents(40)
+    mask, attend = mask_of(ids), compiled()
+    attend(q, mask)
+    setattr(mask, name, getattr(mask_of(documents(12)), name))
+    with pytest.raises(BlockMaskError, match="offsets or runs of this block mask were assigned"):
+        attend(q, mask)
+
+
+def test_values_of_a_structure_that_the_user_gave_may_change() -> None:
+    q, ids = torch.randn(1, 1, LENGTH, 16), documents(40)
+    whole = anyflex.create_block_mask(
+        anyflex.noop_mask, None, None, LENGTH, LENGTH, BLOCK_SIZE=16, separate_full_blocks=False
+    )
+    mask = anyflex.BlockMask.from_runs(
+        whole.offsets,
+        whole.runs,
+        seq_lengths=(LENGTH, LENGTH),
+        block_size=16,
+        mask_mod=lambda b, h, i, j: ids[i] == ids[j],
+    )
+    attend = compiled()
+    attend(q, mask)
+    ids.copy_(documents(12))
+    torch.testing.assert_close(attend(q, mask), dense(q, ids))
+
+
+def test_a_mask_of_the_same_tensors_is_judged_for_itself() -> None:
+    q, ids = torch.randn(1, 1, LENGTH, 16), documents(40)
+    mask, attend = mask_of(ids), compiled()
+    twin = copy.copy(mask)
+    assert twin.views() is mask.views()
+    other = documents(8)
+    twin.mask_mod = lambda b, h, i, j: other[i] == other[j]
+    assert twin.views() is mask.views()
+    ids.copy_(documents(12))
+    with pytest.raises(BlockMaskError, match="captured tensor"):
+        attend(q, mask)
+    torch.testing.assert_close(
+        attend(q, twin), anyflex.flex_attention(q, q, q, block_mask=twin), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_masks_that_take_turns_share_their_graph() -> None:
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    attend = torch.compile(
+        lambda q, mask: anyflex.flex_attention(q, q, q, block_mask=mask),
+        backend=count,
+        fullgraph=True,
+    )
+    q = torch.randn(1, 1, LENGTH, 16)
+    for size in (40, 40, 30, 12, 40, 9):
+        ids = documents(size)
+        torch.testing.assert_close(attend(q, mask_of(ids)), dense(q, ids))
+    assert len(graphs) <= 2
