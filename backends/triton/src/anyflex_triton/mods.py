@@ -878,7 +878,7 @@ def _mask_scores(name: str, program: _Program, output: int) -> list[str]:
     # Where a mask reads nothing, steps with dead pairs have a loop of their own in `anyflex_cuda`,
     # and two choices of each score are faster: with one, windows of head dim 64 took 1.09 of the
     # time on an H200, the causal mask 1.10, with head dim 128 0.99 and 1.01.
-    reads = any(node.operation in ("load", _EARLY) for node in program.nodes)
+    reads = any(node.operation == _EARLY for node in program.nodes)
     found = None
     if reads:
         found = conditions_of(program.nodes, output, program.needs, program.ranges)
