@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anyflex.attention import ScoreMod, check
 from anyflex.aux_outputs import AuxRequest
-from anyflex.errors import AnyflexError
+from anyflex.errors import AnyflexError, PluginError
 from anyflex.registry.choice import Selection, explain_selection
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.eager import gather
@@ -29,11 +29,13 @@ class Explanation:
         selection: the registry's decision with every candidate's answer.
         variant: what the chosen kernel would run for this call, or "" where nobody takes it.
         problem: why nobody takes it or the chosen backend can't compile it, or "".
+        broken: the problem is a broken plugin: the call would raise `anyflex.errors.PluginError`.
     """
 
     selection: Selection
     variant: str
     problem: str
+    broken: bool = False
 
     @property
     def backend(self) -> str | None:
@@ -50,6 +52,7 @@ class Explanation:
             "backward": chosen.decision.backward if chosen.decision is not None else None,
             "forced_by": chosen.forced_by,
             "problem": self.problem,
+            "broken": self.broken,
             "trace": [
                 {
                     "backend": line.backend,
@@ -67,7 +70,9 @@ class Explanation:
         chosen = self.selection
         lines = []
         if chosen.chosen is None:
-            lines.append(f"nobody takes this call: {self.problem}")
+            # Where one is forced, others may well take it.
+            begins = "the call fails" if chosen.forced_by else "nobody takes this call"
+            lines.append(f"{begins}: {self.problem}")
         else:
             where = (
                 f"{chosen.chosen} ({chosen.distribution})"
@@ -148,5 +153,5 @@ def explain(
     try:
         variant = described(plan_for(inputs).compiled, inputs.call)
     except AnyflexError as error:
-        return Explanation(selection, "", str(error))
+        return Explanation(selection, "", str(error), isinstance(error, PluginError))
     return Explanation(selection, variant, "")

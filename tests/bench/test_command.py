@@ -106,16 +106,21 @@ def test_without_names_everybody_is_measured_but_the_reference(
     assert "backend reference" in capsys.readouterr().out
 
     class Peer(Right):
-        priority = -1
+        priority = -50
+
+    class Behind(Right):
+        priority = -10
 
     register("cpu.right", Right)
     register("cpu.peer", Peer)
+    register("cpu.behind", Behind)
     register("xpu.right", Right)
     assert main(["bench", "--list"]) == 0
     listed = capsys.readouterr().out.splitlines()
     names = [line.split()[1].rstrip(":") for line in listed if not line.startswith("preset")]
-    assert sorted(names) == ["cpu.peer", "cpu.right", "torch.flex", ONE_PEER]
+    assert sorted(names) == ["cpu.behind", "cpu.peer", "cpu.right", "torch.flex", ONE_PEER]
     assert any(line.startswith("peer cpu.peer: ") for line in listed)
+    assert any(line.startswith("backend cpu.behind: ") for line in listed)
 
 
 def test_grouped_heads_other_lengths_and_masks_that_all_hold(bench: Bench) -> None:

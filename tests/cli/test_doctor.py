@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import anyflex
+from anyflex.cli import doctor_facts
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS
 from anyflex.contract.decision import Decision, Rejected
@@ -88,7 +91,68 @@ def test_a_fingerprint_that_raises_is_told(command: RunCommand) -> None:
             raise OSError("no compiler")
 
     register("cpu", Nameless)
-    assert "no compiler" in command("doctor").out
+    out = command("doctor").out
+    assert f"kernels of: fingerprint() raised OSError: no compiler ({__file__}:" in out
+    # Its kernels can't be had either; what doctor is said to show stands below.
+    (told, *below) = out[out.index("self-test on cpu") :].splitlines()
+    assert "`anyflex doctor` shows the traceback" in told
+    assert below[0].strip().startswith(f'File "{__file__}"')
+    assert "OSError: no compiler" in [line.strip() for line in below[:4]]
+
+
+def test_notes_that_raise_are_told_with_their_place(command: RunCommand) -> None:
+    class Raising(Right):
+        def notes(self) -> list[str]:
+            raise OSError("no driver")
+
+    register("cpu", Raising)
+    assert f"note: notes() raised OSError: no driver ({__file__}:" in command("doctor").out
+
+
+def test_backends_stand_in_the_order_in_which_they_are_asked(command: RunCommand) -> None:
+    class Last(Right):
+        priority = -1
+
+    class First(Right):
+        priority = 7
+
+    class Refusing(First):
+        def probe(self) -> Decision:
+            return Rejected("no abacus")
+
+    register("cpu.a", Last)
+    register("xpu.a", Refusing)
+    register("cpu.b", Refusing)
+    register("cpu.c", Right)
+    register("cpu.d", First)
+    facts = json.loads(command("doctor", "--json").out)
+    names = [backend["name"] for backend in facts["backends"]]
+    assert names == ["cpu.d", "cpu.c", "cpu.a", "cpu.b", "xpu.a", "reference"]
+    assert facts["devices"][0]["backends"] == ["cpu.d", "cpu.c", "cpu.a"]
+
+
+def test_what_takes_long_is_named_on_stderr(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+
+    class Slow(Right):
+        def probe(self) -> Decision:
+            # Ends as soon as the line is there.
+            assert told.wait(60)
+            return super().probe()
+
+    monkeypatch.setattr(doctor_facts, "_SLOW_S", 0.01)
+    write = sys.stderr.write
+
+    def tell(text: str) -> int:
+        if "backend cpu: importing and probing it takes more than" in text:
+            told.set()
+        return write(text)
+
+    register("cpu", Slow)
+    monkeypatch.setattr(sys.stderr, "write", tell)
+    assert command("doctor").code == ExitCode.OK
 
 
 def test_it_prints_a_backend_s_notes_whatever_its_probe_said(command: RunCommand) -> None:

@@ -9,6 +9,10 @@ import pytest
 
 from anyflex import masks, mods
 from anyflex.cli.exit_codes import ExitCode
+from anyflex.contract.artifacts import Artifacts
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.decision import Accepted, Decision
+from anyflex.contract.spec import Spec
 from anyflex.registry import register
 from tests.cli.backends import ForwardOnly, Right
 from tests.cli.conftest import RunCommand
@@ -115,7 +119,9 @@ def test_a_forced_backend_that_refuses_is_not_run(command: RunCommand) -> None:
     register("cpu", ForwardOnly)
     result = command(*SMALL, "--backward", "--backend", "cpu")
     assert result.code == ExitCode.NOT_RUN
-    assert "nobody takes this call" in result.out
+    # Others take it: nobody is said to refuse but the one that is forced.
+    assert result.out.startswith("the call fails: backend='cpu' is refused. ")
+    assert "These take the call: reference." in result.out
     assert "the gradient of q is not supported" in result.out
 
 
@@ -172,6 +178,15 @@ def without_value():
 
 def raises():
     return 1 / 0
+
+def leaves():
+    raise SystemExit(9)
+
+def unknown_key():
+    return {**call(), "qery": 1}
+
+def number_as_key():
+    return {**call(), 1: 1}
 """
 
 
@@ -197,9 +212,11 @@ def test_a_function_in_a_file_gives_the_call(command: RunCommand, users_file: st
 @pytest.mark.parametrize(
     ("function", "extra", "says"),
     [
-        ("cal", (), "it has: call, raises, tuple_instead, without_value"),
+        ("cal", (), "it has: call, leaves, number_as_key, raises, tuple_instead"),
         ("tuple_instead", (), "it returned an object of type tuple"),
         ("without_value", (), "a dict with the keys 'query', 'key'"),
+        ("unknown_key", (), "got an unexpected keyword argument 'qery'"),
+        ("number_as_key", (), "keywords must be strings"),
         ("call", ("--mask", "causal"), "--mask: the function in"),
     ],
 )
@@ -219,6 +236,88 @@ def test_an_exception_of_the_user_s_own_shows_their_line(
     assert "return 1 / 0" in result.err
     assert "ZeroDivisionError" in result.err
     assert "user_function.py" not in result.err
+
+
+def test_an_exit_of_the_user_s_own_is_no_exit_status_of_anyflex(
+    command: RunCommand, users_file: str
+) -> None:
+    result = command("explain", f"{users_file}::leaves")
+    assert result.code == ExitCode.BROKEN
+    assert "raise SystemExit(9)" in result.err
+
+
+def test_a_file_name_that_is_too_long_is_wrong_usage(command: RunCommand) -> None:
+    result = command("explain", "x" * 300 + ".py::call")
+    assert result.code == ExitCode.USAGE
+    assert "there is no file xxx" in result.err
+
+
+class _OfContract2(Right):
+    contract = 2
+
+
+class _AnswersNothing(Right):
+    def supports(self, spec: Spec) -> Decision:
+        return None  # type: ignore[return-value]
+
+
+class _AnswersNonsense(Right):
+    def supports(self, spec: Spec) -> Decision:
+        return Accepted(backward="nonsense")  # type: ignore[arg-type]
+
+
+class _CompilesNothing(Right):
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        return None  # type: ignore[return-value]
+
+
+class _CannotCompile(Right):
+    def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+        raise OSError("no assembler")
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        (_OfContract2, "written for contract 2"),
+        (_AnswersNothing, "supports(spec) must return Accepted()"),
+        (_AnswersNonsense, "Accepted(backward=...) must be 'own' or 'core', got 'nonsense'"),
+        (_CompilesNothing, "compile() must return an anyflex.plugin.Kernel"),
+        (_CannotCompile, "raised OSError: no assembler"),
+    ],
+)
+def test_a_forced_backend_that_is_broken_has_the_status_of_a_broken_plugin(
+    command: RunCommand, backend: type[Backend], says: str
+) -> None:
+    register("cpu", backend)
+    result = command(*SMALL, "--backend", "cpu", "--json")
+    assert result.code == ExitCode.BROKEN
+    facts = json.loads(result.out)
+    assert facts["broken"] and says in facts["problem"]
+    assert command(*SMALL, "--backend", "reference").code == ExitCode.OK
+
+
+def test_an_option_at_the_wrong_level_is_told_as_the_command_line_writes_it(
+    command: RunCommand,
+) -> None:
+    register("cpu", Right)
+    result = command(*SMALL, "--option", "SPLITS=2")
+    assert result.code == ExitCode.USAGE
+    assert "--option 'BACKEND={\"NAME\": VALUE}'" in result.err
+    assert command(*SMALL, "--option", 'cpu={"SPLITS": 2}').code == ExitCode.OK
+
+
+def test_an_empty_device_is_none(command: RunCommand) -> None:
+    result = command(*SMALL, "--device", "")
+    assert result.code == ExitCode.USAGE
+    assert "torch knows no such device type" in result.err
+
+
+@pytest.mark.parametrize("argument", [("--mask", "document_offsets:[]"), ("--mod", "alibi:[[]]")])
+def test_an_empty_list_is_no_tensor(command: RunCommand, argument: tuple[str, str]) -> None:
+    result = command(*SMALL, *argument)
+    assert result.code == ExitCode.USAGE
+    assert "]: a list must hold numbers" in result.err
 
 
 def test_sizes_that_no_tensor_has_are_wrong_usage(command: RunCommand) -> None:

@@ -114,12 +114,12 @@ def test_an_existing_folder_is_left_as_it_is(
     assert not list((tmp_path / "anyflex-warp").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_not_run(
+def test_a_folder_that_cannot_be_written_is_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     arguments = ["new-plugin", "warp", "--device", "cpu", "--into", str(tmp_path / "file")]
-    assert main(arguments) == ExitCode.NOT_RUN
+    assert main(arguments) == ExitCode.USAGE
     assert "anyflex-warp can't be written: " in capsys.readouterr().err
 
 
@@ -136,7 +136,7 @@ def test_no_half_of_a_package_stays(
 
     monkeypatch.setattr(Path, "write_text", failing)
     arguments = ["new-plugin", "warp", "--device", "cpu", "--into", str(tmp_path)]
-    assert main(arguments) == ExitCode.NOT_RUN
+    assert main(arguments) == ExitCode.USAGE
     assert "no space left" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

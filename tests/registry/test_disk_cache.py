@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import multiprocessing
@@ -16,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from anyflex.cli import cache
+from anyflex.cli.exit_codes import ExitCode
+from anyflex.cli.main import main
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
-from anyflex.registry import register
+from anyflex.registry import environment, register
 from anyflex.runtime import cache_archive, disk_cache
 from anyflex.runtime.kernels import kernel_for
 from tests.registry.stubs import make_spec, make_stub
@@ -267,9 +267,7 @@ def test_a_backend_registered_in_the_process_leaves_nothing_on_disk() -> None:
 
 
 def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    cache.add_parser(parser.add_subparsers(dest="command"))
-    return cache.run(parser.parse_args(["cache", *arguments]))
+    return main(["cache", *arguments])
 
 
 def test_the_command_shows_saves_clears_and_loads(
@@ -368,9 +366,76 @@ def test_what_is_no_archive_is_said_with_exit_code_1(
     assert str(path) in capsys.readouterr().err
 
 
-def test_an_archive_that_cannot_be_written_is_said_with_exit_code_1(
+def test_an_archive_that_cannot_be_written_is_wrong_usage(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command("save", str(tmp_path / "no" / "folder.zip"), "--json") == 1
+    assert command("save", str(tmp_path / "no" / "folder.zip"), "--json") == ExitCode.USAGE
     captured = capsys.readouterr()
     assert "can't be written" in json.loads(captured.out)["error"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes with a name")
+def test_saving_replaces_a_file_alone_and_follows_a_link(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifacts().put("code", b"1")
+    pipe, link, target = (tmp_path / name for name in ("pipe", "link.zip", "target.zip"))
+    os.mkfifo(pipe)
+    assert command("save", str(pipe)) == ExitCode.USAGE
+    assert "what is there is no regular file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert command("save", str(folder)) == ExitCode.USAGE
+    for _ in range(2):  # a link to nothing, then to a file
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name)
+        assert command("save", str(link)) == 0
+        assert link.is_symlink() and zipfile.is_zipfile(target)
+    assert sorted(path.name for path in tmp_path.glob("*.zip")) == ["link.zip", "target.zip"]
+    assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no umask")
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_the_mode_of_an_archive_is_the_umask_s(tmp_path: pathlib.Path, mask: int) -> None:
+    artifacts().put("code", b"1")
+    before = os.umask(mask)
+    try:
+        cache_archive.save(disk_cache.store(), tmp_path / "a.zip")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.zip").stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_a_dash_is_no_archive(
+    action: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command(action, "-") == ExitCode.USAGE
+    assert "must be a file's name, got '-'; a file that is called so is ./-" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "-").exists()
+
+
+@pytest.mark.parametrize("action", [("info",), ("info", "--json"), ("save", "a.zip")])
+def test_a_cache_that_cannot_be_used_fails(
+    action: tuple[str, ...],
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANYFLEX_CACHE_DIR", str(tmp_path / "file"))
+    environment.reset()
+    again()
+    assert command(*action) == ExitCode.CHECK_FAILED
+    captured = capsys.readouterr()
+    assert "File exists" in captured.out + captured.err
+    assert not (tmp_path / "a.zip").exists()

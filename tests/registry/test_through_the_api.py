@@ -113,6 +113,49 @@ def test_a_backward_that_raises_is_named() -> None:
     )
 
 
+class Returning(NullKernel):
+    """Computes into tensors of its own, as a user of torch would."""
+
+    def forward(self, call: Call, out: Outputs) -> None:
+        return torch.zeros_like(out.out)  # type: ignore[return-value]
+
+
+class ReturningGradients(NullKernel):
+    def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
+        return grads.dq  # type: ignore[return-value]
+
+
+def test_what_a_kernel_returns_instead_of_filling_outputs_is_an_error() -> None:
+    register("cpu.forward", make_stub(answers={"compile": Returning()}))
+    with pytest.raises(PluginError, match=r"'cpu.forward'.*forward\(\) returned a Tensor: it"):
+        anyflex.flex_attention(*qkv(), backend="cpu.forward")
+    register("cpu.backward", make_stub(answers={"compile": ReturningGradients()}))
+    out = anyflex.flex_attention(*qkv(), backend="cpu.backward")
+    with pytest.raises(PluginError, match=r"'cpu.backward'.* backward\(\) returned a Tensor"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("reason", ["", " ", None])
+def test_a_refusal_without_a_reason_can_not_be_made(reason: Any) -> None:
+    class Refusing(make_stub()):  # type: ignore[misc]
+        def compile(self, spec: Any, artifacts: Any) -> Any:
+            raise BackendRefused(reason)
+
+    register("cpu.mute", Refusing)
+    with pytest.raises(PluginError, match="'cpu.mute'.*a refusal needs a reason, a str"):
+        anyflex.flex_attention(*qkv(), backend="cpu.mute")
+
+
+@pytest.mark.parametrize("method", ["probe", "supports"])
+def test_an_acceptance_says_whose_the_backward_is_or_can_not_be_made(method: str) -> None:
+    def accept(*_: Any) -> Decision:
+        return Accepted(backward="Core")  # type: ignore[arg-type]
+
+    register("cpu.typo", type("Typo", (make_stub(),), {method: accept}))
+    with pytest.raises(PluginError, match="'cpu.typo'.*must be 'own' or 'core', got 'Core'"):
+        anyflex.flex_attention(*qkv(), backend="cpu.typo")
+
+
 def test_a_listener_hears_of_every_launch() -> None:
     heard: list[tuple[str, str]] = []
     register("cpu", sevens())

@@ -211,7 +211,17 @@ def test_cases_without_a_type_of_their_own_run_in_a_declared_one() -> None:
 
 def test_what_is_not_declared_is_left_out_of_a_reduced_case() -> None:
     forward_only = Capabilities(dtypes=frozenset({torch.float32}), aux=frozenset({"lse"}))
-    reduced = PLAIN.reduced(forward_only)
+    (reduced,) = PLAIN.reduced(forward_only)
     assert (reduced.gradients, reduced.aux, reduced.dlse) == (frozenset(), {"lse"}, False)
     core_backward = dataclasses.replace(forward_only, core_backward=True)
-    assert PLAIN.reduced(core_backward).gradients == PLAIN.gradients
+    (reduced,) = PLAIN.reduced(core_backward)
+    assert reduced.gradients == PLAIN.gradients
+
+
+def test_an_lse_at_which_no_gradient_arrives_is_compared_without_gradients() -> None:
+    can = Capabilities(
+        dtypes=frozenset({torch.float32}), aux=frozenset({"lse"}), gradients=frozenset({"q", "k"})
+    )
+    backward, forward = PLAIN.reduced(can)
+    assert (backward.gradients, backward.aux) == ({"q", "k"}, frozenset())
+    assert (forward.gradients, forward.aux) == (frozenset(), {"lse"})

@@ -15,6 +15,7 @@ import pytest
 
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.main import main
+from anyflex.errors import BackendRefused
 from anyflex.plugin import Call, Outputs, isolated, register
 from anyflex.testing.cases import every_case
 from anyflex.testing.report import STATUSES
@@ -87,6 +88,34 @@ def test_exit_codes_tell_why_nothing_ran(
 ) -> None:
     assert main(["conformance", *arguments]) == code
     assert says in capsys.readouterr().err
+
+
+class Refusing(DenseKernel):
+    def forward(self, call: Call, out: Outputs) -> None:
+        raise BackendRefused("not today")
+
+
+def test_a_run_in_which_no_kernel_ran_is_no_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register("cpu.refusing", wrong(Refusing))
+    path = tmp_path / "report.json"
+    arguments = ("--case", "forward/*", "--json", str(path))
+    assert run("cpu.refusing", *arguments) == ExitCode.NOT_RUN
+    assert capsys.readouterr().out.startswith("NOTHING RAN cpu.refusing")
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert not report["passed"] and not any(row["ran"] for row in report["cases"])
+    # What is undeclared is refused, and the rest of the same calls compared.
+    assert run("cpu.dense", "--case", "mods/scale_alone", *arguments[2:]) == ExitCode.OK
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    assert (row["status"], row["ran"]) == ("refused", True)
+
+
+def test_a_device_that_is_not_the_backend_s_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("cpu.dense", *FEW, "--device", "meta") == ExitCode.USAGE
+    assert "backend cpu.dense computes on no meta tensors; give cpu" in capsys.readouterr().err
 
 
 def test_expected_failures_are_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.plugin import Accepted, Call, Kernel, Outputs, Rejected, Spec
+from anyflex.plugin import Accepted, Call, Kernel, Outputs, Rejected, Spec, TensorSpec
 from anyflex.testing.guarded import Guarded, same_bytes
 from anyflex.testing.inspector import Journal, ask
 from anyflex.testing.session import ConformanceFailure, Session, open_session
@@ -63,9 +63,34 @@ class InputWritten(DenseKernel):
         call.key[0, 0, 0, 0] -= 3
 
 
+class Undescribed(DenseKernel):
+    def describe(self, call: Call) -> str:
+        raise OSError("no name")
+
+
+class Misdescribed(DenseKernel):
+    def describe(self, call: Call) -> str:
+        return 3  # type: ignore[return-value]
+
+
+class NoWorkspace(DenseKernel):
+    def workspace(self, call: Call, direction: str) -> tuple[TensorSpec, ...]:
+        return None  # type: ignore[return-value]
+
+
+class Returning(DenseKernel):
+    def forward(self, call: Call, out: Outputs) -> None:
+        super().forward(call, out)
+        return out.out  # type: ignore[return-value]
+
+
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [
+        (Undescribed, "describe() raised OSError: no name"),
+        (Misdescribed, "describe() must return a str, got 3"),
+        (NoWorkspace, "workspace() must return a tuple of TensorSpec objects, got None"),
+        (Returning, "a kernel must return None, got a Tensor"),
         (After, "forward: out: 8 bytes after its end were written, 0 bytes away"),
         (Before, "forward: out: 4 bytes before its end were written, 9 bytes away"),
         (Unwritten, "forward: 90 of 144 elements of out were not written"),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
-from anyflex.plugin import Call, Outputs, Rejected
+from anyflex.plugin import Artifacts, Call, Kernel, Outputs, Rejected, Spec
+from anyflex.reference.backend import ReferenceBackend
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import BehaviourCase
 from anyflex.testing.cases import every_case
 from anyflex.testing.runner import Outcome, run_case, run_cases
 from anyflex.testing.selection import REQUIREMENTS, requirements, select
 from anyflex.testing.session import Session, open_session
+from tests.cli.backends import Right
 from tests.testing.backends import Absent, Broken, Dense, DenseKernel, wrong
 
 PLAIN = AttentionCase("made/plain", "plain", aux=frozenset(), required=frozenset({"forward"}))
@@ -171,3 +174,52 @@ def test_cpu_tensors_pose_for_a_device_that_is_not_there() -> None:
         assert "--device cpu" in run_case(session, PLAIN).command
     with pytest.raises(BackendRefused, match="no abacus"):
         open_session("abacus.beads", backend_class=OfAbacus).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("gradients", "aux"),
+    [((), ()), (("q", "k", "v"), ()), (("q", "k", "v"), ("lse",)), (("k", "v"), ("lse",))],
+)
+def test_a_backend_without_lse_or_its_gradient_passes_what_it_declares(
+    gradients: tuple[str, ...], aux: tuple[str, ...]
+) -> None:
+    honest = type(
+        "Honest",
+        (ReferenceBackend,),
+        {
+            "capabilities": dataclasses.replace(
+                ReferenceBackend.capabilities,
+                gradients=frozenset(gradients),
+                aux=frozenset(aux),
+                core_backward=False,
+            )
+        },
+    )
+    names = ["large_scores/*", "declared/dtypes", "declared/features", "declared/gradients"]
+    cases = select(every_case(), globs=[*names, "declared/head_dims"])
+    with open_session("cpu.honest", backend_class=honest) as session:
+        for outcome in run_cases(session, cases):
+            skipped = outcome.case == "declared/gradients" and not gradients
+            assert outcome.status == ("skipped" if skipped else "passed"), outcome
+
+
+def test_an_lse_beside_gradients_that_do_not_reach_it_is_compared() -> None:
+    class WrongLse(Right):
+        capabilities = dataclasses.replace(
+            Right.capabilities, gradients=frozenset({"q", "k", "v"}), core_backward=False
+        )
+
+        def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+            return super().compile(spec, artifacts) if spec.needs_backward else Wrong()
+
+    class Wrong(DenseKernel):
+        def forward(self, call: Call, out: Outputs) -> None:
+            super().forward(call, out)
+            assert out.lse is not None and out.max_scores is not None
+            out.lse.add_(1)
+            out.max_scores.zero_()
+
+    with open_session("cpu.wrong", backend_class=WrongLse) as session:
+        outcome = run_case(session, every_case()["declared/dtypes"])
+    assert outcome.status == "failed"
+    assert outcome.detail.startswith("lse is ")

@@ -17,6 +17,10 @@ from anyflex.registry import table
 
 __all__ = ["Attend", "Contender", "chosen_contenders"]
 
+_OF_PEERS = -50
+"""A backend's priority up to here says: it is there to be compared with. One little below 0 only
+stands behind better ones."""
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value) -> out, with everything else bound."""
 
@@ -61,10 +65,8 @@ def chosen_contenders(device: torch.device, wanted: Sequence[str] = ()) -> list[
         if state.backend is None or state.kind != "usable":
             unusable[entry.name] = state.reason
             continue
-        # The lowest priority says: here to be compared with.
-        kind: Literal["backend", "peer"] = (
-            "peer" if state.backend.priority < 0 and entry.device_type != "*" else "backend"
-        )
+        compared_with = state.backend.priority <= _OF_PEERS and entry.device_type != "*"
+        kind: Literal["backend", "peer"] = "peer" if compared_with else "backend"
         backends[entry.name] = Contender(
             entry.name, kind, entry.distribution, _nothing_refused, _through_anyflex(entry.name)
         )

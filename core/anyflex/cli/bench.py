@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.file_argument import check_different, write_text
 from anyflex.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -44,7 +45,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--backend",
         metavar="NAMES",
-        default="",
         help="backends and peers to measure, comma-separated (default: all; --list prints them)",
     )
     parser.add_argument("--device", default=None, help="default: cpu, or the preset's")
@@ -108,17 +108,20 @@ def run(args: argparse.Namespace) -> int:
 
     if args.rounds < 1:
         raise WrongUsage(f"--rounds {args.rounds}: must be at least 1")
+    if args.list and args.json is not None:
+        raise WrongUsage("--list prints names, no results: leave out --json")
     if args.plot is not None and args.plot.suffix != ".svg":
         raise WrongUsage(f"--plot {args.plot}: the picture is SVG; name it *.svg")
+    check_different(json=args.json, plot=args.plot)
     cases = _cases(args)
     # A preset for one device says so by its name.
     of_preset = "cuda" if (args.preset or "").startswith("h200") else "cpu"
-    device = present_device(args.device or of_preset)
+    device = present_device(of_preset if args.device is None else args.device)
     if args.clock == "graph" and device.type != "cuda":
         raise WrongUsage(
             f"--clock graph: CUDA graphs are of NVIDIA's GPUs; the device is {device}"
         )
-    contenders = chosen_contenders(device, [name for name in args.backend.split(",") if name])
+    contenders = chosen_contenders(device, _names(args.backend))
     if args.list:
         from anyflex.bench.presets import PRESETS
 
@@ -149,16 +152,23 @@ def run(args: argparse.Namespace) -> int:
         measurements += measure_case(case, contenders, device, clock, args.rounds, progress.show)
         if args.json not in (None, "-"):
             # A run that is stopped leaves what it has measured.
-            _write(Path(args.json), json.dumps(report_of(cases[:count]), indent=1) + "\n")
+            write_text(Path(args.json), json.dumps(report_of(cases[:count]), indent=1) + "\n")
     progress.clear()
     report = report_of(cases)
     if args.json == "-":
-        print(json.dumps(report, indent=1))
+        print(json.dumps(report, indent=1), file=args.out)
     else:
         print("\n".join(table_lines(report)))
     if args.plot is not None:
-        _write(args.plot, svg_plot(report))
+        write_text(args.plot, svg_plot(report))
     return _verdict(report)
+
+
+def _names(text: str | None) -> list[str]:
+    names = [name for name in (text or "").split(",") if name]
+    if text is not None and not names:
+        raise WrongUsage("--backend names nobody; leave it out to measure all")
+    return names
 
 
 def _verdict(report: dict[str, Any]) -> ExitCode:
@@ -178,10 +188,10 @@ def _cases(args: argparse.Namespace) -> Sequence[BenchCase]:
         if args.preset is not None or args.case:
             raise WrongUsage("--shape makes cases of its own: leave out --preset and --case")
         return [_made_case(args, shape) for shape in args.shape]
-    given = [f"--{name.replace('_', '-')}" for name in _MADE if getattr(args, name)]
+    given = [f"--{name.replace('_', '-')}" for name in _MADE if getattr(args, name) is not None]
     if given:
         raise WrongUsage(f"{', '.join(given)}: belongs to --shape; a preset says it itself")
-    args.preset = args.preset or _DEFAULT
+    args.preset = _DEFAULT if args.preset is None else args.preset
     if args.preset not in PRESETS:
         raise WrongUsage(f"--preset {args.preset}: there is none; known: {', '.join(PRESETS)}")
     cases = [
@@ -206,10 +216,12 @@ def _made_case(args: argparse.Namespace, shape: tuple[int, int, int, int]) -> Be
         )
     dtype = _DTYPES.get(args.dtype, args.dtype) or "float32"
     masks, mods = tuple(args.mask or ()), tuple(args.mod or ())
-    size = args.block_size or 128
+    size = 128 if args.block_size is None else args.block_size
+    if size < 1:
+        raise WrongUsage(f"--block-size {size}: must be at least 1")
     parts = ["x".join(map(str, shape))]
     parts += [f"kv {'x'.join(map(str, kv))}"] if kv != shape else []
-    directions = _directions(args.direction or "forward")
+    directions = _directions("forward" if args.direction is None else args.direction)
     name = " ".join([*parts, dtype, *masks, *mods])
     return BenchCase(name, shape, kv, dtype, masks, mods, directions, size)
 
@@ -227,10 +239,3 @@ def _directions(text: str) -> tuple[Direction, ...]:
 def _without_folder(argument: str) -> str:
     """Results are published, and where they were written is nobody's business."""
     return Path(argument).name if Path(argument).is_absolute() else argument
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WrongUsage(f"{path} can't be written: {error}") from error

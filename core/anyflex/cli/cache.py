@@ -1,17 +1,20 @@
 """``anyflex cache info|clear|save FILE|load FILE``: the disk cache of compiled kernels.
 
-Exit codes: 0 done; 1 the cache or the archive can't be used, with the reason on stderr.
+Exit codes: 0 done; 1 the cache or the archive can't be used, 2 the archive can't be written, with
+the reason on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
-from anyflex.errors import AnyflexError
+from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.file_argument import file_argument
+from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.runtime import cache_archive, disk_cache
 
 if TYPE_CHECKING:
@@ -41,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     ):
         action = actions.add_parser(name, help=text, description=text)
         if name in ("save", "load"):
-            action.add_argument("file", metavar="FILE", type=pathlib.Path)
+            action.add_argument("file", metavar="FILE", type=file_argument)
         action.add_argument("--json", action="store_true", help="print facts as JSON")
 
 
@@ -52,18 +55,28 @@ def run(arguments: argparse.Namespace) -> int:
         facts, text = actions[arguments.cache_action](arguments)
     except AnyflexError as error:
         if arguments.json:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"error": str(error)}), file=arguments.out)
         print(f"anyflex cache: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(facts, indent=2) if arguments.json else text)
-    return 0
+        wrong = isinstance(error, WrongUsage)
+        return ExitCode.USAGE if wrong else ExitCode.CHECK_FAILED
+    print(json.dumps(facts, indent=2) if arguments.json else text, file=arguments.out)
+    return ExitCode.CHECK_FAILED if facts.get("problem") else ExitCode.OK
 
 
 Report = tuple["Mapping[str, object]", str]
 
 
-def _info(arguments: argparse.Namespace) -> Report:
+def _store() -> disk_cache.Store:
+    """Return the store, its folder made and tried."""
     store = disk_cache.store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each action says it itself
+        store.usable(create=True)
+    return store
+
+
+def _info(arguments: argparse.Namespace) -> Report:
+    store = _store()
     items = store.items()
     builds: dict[str, dict[str, int]] = {}
     specs: dict[str, set[str]] = {}
@@ -101,7 +114,16 @@ def _clear(arguments: argparse.Namespace) -> Report:
 
 
 def _save(arguments: argparse.Namespace) -> Report:
-    count = cache_archive.save(disk_cache.store(), arguments.file)
+    store = _store()
+    if store.problem is not None:
+        raise ArgumentError(
+            f"the cache {store.folder} can't be used ({store.problem}); set ANYFLEX_CACHE_DIR to "
+            "a writable folder of your own"
+        )
+    try:
+        count = cache_archive.save(store, arguments.file)
+    except ArgumentError as error:
+        raise WrongUsage(str(error)) from error
     facts = {"file": str(arguments.file), "saved": count}
     return facts, f"saved {count} artifacts to {arguments.file}"
 

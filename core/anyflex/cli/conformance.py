@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.file_argument import check_different, file_argument, write_text
 from anyflex.progress_line import ProgressLine
 
 if TYPE_CHECKING:
+    import torch
+
     from anyflex.testing.case import Case
     from anyflex.testing.runner import Outcome
 
@@ -48,7 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--require",
         metavar="SETS",
-        default="",
         help="cases that must be accepted: forward, backward, decode (comma-separated), or all",
     )
     parser.add_argument("--quick", action="store_true", help="the subset for each change")
@@ -60,11 +62,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="only cases of this name or pattern; may be given more than once",
     )
     parser.add_argument("--json", metavar="FILE", help="write the report; - for standard output")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as a page")
+    parser.add_argument(
+        "--html", metavar="FILE", type=file_argument, help="write the report as a page"
+    )
     parser.add_argument(
         "--expected",
         metavar="FILE",
-        type=Path,
+        type=file_argument,
         help="expected failures, `case = reason` a line; one that passes fails the run",
     )
     parser.add_argument(
@@ -89,7 +93,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the cases. Progress goes to stderr, failures and the summary to stdout."""
-    from anyflex.cli.device_argument import present_device
     from anyflex.registry import table
     from anyflex.testing.cases import every_case
     from anyflex.testing.expected import read_expected
@@ -102,21 +105,27 @@ def run(args: argparse.Namespace) -> int:
 
     cases = every_case()
     chosen = select(cases, quick=args.quick, globs=args.case)
+    if args.backend is not None and table.current().get(args.backend) is None:
+        known = ", ".join(table.current().names())
+        raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
+    if args.list and (args.json is not None or args.html is not None):
+        raise WrongUsage("--list makes no report: leave out --json and --html")
     if args.list:
         print("\n".join(_listed(chosen)))
         return ExitCode.OK
     if args.backend is None:
         raise WrongUsage("--backend NAME is needed; `anyflex doctor` lists the names")
-    if table.current().get(args.backend) is None:
-        known = ", ".join(table.current().names())
-        raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
     if not 0 <= args.timeout <= _LONGEST:
         raise WrongUsage(f"--timeout {args.timeout:g}: expected 0 (none) to {_LONGEST:g} seconds")
     if args.jobs < 1:
         raise WrongUsage(f"--jobs {args.jobs}: expected at least 1; 1 is this process alone")
-    require = requirements([name for name in args.require.split(",") if name])
+    check_different(json=args.json, html=args.html, expected=args.expected)
+    names = [name for name in (args.require or "").split(",") if name]
+    if args.require is not None and not names:
+        raise WrongUsage("--require names no set of cases; leave it out to require none")
+    require = requirements(names)
     expected = None if args.expected is None else read_expected(args.expected, cases)
-    device = None if args.device is None else present_device(args.device)
+    device = None if args.device is None else _device(args.device, args.backend)
     # Where the report itself is the output, failures must not stand in it.
     told = sys.stderr if args.json == "-" else sys.stdout
     begin = time.perf_counter()
@@ -139,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
                 progress.clear()
                 print(_failure(outcome), file=told, flush=True)
 
-        def report() -> bool:
+        def report() -> ExitCode:
             progress.clear()
             seconds = time.perf_counter() - begin
             made = make_report(
@@ -174,22 +183,49 @@ def run(args: argparse.Namespace) -> int:
             for outcome in found:
                 enter(outcome)
                 show()
-        passed = report()
-    return ExitCode.OK if passed else ExitCode.CHECK_FAILED
+        return report()
 
 
-def _reported(report: dict[str, Any], args: argparse.Namespace, told: TextIO) -> bool:
-    """Write the report where it is asked for, print the summary, and say whether all is well."""
+def _device(text: str, backend: str) -> torch.device:
+    """Return the device, if calls with tensors there concern the backend: it refuses all others,
+    which would show nothing."""
+    from anyflex.cli.device_argument import present_device
+    from anyflex.registry import table
+
+    device = present_device(text)
+    entry = table.current().get(backend)
+    own = "cpu" if entry is None or entry.device_type == "*" else entry.device_type
+    anywhere = entry is not None and entry.device_type == "*"
+    if device.type == "meta" or not (anywhere or device.type in (own, "cpu")):
+        others = "" if own == "cpu" else ", or cpu, where CPU tensors stand in for its own"
+        raise WrongUsage(
+            f"--device {text}: backend {backend} computes on no {device.type} tensors; give "
+            f"{own}{others}"
+        )
+    return device
+
+
+def _reported(report: dict[str, Any], args: argparse.Namespace, told: TextIO) -> ExitCode:
+    """Write the report where it is asked for, print the summary, and return the exit status."""
     from anyflex.testing.report import html_page
 
     if args.json == "-":
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report, indent=2), file=args.out, flush=True)
     elif args.json is not None:
-        _write(Path(args.json), json.dumps(report, indent=2) + "\n")
+        write_text(Path(args.json), json.dumps(report, indent=2) + "\n")
     if args.html is not None:
-        _write(args.html, html_page(report))
+        write_text(args.html, html_page(report))
     print("\n".join(_summary(report)), file=told)
-    return bool(report["passed"])
+    return _verdict(report)[0]
+
+
+def _verdict(report: dict[str, Any]) -> tuple[ExitCode, str]:
+    if report["passed"]:
+        return ExitCode.OK, "PASS"
+    counts = report["counts"]
+    if counts["failed"] or counts["unexpected"]:
+        return ExitCode.CHECK_FAILED, "FAIL"
+    return ExitCode.NOT_RUN, "NOTHING RAN"
 
 
 def _listed(cases: Sequence[Case]) -> list[str]:
@@ -210,7 +246,7 @@ def _failure(outcome: Outcome) -> str:
 
 def _summary(report: dict[str, Any]) -> list[str]:
     counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items() if count)
-    verdict = "PASS" if report["passed"] else "FAIL"
+    _, verdict = _verdict(report)
     lines = [
         f"{verdict} {report['backend']} of {report['distribution']} on {report['device']}: "
         f"{counts}; {report['seconds']:.0f} s"
@@ -225,10 +261,3 @@ def _summary(report: dict[str, Any]) -> list[str]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"  {status}: {names[0]}{more}: {detail}")
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WrongUsage(f"{path} can't be written: {error}") from error

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="wall clock to train for (default: %(default)s)",
     )
     parser.add_argument("--steps", type=_count, help="end after so many steps at the latest")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=_seed, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--backend", help="force a backend (default: the registry chooses)")
     parser.add_argument(
@@ -67,6 +67,17 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
     return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < _SEEDS:
+        raise argparse.ArgumentTypeError(f"must be 0 to {_SEEDS - 1}, got {text}")
+    return value
+
+
+_SEEDS = 2**63
+"""torch's generators take any of these, and the next one."""
 
 
 def _count(text: str) -> int:
@@ -105,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
         result = run_demo(settings, report=lambda line: print(line, file=sys.stderr, flush=True))
     except FileNotFoundError as error:
         raise NotRun(str(error)) from error
-    print(json.dumps(result.to_dict(), indent=2) if args.json else _text(result))
+    text = json.dumps(result.to_dict(), indent=2) if args.json else _text(result)
+    print(text, file=args.out)
     return ExitCode.OK if result.passed else ExitCode.CHECK_FAILED
 
 

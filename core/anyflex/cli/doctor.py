@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from anyflex.cli.doctor_facts import collect
 
     facts = collect()
-    print(json.dumps(facts, indent=2) if args.json else "\n".join(_text(facts)))
+    text = json.dumps(facts, indent=2) if args.json else "\n".join(_text(facts))
+    print(text, file=args.out)
     return ExitCode.CHECK_FAILED if facts["failures"] else ExitCode.OK
 
 
@@ -108,7 +109,9 @@ def _backend(backend: dict[str, Any]) -> list[str]:
     if backend["fingerprint"]:
         lines.append(f"  kernels of: {backend['fingerprint']}")
     lines += ["  note: " + note for note in backend["notes"]]
-    lines += ["  " + test["text"] for test in backend["self_tests"]]
+    for test in backend["self_tests"]:
+        lines.append("  " + test["text"])
+        lines += ["    " + line for line in _abridged(test["traceback"])]
     for option in backend["options"]:
         choices = f", one of {', '.join(map(str, option['choices']))}" if option["choices"] else ""
         lines.append(

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import sys
+import threading
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ __all__ = ["TESTED_TORCH", "collect"]
 TESTED_TORCH = ("2.11", "2.13")
 """The oldest and the newest release of torch that the tests are run with."""
 
+_SLOW_S = 5.0
 _FAILING_STATES = {"broken": "is broken", "conflict": "is registered by two distributions"}
 
 
@@ -36,6 +42,9 @@ def collect() -> dict[str, Any]:
         PluginError: under ANYFLEX_STRICT=1, for a plugin that can't be registered.
     """
     device_types = seen_device_types()
+    for entry in table.current().every():
+        with _told_if_slow(f"backend {entry.name}: importing and probing it"):
+            entry.state()
     backends = [_backend(row, device_types) for row in backend_rows()]
     facts: dict[str, Any] = {
         "versions": _versions(),
@@ -117,11 +126,12 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     if row.state == "usable" and entry is not None and backend is not None:
         facts["fingerprint"] = _fingerprint(row, backend)
         wanted = device_types if row.device_type == "*" else [row.device_type]
-        tests = [
-            self_test(row.name, entry.distribution, backend.capabilities, device_type)
-            for device_type in wanted
-            if device_type in device_types
-        ]
+        with _told_if_slow(f"backend {row.name}: its self-test"):
+            tests = [
+                self_test(row.name, entry.distribution, backend.capabilities, device_type)
+                for device_type in wanted
+                if device_type in device_types
+            ]
         facts["self_tests"] = [dataclasses.asdict(test) | {"text": str(test)} for test in tests]
     if backend is not None:
         facts["notes"] = _notes(row, backend)
@@ -134,7 +144,7 @@ def _fingerprint(row: BackendRow, backend: Backend) -> str:
         with isolation.plugin_code(row.name, row.distribution, "fingerprint()"):
             return str(backend.fingerprint())
     except AnyflexError as error:
-        return first_line(error)
+        return _raised("fingerprint()", error)
 
 
 def _notes(row: BackendRow, backend: Backend) -> list[str]:
@@ -144,7 +154,30 @@ def _notes(row: BackendRow, backend: Backend) -> list[str]:
             notes = backend.notes()
             return [notes] if isinstance(notes, str) else [str(note) for note in notes]
     except AnyflexError as error:
-        return [first_line(error)]
+        return [_raised("notes()", error)]
+
+
+def _raised(what: str, error: AnyflexError) -> str:
+    """Say what a plugin raised and where: `error` itself sends its reader to doctor."""
+    cause = error.__cause__ or error
+    *_, (frame, line) = traceback.walk_tb(cause.__traceback__)
+    return f"{what} raised {first_line(cause)} ({frame.f_code.co_filename}:{line})"
+
+
+@contextmanager
+def _told_if_slow(what: str) -> Iterator[None]:
+    """Print a line on stderr if the body takes long: what hangs for ever says nothing itself."""
+
+    def tell() -> None:
+        print(f"{what} takes more than {_SLOW_S:g} s", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_SLOW_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _requirements(package: str) -> list[str]:

@@ -34,7 +34,11 @@ class ExitCode(enum.IntEnum):
         "cache folder; demo: the loss or the gradients; cache: a folder or an archive that can't "
         "be used; conformance: a case; bench: a backend that computes wrongly or fails)",
     )
-    USAGE = 2, "wrong usage: an argument, a variable or a function that can't be understood"
+    USAGE = (
+        2,
+        "wrong usage: an argument, a variable or a function that can't be understood, or output "
+        "that can't be written",
+    )
     NOT_RUN = 3, "not run: a backend refuses the call, or a device or package is missing"
     BROKEN = 4, "a plugin is broken, or the user's own file raised an exception"
     INTERRUPTED = 130, "interrupted, or the reader of the output went away"
@@ -47,7 +51,8 @@ class ExitCode(enum.IntEnum):
 
 
 class WrongUsage(AnyflexError):
-    """A command-line argument that parses and makes no sense. Exit status 2."""
+    """A command-line argument that parses and makes no sense, or names a file that can't be
+    written. Exit status 2."""
 
 
 class NotRun(AnyflexError):

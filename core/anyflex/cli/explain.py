@@ -7,9 +7,11 @@ import ast
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "Shows what anyflex.flex_attention would do with a call, without computing it: every "
             "backend that was asked and what it answered, the variant of the kernel, the options "
             "that nobody uses, and the spec. Either the call is your own, given by a function in "
-            "a file, or it is made from shapes and names. Exit status 3 if no backend takes it."
+            "a file, or it is made from shapes and names. Exit status 3 if no backend takes it, 4 "
+            "if the plugin that it needs is broken."
         ),
     )
     parser.add_argument(
@@ -120,9 +123,19 @@ def run(args: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         # What they say stands in the explanation.
         warnings.simplefilter("ignore", anyflex.PerformanceWarning)
-        explanation = anyflex.explain(**arguments)
+        try:
+            explanation = anyflex.explain(**arguments)
+        except (ArgumentError, ArgumentTypeError) as error:
+            if not args.option or "kernel_options" not in str(error):
+                raise
+            raise WrongUsage(
+                f"{error}. With --option, a backend's own is written "
+                "--option 'BACKEND={\"NAME\": VALUE}'"
+            ) from error
     facts = explanation.to_dict()
-    print(json.dumps(facts, indent=2) if args.json else explanation)
+    print(json.dumps(facts, indent=2) if args.json else explanation, file=args.out)
+    if explanation.broken:
+        return ExitCode.BROKEN
     taken = facts["backend"] is not None and not facts["problem"]
     return ExitCode.OK if taken else ExitCode.NOT_RUN
 
@@ -131,17 +144,16 @@ def _arguments_from_file(args: argparse.Namespace) -> dict[str, Any]:
     from anyflex.cli.user_function import arguments_from
 
     made = ("q", "kv", "dtype", "device", "mask", "mod", "backward")
-    given = [f"--{name}" for name in made if getattr(args, name)]
+    given = [f"--{name}" for name in made if getattr(args, name) not in (None, False)]
     if given:
         raise WrongUsage(f"{', '.join(given)}: the function in {args.target} says this already")
     arguments = arguments_from(args.target)
     if args.backend is not None:
         arguments["backend"] = args.backend
-    if args.option:
-        arguments["kernel_options"] = {
-            **(arguments.get("kernel_options") or {}),
-            **dict(args.option),
-        }
+    options = arguments.get("kernel_options") or {}
+    # Anything else is refused as in a call.
+    if args.option and isinstance(options, Mapping):
+        arguments["kernel_options"] = {**options, **dict(args.option)}
     return arguments
 
 
@@ -157,7 +169,7 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
         raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")
     q_shape = args.q
     kv_shape = q_shape if args.kv is None else args.kv
-    device = present_device(args.device or "cpu")
+    device = present_device("cpu" if args.device is None else args.device)
     dtype: torch.dtype = getattr(torch, _DTYPES.get(args.dtype, args.dtype) or "float32")
 
     # Never read: explaining computes nothing. But a kernel is chosen by where tensors lie.

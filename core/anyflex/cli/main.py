@@ -1,12 +1,15 @@
 """The command ``anyflex`` and its sub-commands.
 
 A sub-command's module adds its parser and has ``run(args)``; what is heavy is imported inside of
-``run``, so that ``anyflex --help`` loads nothing for it.
+``run``, so that ``anyflex --help`` loads nothing for it. JSON is printed to ``args.out``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import io
 import os
 import sys
 import traceback
@@ -30,9 +33,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         An `ExitCode`. An `AnyflexError` becomes one line on stderr and its code; under
-        ANYFLEX_STRICT=1 its traceback comes first. Any other exception is a bug of anyflex and
-        passes, with its traceback.
+        ANYFLEX_STRICT=1 its traceback comes first. Output that can't be written is wrong usage.
+        Any other exception is a bug of anyflex and passes, with its traceback.
     """
+    _open_streams()
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_streams()
+        return ExitCode.INTERRUPTED
+    except OSError as error:
+        # What concerns a file names it; what doesn't, and says this, is standard output.
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"anyflex: standard output can't be written: {error}", file=sys.stderr)
+        _abandon_streams()
+        return ExitCode.USAGE
+    return code
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _open_streams() -> None:
+    """Let every text be printed, and nothing but the exit status remain where a stream is closed,
+    as if it went to the null device."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            # An exception's text may hold what no encoding has, such as half of a surrogate pair.
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _abandon_streams() -> None:
+    """Python flushes them once more at exit, and would complain."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(null, stream.fileno())
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     try:
         args = parser.parse_args(arguments)
@@ -44,19 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.run is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
+    args.out = sys.stdout
+    # Where JSON is the output, what a plugin prints must not stand in it.
+    alone = getattr(args, "json", None) in (True, "-")
     try:
-        code = int(args.run(args))
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
+            return int(args.run(args))
     except AnyflexError as error:
         return _report(error, args.command)
     except KeyboardInterrupt:
         print(f"anyflex {args.command}: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.INTERRUPTED
-    return code
 
 
 def _report(error: AnyflexError, command: str) -> ExitCode:

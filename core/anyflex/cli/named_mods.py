@@ -79,6 +79,8 @@ def _made(
     wrong = f"{option} {text}: {name}({', '.join(map(str, parameters))})"
     try:
         positional, keywords = _arguments(written, device)
+    except WrongUsage as error:
+        raise WrongUsage(f"{option} {text}: {error}") from error
     except (SyntaxError, ValueError, TypeError, RuntimeError) as error:
         raise WrongUsage(f"{wrong} takes numbers as Python writes them, and lists") from error
     if not colon:
@@ -100,7 +102,13 @@ def _arguments(written: str, device: torch.device) -> tuple[list[Any], dict[str,
 
     def value(node: ast.expr) -> Any:
         read = ast.literal_eval(node)
-        return torch.tensor(read, device=device) if isinstance(read, list) else read
+        if not isinstance(read, list):
+            return read
+        made = torch.tensor(read, device=device)
+        if not made.numel():
+            # It would have a type that nobody gave it, and errors would speak of that.
+            raise WrongUsage(f"{ast.unparse(node)}: a list must hold numbers")
+        return made
 
     keywords = {str(keyword.arg): value(keyword.value) for keyword in call.keywords}
     return [value(node) for node in call.args], keywords

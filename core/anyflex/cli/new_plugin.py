@@ -7,6 +7,7 @@ its author replaces what is in it piece by piece and keeps the tests passing.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 from pathlib import Path
@@ -57,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
     """Write the package and print the next commands.
 
     Raises:
-        WrongUsage: a name, a device type or a folder that can't be taken.
-        NotRun: the folder can't be written.
+        WrongUsage: a name, a device type or a folder that can't be taken, or can't be written.
+        NotRun: this installation lacks the template.
     """
     _check_name(args.name)
     backend = _backend_name(args.device, args.variant)
     folder: Path = args.into / f"anyflex-{args.name}"
-    if folder.exists():
+    if os.path.lexists(folder):
         raise WrongUsage(
             f"{folder} exists; remove it, or choose another NAME or another folder with --into DIR"
         )
@@ -135,7 +136,7 @@ def _write(folder: Path, name: str, backend: str) -> None:
     except OSError as error:
         # No half of a package stays: the next try would find the folder taken.
         shutil.rmtree(folder, ignore_errors=True)
-        raise NotRun(f"{folder} can't be written: {error}") from error
+        raise WrongUsage(f"{folder} can't be written: {error}") from error
 
 
 def _template() -> Path:

@@ -11,6 +11,7 @@ from torch import Tensor
 import anyflex
 from anyflex.contract.capabilities import Capabilities
 from anyflex.errors import AnyflexError, BackendRefused
+from anyflex.registry.inventory import traceback_lines
 from anyflex.registry.isolation import first_line, plugin_code
 
 __all__ = ["SelfTest", "self_test"]
@@ -37,6 +38,7 @@ class SelfTest:
         error, limit: largest difference relative to the largest right value, and what is allowed;
             None if no numbers came.
         problem: what was raised, or "".
+        traceback: lines of what a plugin raised.
     """
 
     device: str
@@ -46,6 +48,7 @@ class SelfTest:
     error: float | None
     limit: float
     problem: str
+    traceback: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = f"self-test on {self.device}, {self.dtype}, {self.what}"
@@ -79,7 +82,8 @@ def self_test(
         except BackendRefused as refusal:
             problem = first_line(refusal)
         except AnyflexError as raised:
-            return SelfTest(device_type, short, what, False, None, limit, first_line(raised))
+            text, lines = first_line(raised), traceback_lines(raised.__cause__)
+            return SelfTest(device_type, short, what, False, None, limit, text, lines)
         else:
             # NaN compares false.
             return SelfTest(device_type, short, what, error <= limit, error, limit, "")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import anyflex
 from anyflex.cli.exit_codes import UserFileFailed, WrongUsage
 
 __all__ = ["arguments_from"]
@@ -28,7 +31,7 @@ def arguments_from(target: str) -> dict[str, Any]:
     path = Path(file_name)
     if not separator or not function_name:
         raise WrongUsage(f"{target}: expected FILE.py::function")
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file raises for a name that is too long
         raise WrongUsage(f"{target}: there is no file {file_name}")
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
@@ -47,8 +50,9 @@ def arguments_from(target: str) -> dict[str, Any]:
             )
         try:
             arguments = function()
-        # Not the plugin boundary, but as foreign: the user's code may raise anything.
-        except Exception as error:
+        # Not the plugin boundary, but as foreign: the user's code may raise anything, and a script
+        # calls exit().
+        except (Exception, SystemExit) as error:
             raise _failed(target, error) from error
     finally:
         sys.path.remove(folder)
@@ -57,6 +61,13 @@ def arguments_from(target: str) -> dict[str, Any]:
             f"{target}: the function must return a dict of anyflex.flex_attention's arguments by "
             f"name, with query, key and value at least; it returned {_described(arguments)}"
         )
+    try:
+        inspect.signature(anyflex.explain).bind(**arguments)
+    except TypeError as error:
+        raise WrongUsage(
+            f"{target}: the function must return a dict of anyflex.flex_attention's arguments by "
+            f"name: {error}"
+        ) from error
     return arguments
 
 
@@ -72,13 +83,13 @@ def _run_file(path: Path, target: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(target, error) from error
     return module
 
 
-def _failed(target: str, error: Exception) -> UserFileFailed:
+def _failed(target: str, error: BaseException) -> UserFileFailed:
     own = str(Path(__file__))
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [

@@ -20,6 +20,12 @@ class Accepted:
 
     backward: Literal["own", "core"] = "own"
 
+    def __post_init__(self) -> None:
+        if self.backward not in ("own", "core"):
+            raise ValueError(
+                f"Accepted(backward=...) must be 'own' or 'core', got {self.backward!r}"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:

@@ -12,7 +12,7 @@ from anyflex.registry.isolation import first_line
 from anyflex.registry.options import option_rows
 from anyflex.registry.table import current
 
-__all__ = ["BackendRow", "HookRow", "backend_rows", "hook_rows"]
+__all__ = ["BackendRow", "HookRow", "backend_rows", "hook_rows", "traceback_lines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,9 @@ class HookRow:
 
 
 def backend_rows() -> list[BackendRow]:
-    """Load and probe every backend; return a row for each, both sides of a conflict included.
-    Raises only under ANYFLEX_STRICT=1, or for a variable with a value that isn't allowed."""
+    """Load and probe every backend; return a row for each, both sides of a conflict included, by
+    device type in the order in which they are asked, those that can't be used and the reference
+    last. Raises only under ANYFLEX_STRICT=1, or for a variable with a value that isn't allowed."""
     rows = []
     for entry in current().every():
         state = entry.state()
@@ -85,12 +86,21 @@ def backend_rows() -> list[BackendRow]:
                 state.kind,
                 state.reason,
                 first_line(cause) if cause is not None else "",
-                _lines(cause),
+                traceback_lines(cause),
                 state.backend.priority if state.backend is not None else None,
                 tuple(option_rows(state.backend)) if state.backend is not None else (),
             )
         )
-    return rows
+    return sorted(
+        rows,
+        key=lambda row: (
+            row.device_type == "*",
+            row.device_type,
+            row.state != "usable",
+            -(row.priority or 0),
+            row.name,
+        ),
+    )
 
 
 def hook_rows() -> list[HookRow]:
@@ -124,10 +134,12 @@ def hook_rows() -> list[HookRow]:
 
 
 def _broken(error: PluginError) -> HookRow:
-    return HookRow(error.plugin, error.distribution, "broken", str(error), _lines(error.__cause__))
+    lines = traceback_lines(error.__cause__)
+    return HookRow(error.plugin, error.distribution, "broken", str(error), lines)
 
 
-def _lines(cause: BaseException | None) -> tuple[str, ...]:
+def traceback_lines(cause: BaseException | None) -> tuple[str, ...]:
+    """Return the lines of what a plugin raised; of None, none."""
     if cause is None:
         return ()
     return tuple("".join(traceback.format_exception(cause)).splitlines())

@@ -8,7 +8,7 @@ import contextlib
 import os
 import pathlib
 import re
-import tempfile
+import secrets
 import zipfile
 
 from anyflex.errors import ArgumentError
@@ -25,17 +25,26 @@ LARGEST_MEMBER = 2**30
 
 
 def save(store: Store, path: pathlib.Path) -> int:
-    """Write every whole artifact to `path`, replacing it at the end; return how many.
+    """Write every whole artifact to `path`, replacing a file at the end; return how many. A link
+    stays, and its target is replaced.
 
     Raises:
-        ArgumentError: the file can't be written.
+        ArgumentError: the file can't be written, or what is there is no regular file.
     """
     count = 0
-    temporary = ""
+    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.resolve().parent)
+        target = pathlib.Path(os.path.realpath(path))
+        # A rename would put a file in place of a device or a pipe.
+        if target.exists() and not target.is_file():
+            raise ArgumentError(
+                f"the archive {path} can't be written: what is there is no regular file; give "
+                "another path"
+            )
+        # Not tempfile's: it leaves no mode to the umask.
+        temporary = target.with_name(f".writing-{secrets.token_hex(8)}")
         with (
-            os.fdopen(handle, "wb") as stream,
+            temporary.open("xb") as stream,
             zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive,
         ):
             archive.comment = _COMMENT
@@ -47,10 +56,11 @@ def save(store: Store, path: pathlib.Path) -> int:
                         member = zipfile.ZipInfo(f"{item.build}/{item.key}/{item.name}")
                         archive.writestr(member, file, zipfile.ZIP_DEFLATED)
                         count += 1
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
-        with contextlib.suppress(OSError):  # The first error is the one to tell.
-            os.unlink(temporary)
+        if temporary is not None:
+            with contextlib.suppress(OSError):  # The first error is the one to tell.
+                temporary.unlink()
         raise ArgumentError(f"the archive {path} can't be written: {error}") from error
     return count
 

@@ -86,11 +86,14 @@ def launch_forward(
 
             check_reads(spec, call)
         device = None if plan.guard is None else plan.guard()
+        returned: object  # annotated as None; a plugin may return anything
         if device is None and not torch.is_autocast_enabled(plan.device_type):
-            plan.kernel.forward(call, outputs)
+            returned = plan.kernel.forward(call, outputs)
         else:
             with _guard(plan, device):
-                plan.kernel.forward(call, outputs)
+                returned = plan.kernel.forward(call, outputs)
+        if returned is not None:
+            raise _returned("forward", returned)
         if workspace:
             give_back(workspace)
     except _THEIR_OWN:
@@ -212,6 +215,14 @@ def _guard(plan: Plan, device: Any) -> Iterator[None]:
         yield
 
 
+def _returned(method: str, value: object) -> TypeError:
+    """What a kernel returns instead of filling what it is given would be lost without a word."""
+    return TypeError(
+        f"{method}() returned a {type(value).__name__}: it must fill the tensors that it is given "
+        "and return None"
+    )
+
+
 def _no_outputs(plan: Plan, query: Tensor, error: BaseException) -> AllocationError | None:
     rows = query.shape[:3]
     sizes = [((*rows, plan.spec.value_head_dim), query.dtype)]
@@ -265,7 +276,11 @@ def _backward(
             if extras is None:
                 extras = _extras(plan, call, saved)
             saved = Saved(saved.out, saved.lse, extras)
-        plan.kernel.backward(call, saved, grad, grads)
+        returned: object = plan.kernel.backward(  # type: ignore[func-returns-value]
+            call, saved, grad, grads
+        )
+        if returned is not None:
+            raise _returned("backward", returned)
     else:
         from anyflex.reference.backward import core_backward
 

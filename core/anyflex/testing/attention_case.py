@@ -131,17 +131,20 @@ class AttentionCase:
             self, dtype=dtype, head_dim=head_dim, value_head_dim=value_head_dim
         )
 
-    def reduced(self, can: Capabilities) -> AttentionCase:
-        """Return the case with those gradients and auxiliary outputs that a backend declares."""
+    def reduced(self, can: Capabilities) -> tuple[AttentionCase, ...]:
+        """Return the case with those gradients and auxiliary outputs that a backend declares: two
+        cases where it gives lse and gradients, but none that arrive at lse."""
         gradients = self.gradients if can.core_backward else self.gradients & can.gradients
         aux = self.aux & can.aux
         learns_lse = can.core_backward or "lse" in can.gradients
         dlse = self.dlse and learns_lse and "lse" in aux
-        return dataclasses.replace(
-            self,
-            gradients=gradients if self.dout or dlse else frozenset(),
-            aux=aux,
-            dlse=dlse,
+        gradients = gradients if self.dout or dlse else frozenset()
+        least = dataclasses.replace(self, gradients=gradients, aux=aux, dlse=dlse)
+        if not gradients or learns_lse or "lse" not in aux:
+            return (least,)
+        return (
+            dataclasses.replace(least, aux=aux - LSE),
+            dataclasses.replace(least, gradients=frozenset()),
         )
 
     def draw(self, device: torch.device) -> Drawn:

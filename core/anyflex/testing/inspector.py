@@ -170,15 +170,29 @@ class _InspectedKernel(Kernel):
         self._saved_bytes = saved_bytes
 
     def describe(self, call: Call) -> str:
-        return self._kernel.describe(call)
+        # Calls pass over what is wrong here, with a warning.
+        try:
+            variant: object = self._kernel.describe(call)
+        except Exception as error:
+            self._journal.note(f"describe() raised {type(error).__name__}: {error}")
+            raise
+        if not isinstance(variant, str):
+            self._journal.note(f"describe() must return a str, got {variant!r}")
+        return str(variant)
 
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        return self._kernel.workspace(call, direction)
+        return self._tensors("workspace", self._kernel.workspace(call, direction))
+
+    def _tensors(self, method: str, found: object) -> tuple[TensorSpec, ...]:
+        if isinstance(found, tuple) and all(isinstance(spec, TensorSpec) for spec in found):
+            return found
+        self._journal.note(f"{method}() must return a tuple of TensorSpec objects, got {found!r}")
+        return ()
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        specs = self._kernel.saved_outputs(call)
+        specs = self._tensors("saved_outputs", self._kernel.saved_outputs(call))
         values, rest = self._saved_bytes
         rows = call.query.shape[:3].numel()
         most = rows * (values * call.value.shape[3] + rest)
@@ -193,8 +207,7 @@ class _InspectedKernel(Kernel):
     def forward(self, call: Call, out: Outputs) -> None:
         call = _moved(call, self._journal.index_offsets)
         if not self._journal.watching:
-            self._kernel.forward(call, out)
-            self._ran(self._journal.forwards)
+            self._ran(self._journal.forwards, self._kernel.forward(call, out))
             return
         watch = _Watch("forward", self._journal, call)
         given = Outputs(
@@ -202,18 +215,19 @@ class _InspectedKernel(Kernel):
             watch.optional("lse", out.lse),
             watch.optional("max_scores", out.max_scores),
             tuple(watch.scratch("a saved output", t, s) for t, s in zip(
-                out.saved, self._kernel.saved_outputs(call) if out.saved else (), strict=True)),
+                out.saved, self.saved_outputs(call) if out.saved else (), strict=True)),
             self._workspace(watch, call, "forward", out.workspace),
         )  # fmt: skip
-        self._kernel.forward(call, given)
-        self._ran(self._journal.forwards)
+        self._ran(self._journal.forwards, self._kernel.forward(call, given))
         watch.close()
 
     def backward(self, call: Call, saved: Saved, grad: GradInputs, grads: Grads) -> None:
         call = _moved(call, self._journal.index_offsets)
         if not self._journal.watching:
-            self._kernel.backward(call, saved, grad, grads)
-            self._ran(self._journal.backwards)
+            self._ran(
+                self._journal.backwards,
+                self._kernel.backward(call, saved, grad, grads),  # type: ignore[func-returns-value]
+            )
             return
         reads = {"out": saved.out, "lse": saved.lse, "dout": grad.dout}
         if grad.dlse is not None:
@@ -232,11 +246,15 @@ class _InspectedKernel(Kernel):
             ),
             self._workspace(watch, call, "backward", grads.workspace),
         )
-        self._kernel.backward(call, saved, grad, given)
-        self._ran(self._journal.backwards)
+        self._ran(
+            self._journal.backwards,
+            self._kernel.backward(call, saved, grad, given),  # type: ignore[func-returns-value]
+        )
         watch.close()
 
-    def _ran(self, log: list[Spec]) -> None:
+    def _ran(self, log: list[Spec], returned: object) -> None:
+        if returned is not None:
+            self._journal.note(f"a kernel must return None, got a {type(returned).__name__}")
         with self._journal.lock:
             log.append(self._spec)
 
@@ -247,7 +265,7 @@ class _InspectedKernel(Kernel):
         direction: Literal["forward", "backward"],
         tensors: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        specs = self._kernel.workspace(call, direction)
+        specs = self.workspace(call, direction)
         if specs:
             with self._journal.lock:
                 self._journal.workspaces.append((direction, specs))

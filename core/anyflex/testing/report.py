@@ -51,7 +51,9 @@ def make_report(
         "require": sorted(require),
         "patterns": list(globs),
         "capabilities": _plain(session.backend.capabilities),
-        "passed": all(outcome.good for outcome in outcomes),
+        # Where all is refused or skipped, and no kernel ran, nothing is shown.
+        "passed": all(outcome.good for outcome in outcomes)
+        and any(outcome.ran or outcome.status in ("passed", "expected") for outcome in outcomes),
         "jobs": jobs,
         "seconds": round(seconds, 3),
         "counts": {status: counts[status] for status in STATUSES},
@@ -102,8 +104,10 @@ def html_page(report: Report) -> str:
     """Return a report as a page that needs nothing beside itself, what is to be mended first."""
     title = f"Conformance of {report['backend']}"
     counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items() if count)
+    bad = report["counts"]["failed"] or report["counts"]["unexpected"]
+    outcome = "passed" if report["passed"] else "FAILED" if bad else "nothing ran"
     facts = {
-        "Outcome": "passed" if report["passed"] else "FAILED",
+        "Outcome": outcome,
         "Cases": f"{counts}, in {report['seconds']:.0f} s"
         + (f" with {report['jobs']} processes" if report["jobs"] > 1 else ""),
         "Backend": f"{report['backend']} of {report['distribution']}",

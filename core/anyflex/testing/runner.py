@@ -33,6 +33,8 @@ class Outcome:
         detail: the failure, the refusal's reason, or why it was skipped.
         seconds: how long it took.
         command: what repeats it alone.
+        ran: a kernel of the backend ran here: of a refused case the call without undeclared
+            gradients and auxiliary outputs was compared.
     """
 
     case: str
@@ -41,6 +43,7 @@ class Outcome:
     detail: str
     seconds: float
     command: str
+    ran: bool = False
 
     @property
     def good(self) -> bool:
@@ -112,7 +115,8 @@ def run_case(session: Session, case: Case, *, require: frozenset[str] = frozense
         detail = "; ".join([*session.journal.violations, raised])
     seconds = time.perf_counter() - begin
     command = _command(session, case, require)
-    return Outcome(case.name, case.shows, status, detail, seconds, command)
+    ran = bool(session.journal.forwards)
+    return Outcome(case.name, case.shows, status, detail, seconds, command, ran)
 
 
 def timed_out(
