@@ -557,7 +557,8 @@ class Device:
         shared_layout = SimpleNamespace(get_default_for=nothing)
         return SimpleNamespace(
             constexpr=lambda x: x, float16="f16", bfloat16="bf16", float32="f32", int1="i1",
-            uint8="u8", int16="i16", int32="i32", int64="i64", static_assert=nothing,
+            uint8="u8", int8="i8", int16="i16", int32="i32", int64="i64", float64="f64",
+            static_assert=nothing,
             split=lambda x: (x[..., 0], x[..., 1]), join=lambda x, y: tile(np.stack([x, y], -1)),
             static_range=range, to_tensor=lambda x: x, cdiv=lambda x, y: -(-x // y),
             program_id=lambda _: self.own.program, num_programs=lambda _: self.programs,
@@ -588,8 +589,10 @@ def chosen(text: str, operands: Sequence[Any]) -> Any:
     values: dict[str, Any] = {f"${i}": x for i, x in enumerate(np.broadcast_arrays(*operands), 1)}
     values["0fFF800000"] = -np.inf
     compare = {
-        "eq": np.equal, "ne": np.not_equal, "neu": np.not_equal, "lt": np.less,
-        "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+        "eq": np.equal, "neu": np.not_equal, "lt": np.less, "le": np.less_equal,
+        "gt": np.greater, "ge": np.greater_equal,
+        # False where one is NaN.
+        "ne": lambda x, y: (x != y) & (x == x) & (y == y),
     }  # fmt: skip
     join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     declared, *lines = re.sub(r"[{}]", "", text).strip().rstrip(";").split(";")
@@ -599,9 +602,11 @@ def chosen(text: str, operands: Sequence[Any]) -> Any:
         kind, *rest = operation.split(".")
         given = [values[name] if name in values else int(name) for name in names[1:]]
         if kind == "setp":
-            if rest[1].startswith("s"):
-                assert all(np.asarray(x).dtype.kind in "iub" for x in given), line
-            values[names[0]] = compare[rest[0]](*given)
+            kinds = {"s32": np.int32, "s64": np.int64, "f32": np.float32, "f64": np.float64}
+            typed = [np.asarray(x).astype(kinds[rest[1]]) for x in given]
+            for x, y in zip(given, typed, strict=True):
+                np.testing.assert_array_equal(np.asarray(x), y, "a register is too small")
+            values[names[0]] = compare[rest[0]](*typed)
         elif kind == "not":
             values[names[0]] = np.logical_not(*given)
         elif kind == "selp":
@@ -637,10 +642,22 @@ def _pointer_to(tensor: Tensor) -> Pointer:
     return Pointer(tensor.detach().as_strided((count,), (1,)).numpy())
 
 
-def mod_in_python(function: Any) -> Callable[..., Any]:
-    """A function of a module of mods for Gluon, as `run_kernel` takes it."""
+_HELD = {
+    "i1": np.bool_, "i8": np.int8, "u8": np.uint8, "i16": np.int16, "i32": np.int32,
+    "i64": np.int64, "f32": np.float32, "f64": np.float64,
+}  # fmt: skip
+
+
+def mod_in_python(function: Any, held: bool = False) -> Callable[..., Any]:
+    """A function of a module of mods for Gluon, as `run_kernel` takes it.
+
+    Args:
+        held: values are held in the types that they are cast to.
+    """
     # What mods read nobody writes, and what they add to nobody reads: no device is needed.
     language = Device(0, 1).language()
+    if held:
+        language.cast = lambda x, dtype: tile(np.atleast_2d(x).astype(_HELD[dtype]))
     ours = {"tl": language, "bound": lambda size, index: size}
     ops = _in_python(vars(operations), ours)
     ours_of_gluon = {

@@ -32,6 +32,12 @@ TIMES = torch.rand(LENGTH)
 TIMES[::7] = torch.nan
 KEEPS = torch.rand(LENGTH) < 0.7
 ENDS = torch.tensor([200, -(2**62), 2**62, 250])
+EXACT_TIMES = torch.rand(LENGTH, dtype=torch.float64)
+# As float32 some are equal.
+EXACT_TIMES[1::2] = EXACT_TIMES[::2] + 1e-12
+HUNDREDS = torch.full((4,), 100)
+LARGE = torch.full((LENGTH,), 2**63 - 1)
+LARGE[::3] = 7
 WRAPPED = (torch.arange(LENGTH) * (2**31 // 200)).int()
 
 
@@ -62,6 +68,10 @@ MASKS: dict[str, tuple[Mask, int]] = {
     "turned": (reading(lambda b, h, q, k: ~((q < k) | (q - 100 > k))), 2),
     "exclusive": (lambda b, h, q, k: (q > k) ^ (IDS[k] != 2), 1),
     "times": (lambda b, h, q, k: (TIMES[k] <= TIMES[q]) & (TIMES[k] != 0.5) & (q >= k), 1),
+    "exact times": (lambda b, h, q, k: (EXACT_TIMES[k] >= EXACT_TIMES[q]) & (q >= k), 1),
+    "other times": (lambda b, h, q, k: (TIMES[k] != TIMES[q]) & (q >= k), 1),
+    "a sum that wraps": (lambda b, h, q, k: (LARGE[q] + k > q) & (q >= k), 1),
+    "two large terms": (lambda b, h, q, k: (k - h * 2**20 > HUNDREDS[b]) & (q >= k), 1),
     "a table": (lambda b, h, q, k: KEEPS[k] & (q >= k) & (k != 7), 2),
     "twice the key": (reading(lambda b, h, q, k: (2 * k > q) & (q >= k)), 1),
     "key on both sides": (reading(lambda b, h, q, k: (q - k >= k - 300) & (q >= k)), 1),
@@ -87,7 +97,11 @@ def of_mask(mask_mod: Mask) -> tuple[str, dict[str, Mask], dict[str, Any]]:
     }
     made = vars(load_module(whole))
     names = ("read_rows", "read_columns", "mask_scores_of_read")
-    return text, {name: mod_in_python(made[name]) for name in names if name in made}, given
+    return (
+        text,
+        {name: mod_in_python(made[name], held=True) for name in names if name in made},
+        given,
+    )
 
 
 def memory(tensor: Tensor) -> Any:
