@@ -35,7 +35,7 @@ ENDS = torch.tensor([200, -(2**62), 2**62, 250])
 EXACT_TIMES = torch.rand(LENGTH, dtype=torch.float64)
 # As float32 some are equal.
 EXACT_TIMES[1::2] = EXACT_TIMES[::2] + 1e-12
-HUNDREDS = torch.full((4,), 100)
+LOWS = torch.full((4,), -30)
 LARGE = torch.full((LENGTH,), 2**63 - 1)
 LARGE[::3] = 7
 WRAPPED = (torch.arange(LENGTH) * (2**31 // 200)).int()
@@ -71,7 +71,7 @@ MASKS: dict[str, tuple[Mask, int]] = {
     "exact times": (lambda b, h, q, k: (EXACT_TIMES[k] >= EXACT_TIMES[q]) & (q >= k), 1),
     "other times": (lambda b, h, q, k: (TIMES[k] != TIMES[q]) & (q >= k), 1),
     "a sum that wraps": (lambda b, h, q, k: (LARGE[q] + k > q) & (q >= k), 1),
-    "two large terms": (lambda b, h, q, k: (k - h * 2**20 > HUNDREDS[b]) & (q >= k), 1),
+    "two large terms": (lambda b, h, q, k: (k - q - h * 2**20 > LOWS[b]) & (q >= k), 1),
     "a table": (lambda b, h, q, k: KEEPS[k] & (q >= k) & (k != 7), 2),
     "twice the key": (reading(lambda b, h, q, k: (2 * k > q) & (q >= k)), 1),
     "key on both sides": (reading(lambda b, h, q, k: (q - k >= k - 300) & (q >= k)), 1),
