@@ -71,7 +71,7 @@ MASKS: dict[str, tuple[Mask, int]] = {
     "exact times": (lambda b, h, q, k: (EXACT_TIMES[k] >= EXACT_TIMES[q]) & (q >= k), 1),
     "other times": (lambda b, h, q, k: (TIMES[k] != TIMES[q]) & (q >= k), 1),
     "a sum that wraps": (lambda b, h, q, k: (LARGE[q] + k > q) & (q >= k), 1),
-    "two large terms": (lambda b, h, q, k: (k - q - h * 2**20 > LOWS[b]) & (q >= k), 1),
+    "two large terms": (lambda b, h, q, k: (k - q - h * h > LOWS[b]) & (q >= k), 1),
     "a table": (lambda b, h, q, k: KEEPS[k] & (q >= k) & (k != 7), 2),
     "twice the key": (reading(lambda b, h, q, k: (2 * k > q) & (q >= k)), 1),
     "key on both sides": (reading(lambda b, h, q, k: (q - k >= k - 300) & (q >= k)), 1),
