@@ -242,8 +242,11 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
     if isinstance(scale, int) and (scale >= 2**63 or scale < -(2**63)):
         fail("ArgumentError", "scale is an int of more than 64 bits; pass a float.")
     # What may be a symbol to Dynamo would get a guard; the op checks it, when it has a value.
-    compiling = torch.compiler.is_dynamo_compiling()
-    if dtype is not torch.float64 and not compiling and (scale > _LARGEST or scale < -_LARGEST):
+    if (
+        dtype is not torch.float64
+        and not torch.compiler.is_dynamo_compiling()
+        and (scale > _LARGEST or scale < -_LARGEST)
+    ):
         fail(
             "ArgumentError",
             f"scale must be finite in float32, the type of scores for {dtype}, got {scale}.",

@@ -80,6 +80,25 @@ def test_compiled_calls_refuse_too() -> None:
         call(*tensors(2, 1))
 
 
+def test_a_slice_whose_mask_mod_is_not_traced_is_not_asked() -> None:
+    # It may read b, or not, as this one.
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.special.i0((q - k) / 64.0) < 1.2
+
+    one = anyflex.create_block_mask(near, 2, 2, 64, 64)[0:1]
+    query, key, value = (torch.randn(2, 2, 64, 16) for _ in range(3))
+    anyflex.flex_attention(query, key, value, block_mask=one)
+
+
+def test_a_mask_that_was_saved_before_that_was_known_is_read() -> None:
+    mask = anyflex.create_block_mask(reads_b, None, None, 64, 64)
+    state = mask.__getstate__()
+    del state["zero_alone"]
+    old = anyflex.BlockMask.__new__(anyflex.BlockMask)
+    old.__setstate__(state)
+    assert old == mask
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_number_that_makes_all_heads_alike_is_no_reason(step: int) -> None:
     # The mod's text reads h, and with 0 nothing depends on it: the mask has H' = 1.

@@ -290,7 +290,10 @@ class BlockMask(MaskContent):
         return made
 
     def _still_alone(self, offsets: Tensor) -> tuple[str, ...]:
-        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too."""
+        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too. Of an
+        opaque mask mod isn't known what it reads."""
+        if self.traced is None:
+            return self._zero_alone
         sizes = zip(("b", "h"), self.offsets.shape[:2], offsets.shape[:2], strict=True)
         chosen = [index for index, before, now in sizes if before > 1 and now == 1]
         return (*self._zero_alone, *chosen) if chosen else self._zero_alone

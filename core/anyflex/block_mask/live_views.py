@@ -16,6 +16,7 @@ from torch import Tensor
 from anyflex.block_mask.views import MaskViews, changes
 from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
+from anyflex.runtime.readable import PLAIN
 
 __all__ = ["find", "holds_numbers", "shared", "watch"]
 
@@ -45,7 +46,7 @@ def shared(views: MaskViews) -> MaskViews:
 def holds_numbers(tensor: Tensor) -> bool:
     """Whether a tensor has numbers at an address of its own: fake tensors, other subclasses and
     functorch's wrappers have not."""
-    return type(tensor) is Tensor and not tensor.is_meta and not _is_wrapped(tensor)
+    return type(tensor) in PLAIN and not tensor.is_meta and not _is_wrapped(tensor)
 
 
 def watch(views: MaskViews, values: Watch) -> None:

@@ -44,7 +44,7 @@ def _flatten(mask: BlockMask) -> tuple[list[Any], _Context]:
         leaves += [*traced.captured, *traced.ints, *traced.floats]
         counts = (len(traced.captured), len(traced.ints))
         form = (traced.text, *counts, traced.depends_on_facts)
-    return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod)
+    return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod, mask._zero_alone)
 
 
 def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context]:
@@ -59,7 +59,7 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
     from anyflex.block_mask.mask_function import sliced_mask_mod
 
     offsets, runs, q_length, kv_length, *rest = leaves
-    block_size, form, opaque, needs_mask_mod = context
+    block_size, form, opaque, needs_mask_mod, zero_alone = context
     traced = None
     if form is not None:
         text, captured, ints, depends_on_facts = form
@@ -82,19 +82,23 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
         sliced_mask_mod if needs_mask_mod else opaque,
         needs_mask_mod=needs_mask_mod,
         unchecked=True,
+        zero_alone=zero_alone,
     )
 
 
 def _to_json(context: _Context) -> Any:
-    block_size, form, opaque, needs_mask_mod = context
+    block_size, form, opaque, needs_mask_mod, zero_alone = context
     if opaque is not None:
         raise ValueError(
             "a block mask whose mask_mod could not be traced can't be saved: write mask_mod with "
             "the operations of the documentation's table"
         )
-    return [list(block_size), None if form is None else list(form), needs_mask_mod]
+    saved_form = None if form is None else list(form)
+    return [list(block_size), saved_form, needs_mask_mod, list(zero_alone)]
 
 
 def _from_json(saved: Any) -> _Context:
-    block_size, form, needs_mask_mod = saved
-    return (tuple(block_size), None if form is None else tuple(form), None, needs_mask_mod)
+    block_size, form, needs_mask_mod, *zero_alone = saved
+    form = None if form is None else tuple(form)
+    alone = tuple(zero_alone[0]) if zero_alone else ()  # saved before that was known
+    return (tuple(block_size), form, None, needs_mask_mod, alone)

@@ -16,6 +16,7 @@ from anyflex.block_mask.run_checks import check_form, check_values
 from anyflex.errors import BlockMaskError
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.trace import TracedMod
+from anyflex.symbolic import NUMBERS
 
 __all__ = ["can_be_read", "check_captured", "check_reads", "checked_structure"]
 
@@ -58,8 +59,9 @@ def checked_structure(
             check_values(offsets, runs[:used], lengths, block_size)
     except BlockMaskError as error:
         raise BlockMaskError(
-            f"block_mask holds other tensors than it was built with: {error}. A map over a mask's "
-            "tensors (tree_map) may move and copy them, nothing else."
+            f"block_mask holds other tensors than it was built with: {error}. What a "
+            "map over a mask's tensors (tree_map) puts in their place, or a caller of a compiled "
+            "program, may be copies of them, nothing else."
         ) from None
     return offsets, runs
 
@@ -68,8 +70,14 @@ def check_reads(traced: TracedMod) -> None:
     """Check what a traced mask mod reads against the text that was made of it.
 
     Raises:
-        BlockMaskError: as `check_captured` raises it.
+        BlockMaskError: as `check_captured` raises it, or a number is none any more.
     """
+    for number in (*traced.ints, *traced.floats):
+        if not isinstance(number, NUMBERS):
+            raise BlockMaskError(
+                "numbers of block_mask's mask mod must be ints and floats, as they were when the "
+                f"mask was built, got a {type(number).__name__}: build the mask anew"
+            )
     for position, facts in parse_graph(traced.text).loads().items():
         check_captured(position, traced.captured[position], *facts)
 

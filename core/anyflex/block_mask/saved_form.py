@@ -58,6 +58,6 @@ def restore(mask: MaskContent, state: dict[str, Any]) -> None:
         sliced_mask_mod if state["needs_mask_mod"] else state["opaque"],
         needs_mask_mod=state["needs_mask_mod"],
         from_captured=state["from_captured"],
-        zero_alone=state["zero_alone"],
+        zero_alone=state.get("zero_alone", ()),  # saved before that was known
     )
     mask.views()  # compiled calls find them from the start
