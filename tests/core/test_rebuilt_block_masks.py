@@ -114,9 +114,7 @@ def test_sparse_tensors_are_refused() -> None:  # which Dynamo takes none of
 def test_what_is_asked_of_such_a_mask_is_refused() -> None:
     mask = torch_pytree.tree_map_only(Tensor, Tensor.long, rank_mask())
     for ask in (BlockMask.to_dense, BlockMask.sparsity, hash, lambda m: m.row_slice(0, 1)):
-        with pytest.raises(
-            BlockMaskError, match=r"int32.* map over a mask's tensors"
-        ):
+        with pytest.raises(BlockMaskError, match=r"int32.* map over a mask's tensors"):
             ask(mask)
 
 
