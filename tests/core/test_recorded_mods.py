@@ -7,6 +7,8 @@ import copy
 import pickle
 import re
 import weakref
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -198,15 +200,168 @@ def test_what_hides_its_work_from_torch_is_refused() -> None:
         )
 
 
-def test_the_default_dtype_is_that_of_the_call() -> None:
+@pytest.fixture
+def double_default() -> Iterator[Callable[[], None]]:
+    """Makes float64 torch's default dtype for the rest of the test."""
+    yield lambda: torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_the_default_dtype_is_that_of_the_call(double_default: Callable[[], None]) -> None:
     q, k, v = tensors()
-    out = anyflex.flex_attention(q, k, v, lambda s, b, h, i, j: i0(s * torch.tensor(0.3)))
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.raises(ArgumentError, match=r"was torch\.float32 .* is torch\.float64 now"):
-            out.sum().backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    out = anyflex.flex_attention(
+        q, k, v, lambda s, b, h, i, j: i0(s * torch.tensor(0.3)) + i0(j / 3) + (j > i * 0.1)
+    )
+    place = torch.arange(8)
+    added = i0(place / 3).double() + (place > place[:, None] * 0.1)
+    scores = i0(q @ k.mT / 2 * torch.tensor(0.3))
+    double_default()
+    compare_gradients(out, (scores + added).softmax(-1) @ v, [q, k, v])
+
+
+def test_a_block_mask_computes_in_the_default_dtype_of_its_making(
+    double_default: Callable[[], None],
+) -> None:
+    q, k, v = tensors(40)
+    # True in float32 alone, whose sums have no place for the second number.
+    function = lambda b, h, i, j: torch.gcd(i, j) * 0.0 + 1.0 + (i - j) / 1e12 == 1  # noqa: E731
+    built = anyflex.create_block_mask(anyflex.noop_mask, None, None, 40, 40, BLOCK_SIZE=16)
+    runs = built.runs.clone()
+    runs[:, 2] = 2
+    mask = anyflex.BlockMask.from_runs(
+        built.offsets, runs, seq_lengths=(40, 40), block_size=16, mask_mod=function
+    )
+    double_default()
+    torch.testing.assert_close(anyflex.flex_attention(q, k, v, block_mask=mask), dense(q, k, v))
+
+
+def test_what_would_be_of_another_default_dtype_is_refused(
+    double_default: Callable[[], None],
+) -> None:
+    q, k, v = tensors()
+    out = anyflex.flex_attention(
+        q, k, v, lambda s, b, h, i, j: i0(s) * torch.where(i > j, 1.0, 0.5)
+    )
+    double_default()
+    told = r"was torch\.float32 .* torch\.float64 now, in which its where \(.*test_recorded_mods"
+    with pytest.raises(ArgumentError, match=told):
+        out.sum().backward()
+
+
+ARRAYS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "tensor": lambda numbers, s: torch.tensor(numbers)[1],
+    "as_tensor": lambda numbers, s: torch.as_tensor(numbers)[1],
+    "device": lambda numbers, s: torch.as_tensor(numbers, device=s.device)[1],
+    "written": lambda numbers, s: torch.as_tensor(numbers).clone().add_(1.0)[1] - 1.0,
+}
+
+
+@pytest.mark.parametrize("way", ARRAYS)
+@pytest.mark.parametrize("kind", ["numpy", "array"])
+def test_arrays_may_be_written_into_before_backward(way: str, kind: str) -> None:
+    q, k, v = tensors()
+    numbers: Any = array("d", [1.0, 2.0, 3.0])
+    if kind == "numpy":
+        numbers = pytest.importorskip("numpy").array(numbers)
+    out = anyflex.flex_attention(q, k, v, lambda s, b, h, i, j: i0(s) * ARRAYS[way](numbers, s))
+    numbers[1] = -1.0
+    compare_gradients(out, (i0(q @ k.mT / 2) * 2.0).softmax(-1) @ v, [q, k, v])
+
+
+def test_an_array_that_indexes_a_tensor_may_be_written_into_before_backward() -> None:
+    q, k, v = tensors()
+    rows = pytest.importorskip("numpy").array([1, 0])
+    table = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    out = anyflex.flex_attention(q, k, v, lambda s, b, h, i, j: s * i0(table[rows][h]))
+    rows.fill(0)
+    compare_gradients(out, dense(q, k, v, i0(table.flip(0))[:, None, None]), [q, k, v, table])
+
+
+def test_what_a_mod_makes_and_writes_into_is_made_at_each_run() -> None:
+    q, k, v = tensors()
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        s = i0(s)  # from here on nothing is traced
+        made = torch.ones(3, dtype=torch.float64)
+        made[1] = 4.0
+        return s * made.mul_(0.5)[1]
+
+    out = anyflex.flex_attention(q, k, v, mod)
+    compare_gradients(out, (i0(q @ k.mT / 2) * 2.0).softmax(-1) @ v, [q, k, v])
+
+
+def test_masks_of_arrays_are_compared_by_their_elements() -> None:
+    numpy = pytest.importorskip("numpy")
+    limits, rows = numpy.array([0.0, 0.27, 0.5]), numpy.array([0, 1])
+    table = torch.zeros(2)
+
+    def function(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i0((i - j) / 16) + table[rows][0] <= i0(torch.tensor(limits)[1])
+
+    def mask() -> anyflex.BlockMask:
+        return anyflex.create_block_mask(function, None, None, 40, 40, BLOCK_SIZE=64)
+
+    first = mask()
+    q, k, v = tensors(40)
+    out = anyflex.flex_attention(q, k, v, block_mask=first)
+    compare_gradients(out, dense(q, k, v, 1.0, live(4)), [q, k, v])
+    assert first == mask()
+    limits[2] = 1.0
+    assert first != mask()
+    limits[2] = 0.5
+    rows[1] = 0
+    assert first != mask()
+
+
+def test_a_gradient_that_is_gone_before_backward_is_told() -> None:
+    q, k, v = tensors()
+    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    weight.sum().backward()
+    mod = lambda s, b, h, i, j: i0(s) * weight.grad[i] * torch.tanh(s)  # noqa: E731
+    out = anyflex.flex_attention(q, k, v, mod)
+    weight.grad = None
+    place = re.escape(f"({__file__}:{mod.__code__.co_firstlineno})")
+    told = (
+        rf"^\.grad gave .* 1 tensor\(s\) when .* gives 0 now: what it reads has changed.*{place}"
+    )
+    with pytest.raises(ModTraceError, match=told):
+        out.sum().backward()
+
+
+def test_a_fact_that_was_told_may_be_another_in_backward() -> None:
+    q, k, v = tensors()
+    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    out = anyflex.flex_attention(
+        q, k, v, lambda s, b, h, i, j: i0(s) * (2.0 if weight.grad is None else weight.grad[i])
+    )
+    weight.sum().backward()
+    compare_gradients(out, (i0(q @ k.mT / 2) * 2.0).softmax(-1) @ v, [q, k, v])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 0, 8), (1, 1, 8, 0), (0, 1, 8, 8)])
+def test_a_mask_without_pairs_takes_an_untraced_mod_that_reads_an_empty_tensor(
+    sizes: tuple[int, int, int, int],
+) -> None:
+    empty = torch.zeros(0)
+    function = lambda b, h, i, j: i0(empty[i * 0 + b]) < 2  # noqa: E731
+    mask = anyflex.create_block_mask(function, *sizes)
+    assert mask.shape == sizes
+    assert anyflex.create_mask(function, *sizes).shape == sizes
+    assert mask == anyflex.create_block_mask(function, *sizes)
+    mask.mask_mod = function
+    twin = copy.deepcopy(mask)
+    assert twin == mask
+    batch, _, rows, columns = sizes
+    query = torch.rand(batch, 1, rows, 4)
+    key = torch.rand(batch, 1, columns, 4)
+    out = anyflex.flex_attention(query, key, key, block_mask=twin)
+    assert torch.equal(out, torch.zeros_like(query))
+    if batch:
+        assert twin.extend(columns, rows, mask_mod=function).shape == sizes
+        with pytest.raises(ModIndexError, match="a block mask without pairs: .*outside"):
+            twin.extend(8, 8)
+    with pytest.raises(ModIndexError, match="outside of a captured tensor"):
+        anyflex.create_block_mask(function, 1, 1, 8, 8)
 
 
 def near(b: Any, h: Any, i: Any, j: Any) -> Any:

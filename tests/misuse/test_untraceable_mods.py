@@ -194,6 +194,10 @@ TRANSFORMS: dict[str, Mod] = {
     "of both": lambda s, b, h, q, k: torch.vmap(lambda x: x * s)(TABLE)[k],
     "of other arguments": lambda s, b, h, q, k: torch.vmap(lambda x: x, in_dims=(0, 1))(s),
     "gradient": lambda s, b, h, q, k: torch.func.grad(lambda x: x * 2)(s),
+    "after": lambda s, b, h, q, k: torch.vmap(torch.sin, in_dims=(0, 0))(torch.lgamma(s)),
+    "derivative after": lambda s, b, h, q, k: torch.func.jvp(torch.sin, (torch.lgamma(s),), (s,))[
+        1
+    ],
 }
 
 

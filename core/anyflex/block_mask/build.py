@@ -119,7 +119,8 @@ def _create(
             raise BlockMaskError(
                 f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
             )
-    traced, opaque = trace_mask_mod(mask_mod, wanted)
+    empty = 0 in (batch, heads, *lengths)
+    traced, opaque = trace_mask_mod(mask_mod, wanted, empty=empty)
     at_home = _captured_device(traced)
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
@@ -191,7 +192,11 @@ def create_mask(
     batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
     wanted = None if device is None else checked_device(device)
     kind = mod_kind(mod_fn, "mod_fn")
-    traced, opaque = trace_mask_mod(mod_fn, wanted) if kind == "mask" else _trace_score_mod(mod_fn)
+    if kind == "mask":
+        empty = 0 in (batch, heads, *lengths)
+        traced, opaque = trace_mask_mod(mod_fn, wanted, empty=empty)
+    else:
+        traced, opaque = _trace_score_mod(mod_fn)
     at_home = _captured_device(traced)
     wanted = at_home if wanted is None else wanted
     elements = elements_of(traced, opaque, wanted, kind)

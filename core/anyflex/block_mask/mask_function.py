@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from anyflex.errors import BlockMaskError, ModTraceError
+from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.trace import TracedMod
@@ -43,6 +44,30 @@ class OpaqueMask(Protocol):
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /) -> Tensor:
         """As `MaskMod`."""
         ...
+
+
+@dataclass(frozen=True)
+class UnrecordedMask:
+    """An opaque mask mod of a mask without pairs, that can't be run for one either.
+
+    Args:
+        function: the user's.
+        problem: what came when it was run for pair (0, 0, 0, 0).
+    """
+
+    function: MaskMod
+    problem: str
+    tensors: list[Tensor] = field(default_factory=list, init=False, compare=False)
+    names: list[str] = field(default_factory=list, init=False, compare=False)
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if not isinstance(b, Tensor):  # symbols: the function is traced once more
+            return self.function(b, h, q_idx, kv_idx)
+        raise ModIndexError(
+            f"mask_mod was given to a block mask without pairs: {self.problem}",
+            operation="captured[...]",
+            hint="Give a mask mod that reads other tensors to a mask that has pairs.",
+        )
 
 
 class RebuiltMaskMod:
@@ -85,12 +110,13 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoRe
 
 
 def trace_mask_mod(
-    function: Any, device: torch.device | None = None
+    function: Any, device: torch.device | None = None, *, empty: bool = False
 ) -> tuple[TracedMod | None, OpaqueMask | None]:
     """Return (traced, None), or (None, recorded) where only vmap can run it.
 
     Args:
         device: where such a function runs; None means the CPU.
+        empty: the mask has no pair that the function could be run for.
 
     Raises:
         BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
@@ -107,8 +133,13 @@ def trace_mask_mod(
             raise
         from anyflex.reference.recorded import recorded
 
-        with torch.no_grad():
-            return None, recorded(function, "mask", device)
+        try:
+            with torch.no_grad():
+                return None, recorded(function, "mask", device)
+        except ModIndexError as outside:
+            if not empty:
+                raise
+            return None, UnrecordedMask(function, str(outside))
     for position, tensor in enumerate(traced.captured):
         if tensor.requires_grad:
             raise BlockMaskError(

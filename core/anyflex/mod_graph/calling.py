@@ -17,7 +17,14 @@ from anyflex.failing import fail
 from anyflex.mod_graph.refusal import OWN, TRANSFORM
 from anyflex.mod_graph.symbol import Symbol
 
-__all__ = ["call_mod", "codes_of", "error_location", "functorch_level", "refuse_recursion"]
+__all__ = [
+    "call_mod",
+    "codes_of",
+    "error_location",
+    "functorch_level",
+    "refuse_recursion",
+    "refuse_transform",
+]
 
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
@@ -77,11 +84,9 @@ def call_mod(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
             line=line,
         )
     except ValueError as error:
-        if isinstance(error, AnyflexError) or not _raised_by_functorch(error):
-            raise
-        problem, operation, hint = TRANSFORM
-        file, line = error_location(error)
-        fail("ModTraceError", problem, operation=operation, hint=hint, file=file, line=line)
+        if not isinstance(error, AnyflexError):
+            refuse_transform(error)
+        raise
 
 
 def _refuse_call(count: int, error: TypeError) -> NoReturn:
@@ -99,12 +104,17 @@ def _refuse_call(count: int, error: TypeError) -> NoReturn:
     )
 
 
-def _raised_by_functorch(error: BaseException) -> bool:
-    """Does an error come from torch's transforms, which read shapes before they call anything?"""
+def refuse_transform(error: ValueError) -> None:
+    """Raise ModTraceError if an error comes from torch's transforms, which read shapes before they
+    call anything."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_FUNCTORCH)
+    if traceback is None or not traceback.tb_frame.f_code.co_filename.startswith(_FUNCTORCH):
+        return
+    problem, operation, hint = TRANSFORM
+    file, line = error_location(error)
+    fail("ModTraceError", problem, operation=operation, hint=hint, file=file, line=line)
 
 
 def refuse_recursion(mod: str, error: RecursionError) -> NoReturn:

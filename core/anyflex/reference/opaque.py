@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import AnyflexError, BlockMaskError, ModIndexError, ModTraceError
-from anyflex.mod_graph.calling import error_location, refuse_recursion
+from anyflex.mod_graph.calling import error_location, refuse_recursion, refuse_transform
 from anyflex.mod_graph.refusal import (
     REFUSED,
     change_in_place,
@@ -20,12 +20,13 @@ from anyflex.mod_graph.refusal import (
 )
 
 __all__ = [
-    "Watch",
+    "ModWatch",
     "apply_mask",
     "apply_score",
     "index_error",
     "leaves",
     "score_gradients",
+    "step_name",
     "watched_mask",
     "watched_score",
 ]
@@ -52,7 +53,7 @@ def apply_score(function: Function, score: Tensor, indices: Sequence[Tensor]) ->
         ModIndexError: a read outside of a captured tensor, dead pairs included: only a traced mod
             can be clamped.
     """
-    return watched_score(function, score, indices, Watch())
+    return watched_score(function, score, indices, ModWatch())
 
 
 def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
@@ -62,11 +63,11 @@ def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
         BlockMaskError: it returns something else than one bool.
         Otherwise as `apply_score`.
     """
-    return watched_mask(function, indices, Watch())
+    return watched_mask(function, indices, ModWatch())
 
 
 def watched_score(
-    function: Function, score: Tensor, indices: Sequence[Tensor], watch: Watch
+    function: Function, score: Tensor, indices: Sequence[Tensor], watch: ModWatch
 ) -> Tensor:
     """As `apply_score`, in the given watch."""
     mapped = _score_of(function, watch)
@@ -79,7 +80,7 @@ def watched_score(
     return modified
 
 
-def watched_mask(function: Function, indices: Sequence[Tensor], watch: Watch) -> Tensor:
+def watched_mask(function: Function, indices: Sequence[Tensor], watch: ModWatch) -> Tensor:
     """As `apply_mask`, in the given watch."""
     mapped = _mask_of(function, watch)
     for axis in _AXES:
@@ -87,7 +88,7 @@ def watched_mask(function: Function, indices: Sequence[Tensor], watch: Watch) ->
     return _watched(mapped, watch, *indices)
 
 
-def _watched(mapped: Function, watch: Watch, *arguments: Tensor) -> Tensor:
+def _watched(mapped: Function, watch: ModWatch, *arguments: Tensor) -> Tensor:
     try:
         with watch:
             return mapped(*arguments)  # type: ignore[no-any-return]
@@ -98,6 +99,10 @@ def _watched(mapped: Function, watch: Watch, *arguments: Tensor) -> Tensor:
         if isinstance(error, AnyflexError) or not str(error).startswith("vmap: "):
             raise
         _refuse_step("a function", error, *error_location(error))
+    except ValueError as error:
+        if not isinstance(error, AnyflexError):
+            refuse_transform(error)
+        raise
 
 
 def score_gradients(
@@ -125,7 +130,7 @@ def score_gradients(
     return first, list(others)
 
 
-class Watch(TorchFunctionMode):
+class ModWatch(TorchFunctionMode):
     """Watches what a mod does, step by step: refuses changes of what it captured, and names the
     mod's line where torch can't do what it asks for."""
 
@@ -174,10 +179,13 @@ def _refuse_function(func: Any, error: Exception) -> NoReturn:
     known = REFUSED.get(torch_function(func))
     if known is not None:
         refuse(*known)
-    name = getattr(func, "__name__", None) or "a function"
-    if name == "__get__":
-        name = "." + func.__self__.__name__
-    _refuse_step(name, error, *user_location())
+    _refuse_step(step_name(func), error, *user_location())
+
+
+def step_name(func: Any) -> str:
+    """Return the name of a torch function for messages."""
+    name: str = getattr(func, "__name__", None) or "a function"
+    return "." + func.__self__.__name__ if name == "__get__" else name
 
 
 def _refuse_step(name: str, error: Exception, file: str | None, line: int | None) -> NoReturn:
@@ -193,7 +201,7 @@ def _refuse_step(name: str, error: Exception, file: str | None, line: int | None
     ) from error
 
 
-def _score_of(function: Function, watch: Watch) -> Function:
+def _score_of(function: Function, watch: ModWatch) -> Function:
     """Check, inside of the transforms, that a score mod returns one real number."""
 
     def call(*arguments: Tensor) -> Tensor:
@@ -215,7 +223,7 @@ def _score_of(function: Function, watch: Watch) -> Function:
     return call
 
 
-def _mask_of(function: Function, watch: Watch) -> Function:
+def _mask_of(function: Function, watch: ModWatch) -> Function:
     """Check, inside of the transforms, that a mask mod returns one bool."""
 
     def call(*arguments: Tensor) -> Tensor:
