@@ -47,6 +47,10 @@ def first_half(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return k < 3000 + 1000 * b
 
 
+def first_third(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k < 3000
+
+
 def test_a_few_query_rows_are_decoded_by_two_programs_a_core() -> None:
     launched, said = decoded(*drawn((1, 24, 1, 128), *[(1, 6, 11264, 128)] * 2))
     assert [of(launch) for launch in launched] == [KERNEL]
@@ -114,7 +118,7 @@ def test_lengths_and_batches_compile_decoding_once() -> None:
 
 
 def test_steps_of_a_mask_are_listed_before() -> None:
-    mask = anyflex.create_block_mask(first_half, None, None, 1, 16384)
+    mask = anyflex.create_block_mask(first_third, None, None, 1, 16384)
     q, k, v = drawn(ONE, MANY, MANY)
     (steps, parts), _ = decoded(q, k, v, None, mask)
     assert of(steps) == STEPS and steps[1] == 2
@@ -216,7 +220,11 @@ MASKS: dict[str, Callable[[int, int, int], tuple[Any, ...]]] = {
 
 
 def mask_of(*sizes: Any) -> Any:
-    return anyflex.create_block_mask(row_by_row, *sizes)
+    made = anyflex.create_block_mask(row_by_row, *sizes)
+    # As blocks of the user's own, those of one entry and head are taken for all.
+    return anyflex.BlockMask.from_runs(
+        made.offsets, made.runs, seq_lengths=made.seq_lengths, mask_mod=row_by_row
+    )
 
 
 def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves() -> None:
@@ -251,7 +259,7 @@ def test_calls_of_other_shapes_strides_and_masks_are_answered_for_themselves() -
 @pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("rows", [1, 256])
 def test_what_is_kept_of_a_call_holds_none_of_its_tensors(rows: int, hopper: bool) -> None:
-    mask = anyflex.create_block_mask(first_half, None, None, rows, 16384)
+    mask = anyflex.create_block_mask(first_third, None, None, rows, 16384)
     options = {"cuda": {"hopper": hopper}}
     batch, heads, _, dim = ONE
     with isolated():
