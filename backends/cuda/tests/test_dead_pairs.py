@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gluon_in_python import Pointer, mod_in_python, tile
 
-from anyflex.mod_graph.trace import trace_mod
+import anyflex
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_triton.mods import mask_scores_source, source_for, write_source
@@ -82,7 +82,8 @@ MASKS: dict[str, tuple[Mask, int]] = {
 
 def of_mask(mask_mod: Mask) -> tuple[str, dict[str, Mask], dict[str, Any]]:
     """The text, its module's functions, and what they are given of captured tensors."""
-    traced = trace_mod(mask_mod, "mask")
+    traced = anyflex.create_block_mask(mask_mod, None, None, 16, 16).traced
+    assert traced is not None
     spec = Spec(
         "cuda", "sm_90", torch.bfloat16, 128, 128, mask_graph=parse_graph(traced.text),
         captured=tuple(CapturedFacts(t.dtype, t.dim(), False) for t in traced.captured),
