@@ -867,7 +867,8 @@ def mask_scores_source(spec: Spec) -> str:
         return ""
     reads = _reads(spec)
     graph, places = reads.graphs["mask_mod"], reads.places["mask_mod"]
-    lines = _mask_scores("mask_scores", _of_read(spec, graph, {}, False), graph.output)
+    program = _Program.of(spec, graph.nodes, False)
+    lines = _mask_scores("mask_scores", program, graph.output)
     if reads.functions:
         program = _of_read(spec, graph, places, False)
         lines += _mask_scores("mask_scores_of_read", program, graph.output)
@@ -878,9 +879,8 @@ def _mask_scores(name: str, program: _Program, output: int) -> list[str]:
     # Where a mask reads nothing, steps with dead pairs have a loop of their own in `anyflex_cuda`,
     # and two choices of each score are faster: with one, windows of head dim 64 took 1.09 of the
     # time on an H200, the causal mask 1.10, with head dim 128 0.99 and 1.01.
-    reads = any(node.operation == _EARLY for node in program.nodes)
     found = None
-    if reads:
+    if any(node.operation == _EARLY for node in program.nodes):
         found = conditions_of(program.nodes, output, program.needs, program.ranges)
     if found is None:
         value = TRITON.lower(program.nodes, program, [output])[output]
