@@ -13,16 +13,14 @@ import sys
 from typing import Any
 
 import torch
-from compiling_forward import spec_of
+from compiling_forward import functions_of, spec_of
 from scripts_beside import every_case
 from triton.backends.compiler import GPUTarget
 from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex_cuda.blackwell_call import program_for, tiles_for
-from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.mods import mask_scores_source, source_for, write_source
-from anyflex_triton.module_files import load_module
+from anyflex_triton.mods import write_source
 from anyflex_triton.programs import Mods
 
 BLACKWELL = GPUTarget("cuda", 100, 32)
@@ -38,17 +36,7 @@ def facts_of(name: str, dim: int, dtype: torch.dtype, even: bool, rest: bool) ->
     spec = spec_of(name, dim, dtype)
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
-    functions = vars(
-        load_module(
-            source_for(
-                gluon_source(source + mask_scores_source(spec)),
-                within=even,
-                coarse=True,
-                short=even,
-                sums="floats",
-            )
-        )
-    )
+    functions = functions_of(spec, source, even)
     program = program_for(made, tiles_for(spec), Mods.of(None, functions), even, True, rest, rest)
     found, told = compiled(program, BLACKWELL)
     registers = re.search(r"Used (\d+) registers", told)

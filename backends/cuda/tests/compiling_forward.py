@@ -48,21 +48,17 @@ def spec_of(name: str, dim: int, dtype: torch.dtype = torch.bfloat16, block: int
     )  # fmt: skip
 
 
+def functions_of(spec: Spec, source: str, even: bool) -> dict[str, Any]:
+    """A spec's mods as kernels in Gluon call them, given the text for portable ones."""
+    text = gluon_source(source + mask_scores_source(spec))
+    return vars(load_module(source_for(text, within=even, coarse=True, short=even, sums="floats")))
+
+
 def facts_of(spec: Spec, even: bool, rest: bool, tiles: Tiles) -> dict[str, Any]:
     """Compile the kernel of a class of calls, and read what became of it."""
     source = write_source(spec)
     made = GluonPrograms(spec, source, {})
-    functions = vars(
-        load_module(
-            source_for(
-                gluon_source(source + mask_scores_source(spec)),
-                within=even,
-                coarse=True,
-                short=even,
-                sums="floats",
-            )
-        )
-    )
+    functions = functions_of(spec, source, even)
     program = program_for(made, tiles, Mods.of(None, functions), even, True, False, rest)
     found, told = compiled(program)
     loops = loops_of(sass_of(found))
