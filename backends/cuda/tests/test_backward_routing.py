@@ -343,3 +343,22 @@ def test_where_sums_must_repeat_the_portable_pass_makes_dq_and_captured_gradient
         assert said.endswith(", backward hopper, dq and captured portable")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("rows", "described"), [(16, False), (32, True), (64, True)])
+def test_portable_row_values_come_by_tma_where_each_stage_fills_128_bytes(
+    rows: int, described: bool
+) -> None:
+    """Stages of 64 bytes lie one after the other: TMA writes only to multiples of 128."""
+    q, k, v = (torch.zeros(1, 2, 256, 128).bfloat16().requires_grad_() for _ in "qkv")
+    options = {"cuda.recorded": {"dkv_block_m": rows, "backward_num_stages": 3}}
+    with recorded() as launched:
+        out = anyflex.flex_attention(q, k, v, backend="cuda.recorded", kernel_options=options)
+        assert isinstance(out, torch.Tensor)
+        launched.clear()
+        torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+    (keys,) = [one for one, _ in launched if one.function.__name__ == "key_kernel"]
+    assert (keys.constants["BLOCK_M"], keys.options.num_stages) == (rows, 3)
+    for name in ("row_values", "query"):
+        assert str(keys.types[name]).startswith("tensordesc") == described
+    assert (keys.constants["DESCRIBED"] == "host") == described

@@ -75,7 +75,7 @@ def entries(target: Target) -> set[str]:
 def learning_by_pair(target: Target) -> set[str]:
     """The kernels of bfloat16 that add a pair's gradient to an element that both decide."""
     found = set()
-    for dim in DIMS[:2]:
+    for dim in DIMS if target == "hopper" else DIMS[:2]:
         traits = Traits(dim, 2, score_reads_pairs=True, adds_by_pair=True)
         config = config_for(target, "queries", traits)
         found.add(named(target, "bfloat16", dim, "queries", config))

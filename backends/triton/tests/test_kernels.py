@@ -447,6 +447,30 @@ def test_documents_of_head_dim_128_have_smaller_steps_without_a_score_mod() -> N
     assert list(map(str, found)) == ["64x32, 4 warps, 3 stages, parts", "64x64, 4 warps, 2 stages"]
 
 
+def config_of(
+    kernel: KernelName, dim: int, dtype: torch.dtype, block: tuple[int, int], **options: int
+) -> str:
+    """Of Hopper's table, or the user's, within a mask's blocks."""
+    spec = Spec("cuda", "sm_90", dtype, dim, dim, mask_kind="runs", block_size=block)
+    config = Programs(spec, write_source(spec), "hopper", options).config(kernel)
+    return f"{config.block_m}x{config.block_n} {config.options.num_warps}"
+
+
+def test_tiles_that_a_masks_blocks_make_smaller_have_fewer_warps() -> None:
+    half, single = torch.bfloat16, torch.float32
+    assert config_of("queries", 128, half, (128, 128)) == "128x64 8"
+    assert config_of("queries", 128, half, (64, 16)) == "64x64 4"
+    assert config_of("queries", 128, half, (32, 128)) == "32x64 4"
+    assert config_of("queries", 128, half, (192, 128)) == "128x64 8"
+    assert config_of("keys", 256, half, (16, 64)) == "64x64 8"
+    assert config_of("keys", 256, half, (128, 32)) == "64x32 4"
+    assert config_of("forward", 128, single, (16, 128)) == "16x16 4"
+    # What the user says stays: warps of larger tiles too.
+    assert config_of("queries", 128, half, (64, 64), backward_num_warps=8) == "64x64 8"
+    assert config_of("forward", 128, single, (16, 128), num_warps=8) == "16x16 8"
+    assert config_of("queries", 128, half, (64, 64), dq_block_m=128) == "64x64 4"
+
+
 def test_a_score_mod_of_head_dim_128_takes_no_parts() -> None:
     tanh = parse_graph("input f32 - score;tanh f32 0 -;=1")
     for graph, parts in ((None, True), (tanh, False)):

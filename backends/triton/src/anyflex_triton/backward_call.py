@@ -275,9 +275,12 @@ def keys_launch(
         layout_of(call.value if dv is None else dv),
     )
     described = made.describer(call.query, dout)
-    # A tile's first value must lie at a multiple of 16 bytes.
+    # A tile's first value must lie at a multiple of 16 bytes; and a stage's, which come one after
+    # the other in shared memory, must fill 128 there: else TMA ends the process's work on the GPU.
     if described == "host" and not (
-        is_described_whole(row_values) and (rows is None or rows.block_size[1] % 4 == 0)
+        is_described_whole(row_values)
+        and (rows is None or rows.block_size[1] % 4 == 0)
+        and config.block_m % 32 == 0
     ):
         described = None
     even = made.is_even(call, config, "queries", rows)

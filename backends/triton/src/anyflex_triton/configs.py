@@ -74,34 +74,36 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
     return _c(block_m, block_n, warps, stages, maxnreg=_ALL_REGISTERS)
 
 
-# By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's for 64 and
-# 128 of 16-bit types were the fastest of about ten each, measured on an H200, causal and full at
-# S = 8192. The others were never measured: they have the fewest spills, which for forward of 64
+# By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's were the
+# fastest of ten to forty each, measured on an H200: of 16-bit types causal and full, for head dims
+# 64 and 128 at S = 8192, for 256 at 4096; of float32 causal at S = 2048, and of forward for 64 and
+# 128 those that spill nothing. Ampere's and Blackwell's forward of float32 and head dim 64 is
+# Hopper's. The others were never measured: they have the fewest spills, which for forward of 64
 # and 128 are none (`bench/triton_compiles.py`, its patterns; between these, one pattern has a few
 # bytes on Hopper, outside of loops: docs/triton.md).
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (
-            (_c(64, 64, 4, 3), _o(64, 64, 4, 3), _c(64, 64, 8, 2)),
-            (_r(64, 16, 8, 2), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
+            (_c(64, 64, 4, 3), _o(64, 64, 4, 3), _c(64, 128, 4, 1)),
+            (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 64, 4, 2)),
         ),
         "decode": (
             (_c(16, 64, 4, 3), _c(16, 64, 4, 3), _c(16, 32, 4, 3)),
             (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
         ),
         "keys": (
-            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(32, 64, 8, 2)),
-            (_c(16, 64, 4, 1), _c(16, 64, 8, 1), _c(16, 32, 8, 1)),
+            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(64, 64, 8, 2)),
+            (_c(32, 32, 4, 1), _c(32, 32, 4, 2), _c(32, 16, 4, 1)),
         ),
         "queries": (
-            (_c(128, 64, 4, 3), _c(128, 64, 8, 3), _c(64, 32, 8, 2)),
-            (_c(64, 16, 4, 1), _c(64, 16, 8, 1), _c(32, 16, 8, 1)),
+            (_c(128, 64, 4, 3), _c(128, 64, 8, 3), _c(64, 64, 4, 2)),
+            (_c(32, 32, 4, 2), _c(32, 32, 4, 2), _c(16, 32, 4, 1)),
         ),
     },
     "ampere": {
         "forward": (
             (_c(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 4, 2)),
-            (_r(64, 16, 8, 2), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
+            (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
         ),
         "decode": (
             (_c(16, 64, 4, 3), _c(16, 64, 4, 2), _c(16, 32, 4, 2)),
@@ -166,16 +168,22 @@ _TABLE["blackwell"] = {
         (_r(128, 64, 8, 3), _r(128, 32, 8, 3), _c(64, 64, 8, 2)),
         _TABLE["hopper"]["forward"][1],
     ),
-}
+    # Hopper's tiles of dK and dV for head dim 256 don't fit, those of dQ spill more.
+    "keys": ((*_TABLE["hopper"]["keys"][0][:2], _c(32, 64, 8, 2)), _TABLE["hopper"]["keys"][1]),
+    "queries": (
+        (*_TABLE["hopper"]["queries"][0][:2], _c(64, 32, 8, 2)), _TABLE["hopper"]["queries"][1],
+    ),
+}  # fmt: skip
 
 # Forward of 16-bit types with a score mod that reads an element for each pair of a query and a
-# key, head dims up to 64 and 128: those elements, and where they are, take registers and shared
-# memory beside the tiles. With the entries above Hopper spills up to 0.8 KiB a thread, and its
-# products wait for each other. On an H200 with head dim 128 this one takes 11.0 ms for a dense
-# bias, 64x64 22.5 and the one above 46.0; for a relative bias 6.1, 5.4 and 9.5. Ampere lacks
+# key, head dims up to 64, 128 and 256: those elements, and where they are, take registers and
+# shared memory beside the tiles. With the entries above Hopper spills up to 2.8 KiB a thread, and
+# its products wait for each other. On an H200 with head dim 128 this one takes 11.0 ms for a dense
+# bias, 64x64 22.5 and the one above 46.0; for a relative bias 6.1, 5.4 and 9.5; with 256 it takes
+# 0.61 ms for a dense bias, 4.46 the one above, and for a relative one 0.53 and 0.66. Ampere lacks
 # shared memory for three stages, Intel's for tiles of 64 keys with head dim 128.
-_READING_PAIRS: dict[Target, tuple[Config, Config]] = {
-    "hopper": (_c(64, 64, 4, 2), _c(64, 32, 4, 2)),
+_READING_PAIRS: dict[Target, tuple[Config, ...]] = {
+    "hopper": (_c(64, 64, 4, 2), _c(64, 32, 4, 2), _c(64, 32, 4, 2)),
     "ampere": (_c(128, 64, 8, 2), _c(64, 32, 8, 2)),
     "xpu": (_c(128, 64, 16, 2), _c(128, 32, 16, 2)),
 }
@@ -220,20 +228,21 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     is_half = traits.itemsize == 2
     width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
     config = _TABLE[target][kernel][0 if is_half else 1][width]
-    reads_pairs = traits.score_reads_pairs and is_half and width < 2
-    if kernel == "forward" and reads_pairs and target in _READING_PAIRS:
-        config = _READING_PAIRS[target][width]
+    for_pairs = _READING_PAIRS.get(target, ()) if traits.score_reads_pairs and is_half else ()
+    if kernel == "forward" and width < len(for_pairs):
+        config = for_pairs[width]
     if kernel == "forward" and traits.reads_keys:
         # With a third of what mods read, one program would fill a core's shared memory where else
         # two fit.
         stages = min(2, config.options.num_stages)
         config = replace(config, options=replace(config.options, num_stages=stages))
-    by_pair = kernel == "queries" and traits.adds_by_pair and is_half and width < 2
+    by_pair = kernel == "queries" and traits.adds_by_pair and is_half
+    by_pair = by_pair and (width < 2 or target == "hopper")
     if by_pair and target in ("hopper", "blackwell"):
         # An address a pair takes registers, and shared memory: for Hopper the table's entry for
         # head dim 64 spills 4 KiB a thread, for Blackwell the one for 128 doesn't fit. Backward
         # with biases by distance measured on an H200, head dims 64 and 128: 4.1 and 4.8 ms, with
-        # the table's entries 10.7 and 5.05.
+        # the table's entries 10.7 and 5.05; dQ of 256 1.20 ms, with the table's 1.63.
         return _c(64, 32, 4, 2) if width else _c(64, 64, 4, 2)
     return _for_hopper(kernel, traits, config) if target == "hopper" else config
 
@@ -349,13 +358,24 @@ def around(kernel: KernelName, config: Config) -> list[Config]:
     return found
 
 
-def fitted(config: Config, rows: int, keys: int) -> Config:
-    """Return the config with tiles no larger than a mask's blocks, at least 16."""
-    return replace(
-        config,
-        block_m=_power_within(config.block_m, rows),
-        block_n=_power_within(config.block_n, keys),
-    )
+def fitted(config: Config, kernel: KernelName, block: int, may_have_fewer_warps: bool) -> Config:
+    """Return the config with what a program keeps no larger than a mask's block, at least 16, and
+    fewer warps in proportion, at least 4: in tiles of 64 rows dQ of head dim 128 takes 3.48 ms on
+    an H200 with 4 warps, 6.20 with the 8 of 128 rows.
+
+    Args:
+        block: of rows; of keys for dK and dV.
+        may_have_fewer_warps: whether the user leaves them to the table.
+    """
+    kept = config.block_n if kernel == "keys" else config.block_m
+    size = _power_within(kept, block)
+    options = config.options
+    if may_have_fewer_warps and size < kept:
+        warps = min(options.num_warps, max(4, options.num_warps * size // kept))
+        options = replace(options, num_warps=warps)
+    if kernel == "keys":
+        return replace(config, block_n=size, options=options)
+    return replace(config, block_m=size, options=options)
 
 
 def _power_within(size: int, limit: int) -> int:

@@ -295,12 +295,10 @@ class Programs:
     def _allowed(self, name: KernelName, config: Config) -> Config:
         """The nearest config with the user's options, and tiles within the mask's blocks."""
         config = self._overridden(name, config)
-        if self.spec.mask_kind == "runs":
-            q_block, kv_block = self.spec.block_size
-            if name == "forward" or name == "queries":
-                config = fitted(config, q_block, config.block_n)
-            elif name == "keys":
-                config = fitted(config, config.block_m, kv_block)
+        if self.spec.mask_kind == "runs" and name != "decode":
+            block = self.spec.block_size[1 if name == "keys" else 0]
+            warps = _OPTION_NAMES[name][2]
+            config = fitted(config, name, block, warps not in self.overrides)
         return config
 
     def _overridden(self, name: KernelName, config: Config) -> Config:
