@@ -92,7 +92,7 @@ _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ..
             (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
         ),
         "keys": (
-            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(64, 64, 8, 2)),
+            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(32, 64, 8, 2)),
             (_c(32, 32, 4, 1), _c(32, 32, 4, 2), _c(32, 16, 4, 1)),
         ),
         "queries": (
@@ -168,8 +168,7 @@ _TABLE["blackwell"] = {
         (_r(128, 64, 8, 3), _r(128, 32, 8, 3), _c(64, 64, 8, 2)),
         _TABLE["hopper"]["forward"][1],
     ),
-    # Hopper's tiles of dK and dV for head dim 256 don't fit, those of dQ spill more.
-    "keys": ((*_TABLE["hopper"]["keys"][0][:2], _c(32, 64, 8, 2)), _TABLE["hopper"]["keys"][1]),
+    # Hopper's tile of dQ for head dim 256 spills more.
     "queries": (
         (*_TABLE["hopper"]["queries"][0][:2], _c(64, 32, 8, 2)), _TABLE["hopper"]["queries"][1],
     ),
