@@ -12,7 +12,8 @@ from tile_case import Case, M, N
 from torch import Tensor
 
 from anyflex.plugin import DTYPES, OPERATIONS, ModGraph, Node, operand_classes, parse_graph
-from anyflex_triton.mods import TRITON, cap_factors, write_source
+from anyflex_triton.lowering import TRITON, cap_factors
+from anyflex_triton.mods import write_source
 
 # numpy says what it divides by zero.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyflex.mod_graph.trace import trace_mod
 from anyflex.mods.composition import ScoreMod
 from anyflex.plugin import differentiate, parse_graph, simplify
-from anyflex_triton.mods import cap_factors
+from anyflex_triton.lowering import cap_factors
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

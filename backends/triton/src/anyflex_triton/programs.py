@@ -37,11 +37,10 @@ from anyflex_triton.launch import (
     pointer_type,
     without_bools,
 )
+from anyflex_triton.lowering import cap_factors, direct_reads
 from anyflex_triton.mods import (
     Sums,
-    cap_factors,
     captured_additions,
-    direct_reads,
     is_light,
     reads_pairs,
     source_for,

@@ -1,0 +1,694 @@
+"""A mod graph's operations as lines of Triton: the table, and what its rules know.
+
+A value is held in its node's type, with two exceptions: float16 and bfloat16 are float32 that is
+rounded after each operation, and an int64 that provably fits is int32 (`_ranges`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from anyflex.plugin import Lowering, Node, Spec, simplify
+
+__all__ = [
+    "ARGUMENTS",
+    "EARLY",
+    "LANGUAGE",
+    "TRITON",
+    "DirectRead",
+    "ModProgram",
+    "cap_factors",
+    "dependences",
+    "direct_reads",
+]
+
+LONGEST = {32: 1 << 27, 64: (1 << 31) - (1 << 10)}
+"""A call's lengths stay below this, by ``Spec.index_width``; padding up to 2^10 more is seen."""
+
+MOST_HEADS = 1 << 20
+"""A call's batch and heads stay below this."""
+
+LANGUAGE = "tl"
+"""What the text calls the language's module, whose functions it uses: ``tl.where``."""
+
+ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
+"""What a mod is called with, beside a score."""
+
+_TYPES = {
+    torch.bool: "int1",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float32",
+    torch.bfloat16: "float32",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+"""The language's type that holds a value."""
+
+_ROUNDINGS = {torch.float16: "ops.float16", torch.bfloat16: "ops.bfloat16"}
+_EXACT = frozenset("neg abs minimum maximum where sign floor ceil round trunc detach".split())
+"""Operations that give values of the operands' type without rounding."""
+
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+
+
+# Which int64 values fit int32
+
+
+class _Range(NamedTuple):
+    """low <= value <= high."""
+
+    low: int
+    high: int
+
+
+def _corners(x: _Range, y: _Range, apply: Callable[[int, int], int]) -> _Range:
+    values = [apply(i, j) for i in x for j in y]
+    return _Range(min(values), max(values))
+
+
+def _modulo(x: _Range, y: _Range) -> _Range | None:
+    if x.low >= 0 and y.low > 0:
+        return _Range(0, min(x.high, y.high - 1))
+    return _Range(min(y.low + 1, 0), max(y.high - 1, 0)) if y.low > 0 or y.high < 0 else None
+
+
+def _bits(x: _Range, y: _Range) -> _Range:
+    """No result has more bits than the longer operand."""
+    bits = max(max(end, ~end).bit_length() for side in (x, y) for end in side)
+    return _Range(0 if min(x.low, y.low) >= 0 else -(1 << bits), (1 << bits) - 1)
+
+
+_RANGE_RULES: dict[str, Callable[..., _Range | None]] = {
+    "add": lambda x, y: _Range(x.low + y.low, x.high + y.high),
+    "sub": lambda x, y: _Range(x.low - y.high, x.high - y.low),
+    "mul": lambda x, y: _corners(x, y, lambda i, j: i * j),
+    "floordiv": lambda x, y: _corners(x, y, lambda i, j: i // j) if y.low > 0 else None,
+    "mod": _modulo,
+    "neg": lambda x: _Range(-x.high, -x.low),
+    "abs": lambda x: _Range(0 if x.low <= 0 <= x.high else min(map(abs, x)), max(map(abs, x))),
+    "sign": lambda x: _Range(-1, 1),
+    "minimum": lambda x, y: _Range(min(x.low, y.low), min(x.high, y.high)),
+    "maximum": lambda x, y: _Range(max(x.low, y.low), max(x.high, y.high)),
+    "and": lambda x, y: _Range(0, y.high) if y.low >= 0 else _bits(x, y),
+    "or": _bits,
+    "xor": _bits,
+    "not": lambda x: _Range(~x.high, ~x.low),
+    "shl": lambda x, y: (
+        _corners(x, y, lambda i, j: i << j) if y.low >= 0 and y.high < 32 else None
+    ),
+    "shr": lambda x, y: _Range(min(x.low, 0), max(x.high, 0)),
+    "where": lambda c, x, y: _Range(min(x.low, y.low), max(x.high, y.high)),
+    "cast": lambda x: x,
+    "detach": lambda x: x,
+}
+
+
+def _ranges(nodes: Sequence[Node], spec: Spec) -> dict[Node, _Range]:
+    """Ranges of integers and bools, where they are known whatever the captured tensors hold.
+
+    A range lies inside the node's type: nothing in it has wrapped.
+    """
+    longest = LONGEST[spec.index_width] + (1 << 10)
+    known: dict[Node, _Range] = {}
+    for node in nodes:
+        if node.dtype.is_floating_point:
+            continue
+        operands = [known.get(nodes[argument]) for argument in node.arguments]
+        found = None
+        if node.operation == "input":
+            indices = node.attribute in ("q_idx", "kv_idx")
+            found = _Range(0, (longest if indices else MOST_HEADS) - 1)
+        elif node.operation == "const":
+            found = _Range(int(_held(node)), int(_held(node)))
+        elif node.operation == "mod" and operands[1] is not None:
+            found = _modulo(operands[0] or _whole(torch.int64), operands[1])
+        elif node.operation in _RANGE_RULES and None not in operands:
+            found = _RANGE_RULES[node.operation](*operands)
+        whole = _whole(node.dtype)
+        if found is not None and whole.low <= found.low and found.high <= whole.high:
+            known[node] = found
+        elif node.dtype is not torch.int64:
+            known[node] = whole
+    return known
+
+
+def _whole(dtype: torch.dtype) -> _Range:
+    if dtype is torch.bool:
+        return _Range(0, 1)
+    limits = torch.iinfo(dtype)
+    return _Range(limits.min, limits.max)
+
+
+def _held(node: Node) -> int | float:
+    """A constant as its type holds it."""
+    value = node.attribute
+    assert isinstance(value, (bool, int, float))
+    if node.dtype is torch.bool:
+        return bool(value)
+    if not node.dtype.is_floating_point:
+        return int(value)
+    if abs(value) > torch.finfo(node.dtype).max:
+        return math.copysign(math.inf, value)
+    return float(torch.tensor(value, dtype=node.dtype).item())
+
+
+def dependences(nodes: Sequence[Node]) -> dict[Node, frozenset[str]]:
+    """Which of the inputs that differ within a tile each node needs."""
+    found: dict[Node, frozenset[str]] = {}
+    for node in nodes:
+        own = {str(node.attribute)} if node.operation == "input" else set()
+        needed = own.union(*(found[nodes[argument]] for argument in node.arguments))
+        found[node] = frozenset(needed & {"score", "grad", "q_idx", "kv_idx"})
+    return found
+
+
+# The program of one function
+
+
+class DirectRead(NamedTuple):
+    """A captured tensor's dimension that one of b, h, q_idx and kv_idx (0 to 3) counts into."""
+
+    captured: int
+    axis: int
+    argument: int
+
+
+@dataclass
+class ModProgram:
+    """The lines of one function, and what its rules read.
+
+    Args:
+        nodes: that are lowered.
+        ranges: of `_ranges`.
+        needs: of `dependences`.
+        first_size: where in ``ints`` each captured tensor's sizes begin; its strides follow.
+        first_number: where in ``ints`` the closed-over numbers begin.
+        capped: whether each tanh of a float32 is of `cap_factors`.
+        direct: `direct_reads`.
+        types: name of a value -> the language's type that holds it.
+        multiples: name of a float32 -> (another's, a number's) whose product it is; the number is
+            the same for a whole tile.
+        tanhs: name of a tanh of `cap_factors` -> (x, number) of whose product it is.
+        scaled: name of a float32 -> (others', a constant's) whose product it is: see `_cancels`.
+    """
+
+    nodes: Sequence[Node]
+    ranges: Mapping[Node, _Range]
+    needs: Mapping[Node, frozenset[str]]
+    first_size: tuple[int, ...]
+    first_number: int
+    capped: bool
+    direct: frozenset[DirectRead]
+    lines: list[str] = field(default_factory=list)
+    types: dict[str, str] = field(default_factory=dict)
+    multiples: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tanhs: dict[str, tuple[str, str]] = field(default_factory=dict)
+    scaled: dict[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: Spec, nodes: Sequence[Node], capped: bool) -> ModProgram:
+        first, places = 0, []
+        for facts in spec.captured:
+            places.append(first)
+            first += 2 * facts.rank
+        return cls(
+            nodes, _ranges(nodes, spec), dependences(nodes), tuple(places), first, capped,
+            direct_reads(spec),
+        )  # fmt: skip
+
+    def emit(self, text: str, type_: str) -> str:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {text}")
+        self.types[name] = type_
+        return name
+
+    def cast(self, value: str, type_: str) -> str:
+        if self.types.get(value) == type_:
+            return value
+        return self.emit(f"{LANGUAGE}.cast({value}, {LANGUAGE}.{type_})", type_)
+
+    def rounded(self, value: str, dtype: torch.dtype) -> str:
+        rounding = _ROUNDINGS.get(dtype)
+        return value if rounding is None else self.emit(f"{rounding}({value})", "float32")
+
+    def type_of(self, node: Node) -> str:
+        """The type that holds the node's value."""
+        if node.dtype is torch.int64 and node in self.ranges:
+            found, narrow = self.ranges[node], _whole(torch.int32)
+            if narrow.low <= found.low and found.high <= narrow.high:
+                return "int32"
+        return _TYPES[node.dtype]
+
+    def is_up(self, node: Node) -> bool:
+        """Never negative."""
+        return node in self.ranges and self.ranges[node].low >= 0
+
+    def number(self, position: int) -> int | None:
+        """The value of an integer constant."""
+        node = self.nodes[position]
+        whole = node.operation == "const" and not node.dtype.is_floating_point
+        return int(_held(node)) if whole else None
+
+    def full(self, value: str, type_: str) -> str:
+        return self.emit(f"{LANGUAGE}.full((), {value}, {LANGUAGE}.{type_})", type_)
+
+    def nonempty(self, captured: int, rank: int) -> str:
+        """Whether a captured tensor has elements."""
+        sizes = [f"ints[{self.first_size[captured] + axis}]" for axis in range(rank)]
+        if not sizes:
+            return self.full("True", "int1")
+        product = " * ".join(f"{LANGUAGE}.cast({size}, {LANGUAGE}.int64)" for size in sizes)
+        return self.emit(f"ops.truth({product} != 0)", "int1")
+
+    def place(self, captured: int, axis: int, position: int, index: str) -> str:
+        """An index into a captured tensor's dimension, wrapped and clamped."""
+        size = f"ints[{self.first_size[captured] + axis}]"
+        if self.types[index] not in ("int32", "int64"):
+            index = self.cast(index, "int32")
+        if _read(captured, axis, self.nodes[position]) in self.direct:
+            return self.emit(f"ops.place_direct({index}, {size}, WITHIN)", self.types[index])
+        name = "place_up" if self.is_up(self.nodes[position]) else "place"
+        return self.emit(f"ops.{name}({index}, {size})", self.types[index])
+
+
+_Rule = Callable[[ModProgram, Node, Sequence[str]], str]
+
+
+def _unified(program: ModProgram, node: Node, operands: Sequence[str]) -> tuple[list[str], str]:
+    """(the operands in the type that the node is computed in, that type)."""
+    held = program.type_of(node)
+    sources = [program.nodes[argument].dtype for argument in node.arguments]
+    wide = held == "int64" or any(program.types[operand] == "int64" for operand in operands)
+    index_type = "int64" if wide else "int32"
+    unified = [
+        program.cast(operand, index_type) if dtype is torch.int64 else operand
+        for operand, dtype in zip(operands, sources, strict=True)
+    ]
+    if held == "int32" and node.dtype is torch.int64:
+        return unified, index_type
+    return unified, held
+
+
+def _finished(program: ModProgram, node: Node, value: str) -> str:
+    if node.operation not in _EXACT:
+        value = program.rounded(value, node.dtype)
+    return program.cast(value, program.type_of(node))
+
+
+def _plain(text: str) -> _Rule:
+    """A rule of text with ``{0}`` and ``{1}`` for the operands, ``{bits}`` for the width."""
+
+    def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+        unified, type_ = _unified(program, node, operands)
+        bits = "".join(filter(str.isdigit, type_))
+        value = program.emit(text.format(*unified, bits=bits, tl=LANGUAGE), type_)
+        return _finished(program, node, value)
+
+    return rule
+
+
+def _comparison(sign: str) -> _Rule:
+    def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+        text = f"{{0}} {sign} {{1}}"
+        scalar = not program.needs[node]
+        return _plain(f"ops.truth({text})" if scalar else text)(program, node, operands)
+
+    return rule
+
+
+# Leaves, conversions, reads
+
+
+def _input(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    type_ = program.type_of(node)
+    value = program.emit(f"{LANGUAGE}.cast({node.attribute}, {LANGUAGE}.{type_})", type_)
+    return program.rounded(value, node.dtype)
+
+
+def _const(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    value, type_ = _held(node), program.type_of(node)
+    if isinstance(value, float) and not math.isfinite(value):
+        return program.full(f'float("{value}")', type_)
+    if isinstance(value, float) and value == 0 and math.copysign(1, value) < 0:
+        # `full` knows one zero only.
+        return program.emit(f"{program.full('-1.0', type_)} * 0.0", type_)
+    return program.full(repr(value), type_)
+
+
+def _number(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    slot, type_ = str(node.attribute), program.type_of(node)
+    position = int(slot[1:])
+    source = (
+        f"ints[{program.first_number + position}]" if slot[0] == "i" else f"floats[{position}]"
+    )
+    value = program.emit(f"{LANGUAGE}.cast({source}, {LANGUAGE}.{type_})", type_)
+    return program.rounded(value, node.dtype)
+
+
+def _load(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    """A wrapped and clamped index, so that nothing outside is read; an empty tensor gives 0."""
+    captured, rank = node.attribute, len(operands)
+    assert isinstance(captured, int)
+    pointer, first = f"tables[{captured}]", program.first_size[captured]
+    for axis, (position, index) in enumerate(zip(node.arguments, operands, strict=True)):
+        place = program.place(captured, axis, position, index)
+        stride = f"ints[{first + rank + axis}]"
+        if axis == rank - 1:
+            text = f"ops.moved_last({pointer}, {place}, {stride}, WITHIN)"
+        else:
+            text = f"ops.moved({pointer}, {place}, {stride})"
+        pointer = program.emit(text, "pointer")
+    if rank:
+        text = f"ops.load_once({pointer}, {program.nonempty(captured, rank)})"
+    else:
+        text = f"{LANGUAGE}.load({pointer})"
+    value = program.cast(program.emit(text, ""), program.type_of(node))
+    if node.dtype is torch.bool and not program.needs[node]:
+        value = program.emit(f"ops.truth({value})", "int1")
+    return value
+
+
+EARLY = "early"
+"""The operation of a node that stands for what was read early; its attribute says where it is."""
+
+
+def _early_value(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    return program.emit(str(node.attribute), program.type_of(node))
+
+
+def _cast(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    (value,) = operands
+    source = program.nodes[node.arguments[0]].dtype
+    if source.is_floating_point and node.dtype in (torch.uint8, torch.int8, torch.int16):
+        # By way of int32, as torch does: what doesn't fit wraps, and -1.0 is a byte of 255.
+        value = program.cast(value, "int32")
+    apart = _index_difference(program, node)
+    if apart is not None:
+        value = program.emit(f"{apart} if SHORT else {value}", "")
+    value = program.cast(value, program.type_of(node))
+    if node.dtype is torch.bool and source is not torch.bool and not program.needs[node]:
+        value = program.emit(f"ops.truth({value})", "int1")
+    return value if source is node.dtype else program.rounded(value, node.dtype)
+
+
+def _index_difference(program: ModProgram, node: Node) -> str | None:
+    """Text of the difference of q_idx and kv_idx that a cast to float32 takes, made of float32:
+    they are converted once a row and once a column, not once a pair."""
+    difference = program.nodes[node.arguments[0]]
+    if difference.operation != "sub" or program.type_of(node) != "float32":
+        return None
+    names = [str(program.nodes[a].attribute) for a in difference.arguments]
+    if any(program.nodes[a].operation != "input" for a in difference.arguments):
+        return None
+    if set(names) != {"q_idx", "kv_idx"}:
+        return None
+    minuend, subtrahend = (f"{LANGUAGE}.cast({name}, {LANGUAGE}.float32)" for name in names)
+    return f"{minuend} - {subtrahend}"
+
+
+def _detach(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    return operands[0]
+
+
+# Integers
+
+
+def _division(power_of_2: str, up: str, by_number: str, by_any: str) -> _Rule:
+    """Rules for a constant that is a power of 2 (``{shift}``, ``{rest}``), for operands that
+    aren't negative with a positive constant, for a constant but 0 and -1, and for the rest."""
+
+    def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+        number = program.number(node.arguments[1])
+        text = by_any
+        if number is not None and number not in (0, -1):
+            text = by_number
+            if number > 0 and program.is_up(program.nodes[node.arguments[0]]):
+                text = up
+            if number > 0 and number & (number - 1) == 0 and power_of_2:
+                shift, rest = str(number.bit_length() - 1), str(number - 1)
+                text = power_of_2.replace("{shift}", shift).replace("{rest}", rest)
+        return _plain(text)(program, node, operands)
+
+    return rule
+
+
+def _shift(direct: str, any_amount: str) -> _Rule:
+    def rule(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+        number = program.number(node.arguments[1])
+        # Below 8 is within every type.
+        inside = number is not None and 0 <= number < 8
+        return _plain(direct if inside else any_amount)(program, node, operands)
+
+    return rule
+
+
+def _product(value: str, exponent: int) -> str:
+    """Text of a small whole power."""
+    return " * ".join([value] * exponent)
+
+
+def _integer_power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    number = program.number(node.arguments[1])
+    if number is not None and 1 <= number <= 4:
+        return _plain(_product("{0}", number))(program, node, operands)
+    digits = "{bits}" if node.dtype is torch.uint8 else "{bits} - 1"
+    return _plain(f"ops.integer_power({{0}}, {{1}}, {digits})")(program, node, operands)
+
+
+def _not(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    # The interpreter has no byte of ones.
+    text = "{0} ^ 255" if node.dtype is torch.uint8 else "~{0}"
+    return _plain(text)(program, node, operands)
+
+
+# Floats
+
+_POWERS = {
+    0.5: "{tl}.sqrt({0})",
+    1.0: "{0}",
+    2.0: "{0} * {0}",
+    3.0: "{0} * {0} * {0}",
+    -0.5: "ops.rsqrt({0})",
+    -1.0: "1.0 / {0}",
+    -2.0: "1.0 / ({0} * {0})",
+}
+"""What torch computes for these exponents."""
+
+
+def _power(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    exponent = program.nodes[node.arguments[1]]
+    text = "ops.power({0}, {1})"
+    # Of float16 torch takes no square roots: they differ for -0.0 and -infinity.
+    if exponent.operation == "const" and node.dtype is not torch.float16:
+        text = _POWERS.get(_held(exponent), text)
+    return _plain(text)(program, node, operands)
+
+
+def _of_indices(program: ModProgram, node: Node) -> bool:
+    """Whether a float32 value may be a step's: exact where torch's is, like q_idx / 3 at 6."""
+    of_scores = program.needs[node] & {"score", "grad"}
+    return not of_scores and _TYPES[node.dtype] == "float32"
+
+
+def _true_division(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    if _of_indices(program, node):
+        return _plain("{tl}.div_rn({0}, {1})")(program, node, operands)
+    if program.needs[program.nodes[node.arguments[1]]] or node.dtype is torch.float64:
+        return _plain("{0} / {1}")(program, node, operands)
+    others, number = program.scaled.get(operands[0], ((), ""))
+    if number == operands[1]:
+        # As the slope of a soft cap has it, whose cap is a factor and a divisor.
+        return _plain(" * ".join(others))(program, node, operands)
+    # A divisor for the whole tile, as a soft cap's. Division itself is 2 ulp off.
+    inverse = program.emit(f"1.0 / {operands[1]}", "float32")
+    value = _plain("{0} * {1}")(program, node, (operands[0], inverse))
+    if node.dtype is torch.float32:
+        program.multiples[value] = (operands[0], inverse)
+    return value
+
+
+def _sqrt(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    name = "sqrt_rn" if _of_indices(program, node) else "sqrt"
+    return _plain(f"{{tl}}.{name}({{0}})")(program, node, operands)
+
+
+def _tanh(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    if not program.capped or node.dtype is not torch.float32:
+        return _plain("ops.tanh({0})")(program, node, operands)
+    x, number = program.multiples.get(operands[0], (operands[0], "1.0"))
+    value = program.emit(f"ops.tanh_capped({x}, {number}, 1.0, COARSE)", "float32")
+    program.tanhs[value] = (x, number)
+    return value
+
+
+def _cancels(node: Node) -> bool:
+    """Whether a factor may be left out where it is divided by again: a constant that is neither 0
+    nor infinite, for which torch gives NaN, and whose products hardly overflow."""
+    return node.operation == "const" and 2.0**-32 < abs(_held(node)) < 2.0**32
+
+
+def _float_product(program: ModProgram, node: Node, operands: Sequence[str]) -> str:
+    """Of a tanh of `cap_factors` and a number for the whole tile: the number becomes one of the
+    tanh's own, as the divisor of a soft cap has."""
+    if node.dtype is torch.float32:
+        for slot, operand in enumerate(operands):
+            other = node.arguments[1 - slot]
+            if operand in program.tanhs and not program.needs[program.nodes[other]]:
+                x, number = program.tanhs[operand]
+                text = f"ops.tanh_capped({x}, {number}, {operands[1 - slot]}, COARSE)"
+                return program.emit(text, "float32")
+    value = _plain("{0} * {1}")(program, node, operands)
+    if node.dtype is torch.float32:
+        for slot, operand in enumerate(operands):
+            beside = operands[1 - slot]
+            if operand in program.scaled:
+                others, scale = program.scaled[operand]
+                program.scaled[value] = ((*others, beside), scale)
+            elif _cancels(program.nodes[node.arguments[1 - slot]]):
+                program.scaled[value] = ((operand,), beside)
+    return value
+
+
+_EVERY = "{tl}.PropagateNan.ALL"
+
+TRITON: Lowering[ModProgram, str] = Lowering(
+    "Triton",
+    {
+        "input": _input,
+        "number": _number,
+        "const": _const,
+        "load": _load,
+        "cast": _cast,
+        "detach": _detach,
+        EARLY: _early_value,
+        "where": _plain("{tl}.where({0}, {1}, {2})"),
+        "add": _plain("{0} + {1}"),
+        "sub": _plain("{0} - {1}"),
+        "mul:int": _plain("{0} * {1}"),
+        "mul:float": _float_product,
+        "truediv": _true_division,
+        "sqrt": _sqrt,
+        "floordiv:int": _division(
+            "{0} >> {shift}",
+            "{0} // {1}",
+            "ops.floor_divide_by({0}, {1})",
+            "ops.integer_floor_divide({0}, {1})",
+        ),
+        "floordiv:float": _plain("ops.floor_divide({0}, {1})"),
+        "mod:int": _division(
+            "{0} & {rest}", "{0} % {1}", "ops.mod_by({0}, {1})", "ops.integer_mod({0}, {1})"
+        ),
+        "mod:float": _plain("ops.remainder({0}, {1})"),
+        "fmod:int": _division("", "{0} % {1}", "{0} % {1}", "ops.integer_fmod({0}, {1})"),
+        "fmod:float": _plain("ops.fmod({0}, {1})"),
+        "pow:int": _integer_power,
+        "pow:float": _power,
+        "atan2": _plain("ops.atan2({0}, {1})"),
+        "minimum:int": _plain("{tl}.minimum({0}, {1})"),
+        "maximum:int": _plain("{tl}.maximum({0}, {1})"),
+        "minimum:float": _plain(f"{{tl}}.minimum({{0}}, {{1}}, propagate_nan={_EVERY})"),
+        "maximum:float": _plain(f"{{tl}}.maximum({{0}}, {{1}}, propagate_nan={_EVERY})"),
+        "neg:int": _plain("-{0}"),
+        # `-x` is 0 - x to Triton, which has no -0.0.
+        "neg:float": _plain("{0} * -1.0"),
+        "abs": _plain("{tl}.abs({0})"),
+        "sign": _plain("ops.sign({0})"),
+        "and": _plain("{0} & {1}"),
+        "or": _plain("{0} | {1}"),
+        "xor": _plain("{0} ^ {1}"),
+        "not": _not,
+        "shl": _shift("{0} << {1}", "ops.shifted_left({0}, {1}, {bits})"),
+        "shr": _shift("{0} >> {1}", "ops.shifted_right({0}, {1}, {bits})"),
+        **{name: _comparison(sign) for name, sign in _COMPARISONS.items()},
+        # To a signed type of one bit True is -1.
+        "lt:bool": _plain("~{0} & {1}"),
+        "le:bool": _plain("~{0} | {1}"),
+        "gt:bool": _plain("{0} & ~{1}"),
+        "ge:bool": _plain("{0} | ~{1}"),
+        "tanh": _tanh,
+        "round": _plain("ops.round_to_even({0})"),
+        **{
+            name: _plain(f"{{tl}}.{name}({{0}})")
+            for name in "floor ceil exp2 log log2 sin cos erf".split()
+        },
+        **{
+            name: _plain(f"ops.{name}({{0}})")
+            for name in (
+                "trunc exp expm1 log10 log1p rsqrt tan asin acos atan sinh cosh asinh acosh "
+                "atanh sigmoid erfc"
+            ).split()
+        },
+    },
+)
+
+
+# What a call's functions may take for granted
+
+
+def direct_reads(spec: Spec) -> frozenset[DirectRead]:
+    """What a call must look at before it takes functions that are `within` (`source_for`)."""
+    found = (
+        _read(int(str(node.attribute)), axis, nodes[argument])
+        for graph in (spec.score_graph, spec.mask_graph)
+        if graph is not None
+        for nodes in (simplify(graph).nodes,)
+        for node in nodes
+        if node.operation == "load"
+        for axis, argument in enumerate(node.arguments)
+    )
+    return frozenset(read for read in found if read is not None)
+
+
+def _read(captured: int, axis: int, index: Node) -> DirectRead | None:
+    """If the index is b, h, q_idx or kv_idx itself."""
+    if index.operation != "input" or index.attribute not in ARGUMENTS:
+        return None
+    return DirectRead(captured, axis, ARGUMENTS.index(str(index.attribute)))
+
+
+def cap_factors(spec: Spec) -> tuple[float | str, ...]:
+    """What each tanh of a float32 in the score mod is multiplied with before it adds to the score:
+    a number, or the name of a number's slot. Empty if a value of one goes elsewhere, or if the
+    score is wanted with float32's digits."""
+    if spec.score_graph is None or spec.dtype.itemsize != 2:
+        return ()
+    graph = simplify(spec.score_graph)
+    nodes = graph.nodes
+    readers: list[list[tuple[int, int]]] = [[] for _ in nodes]
+    for reader, node in enumerate(nodes):
+        for slot, argument in enumerate(node.arguments):
+            readers[argument].append((reader, slot))
+
+    def adds_up(position: int) -> bool:
+        # Once: a sum with itself would make its factor larger.
+        return len(readers[position]) <= 1 and all(
+            nodes[reader].dtype is torch.float32
+            and (
+                nodes[reader].operation in ("add", "sub")
+                or (nodes[reader].operation == "where" and slot > 0)
+            )
+            and adds_up(reader)
+            for reader, slot in readers[position]
+        )
+
+    factors: list[float | str] = []
+    for position, node in enumerate(nodes):
+        if node.operation != "tanh" or node.dtype is not torch.float32:
+            continue
+        for reader, slot in readers[position]:
+            product = nodes[reader]
+            other = nodes[product.arguments[1 - slot]] if product.operation == "mul" else node
+            if other.operation not in ("const", "number") or not adds_up(reader):
+                return ()
+            known = other.operation == "const"
+            factors.append(float(_held(other)) if known else str(other.attribute))
+    return tuple(factors)
