@@ -84,8 +84,9 @@ class BlockMask(MaskContent):
         runs = padded(runs.contiguous(), capacity or 0)
         traced, opaque = None, None
         if mask_mod is not None:
-            empty = 0 in (batch, heads, *lengths)
-            traced, opaque = trace_mask_mod(mask_mod, offsets.device, empty=empty)
+            traced, opaque = trace_mask_mod(
+                mask_mod, offsets.device, sizes=(batch, heads, *lengths)
+            )
         self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
         self.views()
 

@@ -119,8 +119,7 @@ def _create(
             raise BlockMaskError(
                 f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
             )
-    empty = 0 in (batch, heads, *lengths)
-    traced, opaque = trace_mask_mod(mask_mod, wanted, empty=empty)
+    traced, opaque = trace_mask_mod(mask_mod, wanted, sizes=(batch, heads, *lengths))
     at_home = _captured_device(traced)
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
@@ -193,8 +192,7 @@ def create_mask(
     wanted = None if device is None else checked_device(device)
     kind = mod_kind(mod_fn, "mod_fn")
     if kind == "mask":
-        empty = 0 in (batch, heads, *lengths)
-        traced, opaque = trace_mask_mod(mod_fn, wanted, empty=empty)
+        traced, opaque = trace_mask_mod(mod_fn, wanted, sizes=(batch, heads, *lengths))
     else:
         traced, opaque = _trace_score_mod(mod_fn)
     at_home = _captured_device(traced)

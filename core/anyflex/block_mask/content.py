@@ -126,8 +126,8 @@ class MaskContent(BlockStructure):
                 )
             traced, opaque = None, None
         else:
-            empty = 0 in (*self.offsets.shape[:2], *self.seq_lengths)
-            traced, opaque = trace_mask_mod(function, self.device, empty=empty)
+            sizes = (*self.offsets.shape[:2], *self.seq_lengths)
+            traced, opaque = trace_mask_mod(function, self.device, sizes=sizes)
         with _LOCK:
             self._mask_mod, self.traced, self.opaque = function, traced, opaque
             self.needs_mask_mod = False

@@ -34,8 +34,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     q_old, kv_old = mask.seq_lengths
     q_new = q_old if q_len is None else _grown("q_len", "Q_LEN", q_len, q_old)
     kv_new = _grown("kv_len", "KV_LEN", kv_len, kv_old)
-    empty = 0 in (*mask.offsets.shape[:2], q_new, kv_new)
-    traced, opaque = _mod(mask, mask_mod, empty)
+    traced, opaque = _mod(mask, mask_mod, (q_new, kv_new))
     q_block, kv_block = mask.BLOCK_SIZE
     # Rows and columns of blocks that stay: a ragged last one is decided again.
     rows = block_count(q_old, q_block) if q_new == q_old else q_old // q_block
@@ -152,7 +151,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
 
 
 def _mod(
-    mask: BlockMask, mask_mod: MaskMod | None, empty: bool
+    mask: BlockMask, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> tuple[TracedMod | None, OpaqueMask | None]:
     """Return the mask mod that decides what is new, checked against the mask."""
     if mask_mod is None:
@@ -161,7 +160,8 @@ def _mod(
                 "this block mask has no mask_mod, which new blocks are built from: pass mask_mod="
             )
         return mask.traced, mask.opaque
-    traced, opaque = trace_mask_mod(mask_mod, mask.device, empty=empty)
+    sizes = (*mask.offsets.shape[:2], *lengths)
+    traced, opaque = trace_mask_mod(mask_mod, mask.device, sizes=sizes)
     new = indices_read(traced, opaque) - indices_read(mask.traced, mask.opaque)
     for axis, name in enumerate(("b", "h")):
         if name in new and mask.offsets.shape[axis] == 1 and mask.traced is not None:

@@ -110,13 +110,14 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoRe
 
 
 def trace_mask_mod(
-    function: Any, device: torch.device | None = None, *, empty: bool = False
+    function: Any, device: torch.device | None = None, *, sizes: Sequence[int] = ()
 ) -> tuple[TracedMod | None, OpaqueMask | None]:
     """Return (traced, None), or (None, recorded) where only vmap can run it.
 
     Args:
         device: where such a function runs; None means the CPU.
-        empty: the mask has no pair that the function could be run for.
+        sizes: the mask's batch entries, heads, rows and keys; where one is 0, there is no pair
+            that such a function could be run for.
 
     Raises:
         BlockMaskError: a wrong signature or result, or a captured tensor that requires grad.
@@ -137,7 +138,7 @@ def trace_mask_mod(
             with torch.no_grad():
                 return None, recorded(function, "mask", device)
         except ModIndexError as outside:
-            if not empty:
+            if 0 not in sizes:
                 raise
             return None, UnrecordedMask(function, str(outside))
     for position, tensor in enumerate(traced.captured):

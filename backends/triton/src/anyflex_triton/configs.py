@@ -237,8 +237,7 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
         stages = min(2, config.options.num_stages)
         config = replace(config, options=replace(config.options, num_stages=stages))
     by_pair = kernel == "queries" and traits.adds_by_pair and is_half
-    by_pair = by_pair and (width < 2 or target == "hopper")
-    if by_pair and target in ("hopper", "blackwell"):
+    if by_pair and (target == "hopper" or (target == "blackwell" and width < 2)):
         # An address a pair takes registers, and shared memory: for Hopper the table's entry for
         # head dim 64 spills 4 KiB a thread, for Blackwell the one for 128 doesn't fit. Backward
         # with biases by distance measured on an H200, head dims 64 and 128: 4.1 and 4.8 ms, with
