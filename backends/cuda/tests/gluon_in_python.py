@@ -66,7 +66,7 @@ class Box:
 
     def __init__(self, array: np.ndarray, shape: Sequence[int], itemsize: int = 2) -> None:
         self.array, self.shape, self.itemsize = array, tuple(shape), itemsize
-        self.layout, self.dtype = None, "of the box"
+        self.layout, self.dtype, self.block_shape = None, "of the box", list(shape)
 
     def bytes(self) -> int:
         return int(np.prod(self.shape)) * self.itemsize
@@ -124,6 +124,10 @@ class Shared:
 
     def _view(self, array: np.ndarray) -> Shared:
         return Shared(array, self.dtype, self.others, self.first)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
 
     def index(self, i: int) -> Shared:
         return self._view(self.array[i])

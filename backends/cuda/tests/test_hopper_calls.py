@@ -161,6 +161,13 @@ CASES = {
     "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
     "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
     "where the queries were": Case(130, 140, (256, 256)),
+    # Of columns' two parts the last one's are some.
+    "two parts": Case(300, 300, (96, 96), bent, packed, batch=2, cores=5),
+    "two parts, not finite": Case(300, 300, (72, 88), bent, packed, odd=True),
+    "two parts, where the queries were": Case(130, 140, (136, 192)),
+    "two parts of queries": Case(200, 140, (192, 128), mask=packed),
+    "two parts of values that fill one": Case(100, 140, (208, 136)),
+    "two parts of values": Case(200, 140, (64, 96), mask=packed, cores=2),
     # As many programs as tiles of 64 rows.
     "one consumer": Case(300, 200, batch=2, cores=40),
     "one consumer, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=40),
@@ -168,6 +175,8 @@ CASES = {
     "one consumer, not finite": Case(300, 300, (128, 128), bent, packed, cores=20, odd=True),
     "one consumer, far": Case(300, 300, (72, 40), lowest, packed, cores=20),
     "one consumer, where the queries were": Case(130, 140, (256, 256), cores=12),
+    "one consumer, two parts": Case(130, 140, (96, 80), bent, cores=12),
+    "one consumer, two parts, where the queries were": Case(130, 140, (192, 144), cores=12),
     "one consumer, documents, away": Case(
         200, 300, (128, 128), mask=documents(), offsets=AWAY, cores=16
     ),

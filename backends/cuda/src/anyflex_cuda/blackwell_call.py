@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
-from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed, width
+from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Options, Program
 from anyflex_triton.programs import Mods
@@ -96,7 +96,7 @@ def program_for(
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """What one load or store moves, by names of descriptors."""
-    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    d, dv = (64 if dim <= 64 else 128 for dim in (spec.head_dim, spec.value_head_dim))
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),

@@ -39,8 +39,8 @@ __all__ = [
     "refused_spec",
     "small_tiles_for",
     "tiles_at_once",
+    "parts_of",
     "tiles_for",
-    "width",
 ]
 
 _ROWS = 64
@@ -54,9 +54,11 @@ _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
 calls of the driver."""
 
 DESCRIBED = {
-    "q_desc": "query", "k_desc": "key", "v_desc": "value", "o_desc": "out", "r_desc": "rest",
-}  # fmt: skip
-"""Whose tensors the descriptors are."""
+    f"{letter}{part}_desc": name
+    for letter, name in zip("qkvor", ("query", "key", "value", "out", "rest"), strict=True)
+    for part in ("", "2")
+}
+"""Whose tensors the descriptors are, of columns' first and second part."""
 
 Lengths = tuple[int, ...]
 """Of a tensor's dimensions, or from one element of each to the next."""
@@ -157,7 +159,7 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     """
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
-    if spec.value_head_dim > max(spec.head_dim, 128):
+    if spec.value_head_dim > max(sum(parts_of(spec.head_dim)), 128):
         return "values of more than 128 columns, and more than queries have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
@@ -166,9 +168,17 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     return None
 
 
-def width(dim: int) -> int:
-    """Columns of a tile in shared memory, and of a product."""
-    return 64 if dim <= 64 else 128 if dim <= 128 else 256
+def parts_of(dim: int) -> tuple[int, ...]:
+    """Columns of each part of a tile in shared memory, and of a product: powers of two."""
+    for parts in ((64,), (64, 32), (128,), (128, 64)):
+        if dim <= sum(parts):
+            return parts
+    return (256,)
+
+
+def _of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names of a tensor's descriptors."""
+    return [name for name in boxes if DESCRIBED[name] == tensor]
 
 
 def boxed_arguments(
@@ -179,7 +189,7 @@ def boxed_arguments(
     `program_for`; boxes of `boxes_for`."""
     spec = made.spec
     # What isn't there has no descriptor: to encode one takes the host a microsecond.
-    absent = [] if rest else ["r_desc", "rest", "r_strides", "tops"]
+    absent = [] if rest else [*_of("rest", boxes), "rest", "r_strides", "tops"]
     if spec.mask_kind == "none":
         absent += ["tile_order", "order_strides", "ordered"]
     types = {
@@ -206,8 +216,8 @@ def boxed_arguments(
         "KV_SHARED": spec.kv_broadcast,
         "DIM": spec.head_dim,
         "VALUE_DIM": spec.value_head_dim,
-        "D": width(spec.head_dim),
-        "DV": width(spec.value_head_dim),
+        "D": sum(boxes[name][-1] for name in _of("query", boxes)),
+        "DV": sum(boxes[name][-1] for name in _of("value", boxes)),
         "WANT_LSE": lse,
         "WANT_MAX": max_scores,
         "WANT_REST": rest,
@@ -232,15 +242,16 @@ def program_for(
     program = made.existing.get(key)
     if program is not None:
         return program
-    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    boxes = boxes_for(tiles, spec)
     types, constants = boxed_arguments(
-        made, boxes_for(tiles, spec), mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
+        made, boxes, mods.score_mod, mods.mask_mod, even, lse, max_scores, rest
     )
     return made.program(
         key,
         hopper_forward.forward_kernel,
         types,
         {
+            **dict.fromkeys(DESCRIBED.keys() - boxes.keys()),
             **constants,
             "READ_ROWS": mods.read_rows,
             "READ_COLUMNS": mods.read_columns,
@@ -251,7 +262,7 @@ def program_for(
             "SKIPS": tiles.skips,
             "APART": tiles.apart,
             "CHAINS": tiles.chains,
-            "SHARES_ROOM": d == dv == 256,
+            "SHARES_ROOM": constants["D"] == constants["DV"] > 128,
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -265,14 +276,17 @@ def program_for(
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """What one load or store moves, by names of descriptors."""
-    d, dv = width(spec.head_dim), width(spec.value_head_dim)
+    parts = parts_of(spec.head_dim)
+    # Of more than 128 out has the queries' room.
+    value_parts = parts_of(spec.value_head_dim) if spec.value_head_dim <= 128 else parts
     return {
-        "q_desc": (1, 1, _ROWS, d),
-        "k_desc": (1, 1, tiles.block_n, d),
-        "v_desc": (1, 1, tiles.block_n, dv),
-        "o_desc": (1, 1, _ROWS, dv),
-        "r_desc": (1, 1, _ROWS, dv),
-    }
+        f"{letter}{number}_desc": (1, 1, rows, columns)
+        for letter, rows, each in (
+            ("q", _ROWS, parts), ("k", tiles.block_n, parts), ("v", tiles.block_n, value_parts),
+            ("o", _ROWS, value_parts), ("r", _ROWS, value_parts),
+        )
+        for number, columns in zip(("", "2"), each, strict=False)
+    }  # fmt: skip
 
 
 class Fit(NamedTuple):
@@ -313,8 +327,10 @@ def fit_of(
     """
     spec = made.spec
     size = spec.dtype.itemsize
-    layouts = ((query, q_strides), (key, k_strides), (value, v_strides))
-    if not all(has_boxes(shape, strides, size) for shape, strides in layouts):
+    layouts = {
+        "query": (query, q_strides), "key": (key, k_strides), "value": (value, v_strides),
+    }  # fmt: skip
+    if not all(has_boxes(shape, strides, size) for shape, strides in layouts.values()):
         return None
     batch, heads, length, _ = query
     keys = key[2]
@@ -331,34 +347,38 @@ def fit_of(
         "tiles": count,
         "head_group": made.head_group(batch * heads, keys),
     }
-    for name, (shape, strides) in zip(("q_desc", "k_desc", "v_desc"), layouts, strict=True):
-        values[name] = boxes_of(shape, strides, size, boxes[name])
+    for tensor, (shape, strides) in layouts.items():
+        for name in _of(tensor, boxes):
+            values[name] = boxes_of(shape, strides, size, boxes[name])
     out = (batch, heads, length, value[3])
     return Fit(
         programs,
         block_m,
         _COUNTER if programs < count * batch * heads else (),
         keys % block_n == 0 and spec.block_size[1] % block_n == 0,
-        partial(_with_out, values, out, size, boxes["o_desc"]),
+        partial(_with_out, values, out, size, boxes),
         {},
     )
 
 
 def _with_out(
-    values: Mapping[str, object], shape: Lengths, size: int, box: Lengths, strides: Lengths,
-    rest_strides: Lengths | None,
+    values: Mapping[str, object], shape: Lengths, size: int, boxes: Mapping[str, Lengths],
+    strides: Lengths, rest_strides: Lengths | None,
 ) -> FixedArguments:  # fmt: skip
     """As `Fit.fixed`.
 
     Args:
         values: of query, key and value.
         shape: of out and rest; `size` are the bytes of an element.
-        box: of out's and rest's descriptors.
+        boxes: of `boxes_for`.
     """
-    found = {**values, "o_strides": strides[:3], "o_desc": boxes_of(shape, strides, size, box)}
+    found = {**values, "o_strides": strides[:3]}
+    for name in _of("out", boxes):
+        found[name] = boxes_of(shape, strides, size, boxes[name])
     if rest_strides is not None:
         found["r_strides"] = rest_strides[:3]
-        found["r_desc"] = boxes_of(shape, rest_strides, size, box)
+        for name in _of("rest", boxes):
+            found[name] = boxes_of(shape, rest_strides, size, boxes[name])
     return FixedArguments(found, DESCRIBED)
 
 

@@ -6,10 +6,14 @@ the consumers never read the mask: a tile's place and its counts of steps beside
 step's keys beside the keys. Each consumer keeps 64 rows of the tile in registers: the product of a
 step's scores runs while the weights of the step before meet their values (FlashAttention-3: Shah
 et al., 2024), and the softmax of one consumer while the other's products run.
+
+Tiles of shared memory, and products, have a power of two of columns. Of 96 or 192 columns they
+have two parts, the wider one first: below, descriptors, buffers and sums are tuples of one or two.
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -46,6 +50,14 @@ QUARTERS = gl.constexpr(
     )
 )
 """Four threads share two rows of a product: [ROWS, 4], one element a row and thread."""
+
+
+@triton.constexpr_function
+def layout_of_products(columns):
+    """Of a warpgroup's, [ROWS, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16],
+    )
 
 
 @gluon.jit
@@ -143,8 +155,16 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def load_parts(descs, bufs, slot, full, b, h, first):
+    """Rows from `first` on, into a slot of each part's buffers."""
+    for p in gl.static_range(len(bufs)):
+        at = [b, h, first, p * bufs[0].shape[4]]
+        _load_box(descs[p], at, full, bufs[p].index(slot))
+
+
+@gluon.jit
 def load_queries(
-    q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
+    q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
     masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):
     """The rows of a tile, and what is said of it, for each consumer."""
@@ -156,12 +176,12 @@ def load_queries(
         say(tile_words, c * WORDS + 3, masked)
         say(tile_words, c * WORDS + 4, plain)
         mbarrier.expect(q_full.index(c), ROWS * D * 2)
-        _load_box(q_desc, [b, h, first_row + c * ROWS, 0], q_full.index(c), q_bufs.index(c))
+        load_parts(q_descs, q_bufs, c, q_full.index(c), b, h, first_row + c * ROWS)
 
 
 @gluon.jit
 def load_step(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
     first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
@@ -175,20 +195,20 @@ def load_step(
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
     mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
+    load_parts(k_descs, k_bufs, slot, k_full.index(slot), kv_b, kv_head, first)
     if step == first_step:
         load_queries(
-            q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+            q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
             first_row, masked, plain, CONSUMERS, STAGES, D,
         )
     mbarrier.wait(v_empty.index(slot), phase)
     mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+    load_parts(v_descs, v_bufs, slot, v_full.index(slot), kv_b, kv_head, first)
 
 
 @gluon.jit
 def load_steps(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, step, first_step, empties, before, runs, run, last_run,
     may_be_dead, b, h, kv_b, kv_head, first_row, masked, plain, kv_length, KV_BLOCK: gl.constexpr,
     HAS_MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -210,7 +230,7 @@ def load_steps(
             end = middle
         for first in range(begin, end, BLOCK_N):
             load_step(
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, step, first_step, empties, before, b, h,
                 kv_b, kv_head, first_row, masked, plain, first, end, gl.cast(full, gl.int32),
                 CONSUMERS, STAGES, BLOCK_N, D, DV,
@@ -221,7 +241,7 @@ def load_steps(
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
+    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
     passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, tile_order,
     order_strides, ordered, batch_heads, heads, kv_length, tiles, head_group,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
@@ -265,14 +285,14 @@ def produce(
         # code.
         for part in range(2):
             step = load_steps(
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, step, first_step, empties, before, runs,
                 run, last_run, part == 0, b, h, kv_b, kv_head, first_row, masked, plain,
                 kv_length, KV_BLOCK, HAS_MASK, CONSUMERS, STAGES, BLOCK_N, D, DV,
             )
         if step == first_step:
             load_queries(
-                q_desc, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
+                q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
                 first_row, masked, plain, CONSUMERS, STAGES, D,
             )
         if SHARES_ROOM or step == first_step:
@@ -386,20 +406,90 @@ def weights_of(
 
 
 @gluon.jit
+def products_of_keys(q_bufs, k_bufs, ME: gl.constexpr, slot, S_LAYOUT: gl.constexpr):
+    """Scores of a step, on their way."""
+    BLOCK_N: gl.constexpr = k_bufs[0].shape[3]
+    later = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
+    for p in gl.static_range(len(k_bufs)):
+        q = q_bufs[p].index(ME).reshape([ROWS, q_bufs[p].shape[4]])
+        k = k_bufs[p].index(slot).reshape([BLOCK_N, k_bufs[p].shape[4]]).permute((1, 0))
+        later = warpgroup_mma(q, k, later, use_acc=p > 0, is_async=True)
+    return later
+
+
+@gluon.jit
+def product_of_values(weights, v_buf, acc):
+    """A part's, with a slot's values."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, layout_of_products(COLUMNS), 2)
+    weights = gl.convert_layout(weights, OPERAND, assert_trivial=True)
+    return warpgroup_mma(weights, v_buf.reshape([v_buf.shape[2], COLUMNS]), acc, is_async=True)
+
+
+@gluon.jit
+def products_of_values(handed, v_bufs, slot, acc, APART: gl.constexpr):
+    """Sums with the values of a step, on their way."""
+    FIRST: gl.constexpr = layout_of_products(acc[0].shape[1])
+    weights = operand_of(handed, v_bufs[0].dtype, FIRST, APART)
+    later = ()
+    for p in gl.static_range(len(acc)):
+        later = later + (product_of_values(weights, v_bufs[p].index(slot), acc[p]),)
+    return later
+
+
+@gluon.jit
+def sums_of(later):
+    """What `products_of_values` returned, when all products are there."""
+    if len(later) == 1:
+        return (warpgroup_mma_wait(num_outstanding=0, deps=later),)
+    else:
+        return warpgroup_mma_wait(num_outstanding=0, deps=later)
+
+
+@gluon.jit
+def zeros_of(COLUMNS: gl.constexpr):
+    """A part's sums at first."""
+    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=layout_of_products(COLUMNS))
+
+
+@gluon.jit
+def multiplied(acc, factors, SKIPS: gl.constexpr):
+    """A part's sums with a factor for each row.
+
+    Args:
+        SKIPS: see `rescaled`.
+    """
+    COLUMNS: gl.constexpr = acc.shape[1]
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, layout_of_products(COLUMNS))
+    factors = gl.expand_dims(gl.convert_layout(factors, OF_ROWS), 1)
+    if SKIPS:
+        return rescaled(acc, factors, COLUMNS // 2)
+    else:
+        return acc * factors
+
+
+@gluon.jit
+def all_multiplied(acc, factors, SKIPS: gl.constexpr):
+    """`multiplied` of each part."""
+    products = ()
+    for p in gl.static_range(len(acc)):
+        products = products + (multiplied(acc[p], factors, SKIPS),)
+    return products
+
+
+@gluon.jit
 def advance(
-    step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+    step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full, k_empty, v_full,
     v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr, ALWAYS: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr,
-    PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
+    ME: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr,
+    ALWAYS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr,
+    WANT_MAX: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
+    CHAINS: gl.constexpr, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """One step: its scores, while the weights of the step before (`handed`) meet their values;
     then its weights."""
     slot = step % STAGES
     before = (step - 1) % STAGES
-    zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
     mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
     first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, ALWAYS)
     if APART and MASKED:
@@ -410,44 +500,56 @@ def advance(
     tables = tables_of_step(
         tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
     )
-    k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
-    raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    raw_later = products_of_keys(q_bufs, k_bufs, ME, slot, S_LAYOUT)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
-    v = v_bufs.index(before).reshape([BLOCK_N, DV])
-    before_weights = operand_of(handed, v_bufs.dtype, O_LAYOUT, APART)
-    acc_later = warpgroup_mma(before_weights, v, acc, is_async=True)
-    raw = warpgroup_mma_wait(num_outstanding=1, deps=(raw_later,))
+    acc_later = products_of_values(handed, v_bufs, before, acc, APART)
+    raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
         raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, PINNED,
         CHAINS, S_LAYOUT, BLOCK_N,
     )
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+    acc = sums_of(acc_later)
     mbarrier.arrive(v_empty.index(before), count=1)
-    factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
-    if SKIPS:
-        acc = rescaled(acc, factors, DV // 2)
-    else:
-        acc = acc * factors
-    handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
+    acc = all_multiplied(acc, alpha, SKIPS)
+    handed = handed_over(
+        weights, v_bufs[0].dtype, layout_of_products(v_bufs[0].shape[4]), APART,
+    )
     return handed, acc, top, base, totals, nans
 
 
 @gluon.jit
+def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
+    """acc, rounded, in shared memory; or (LOST) what rounding takes from it, and delta needs."""
+    for p in gl.static_range(len(acc)):
+        rounded = acc[p].to(bufs[p].dtype)
+        if LOST:
+            lost = acc[p] - rounded.to(gl.float32)
+            rounded = gl.where(strange(lost), 0.0, lost).to(bufs[p].dtype)
+        bufs[p].index(ME).reshape([ROWS, acc[p].shape[1]]).store(rounded)
+
+
+@gluon.jit
+def store_parts(descs, bufs, ME: gl.constexpr, b, h, first_row):
+    """What `place_parts` placed, on its way to memory."""
+    for p in gl.static_range(len(bufs)):
+        _store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
+
+
+@gluon.jit
 def consume(
-    o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
+    o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
     v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
     v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
     tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
     SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
     READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr,
     HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-    EVEN: gl.constexpr, MASKED: gl.constexpr, SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr,
-    SKIPS: gl.constexpr, APART: gl.constexpr, CHAINS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WANT_LSE: gl.constexpr,
+    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
+    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
+    CHAINS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """All tiles' rows of consumer ME.
 
@@ -457,15 +559,9 @@ def consume(
         SHARES_ROOM: out and rest are written to where the queries were.
         MASKED: whether any step may have dead pairs.
     """
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
-    )
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16],
-    )
+    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     ALWAYS: gl.constexpr = SCORE_MOD is not None or READ_COLUMNS is not None
-    q = q_bufs.index(ME).reshape([ROWS, D])
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     mbarrier.wait(q_full.index(ME), 0)
@@ -488,7 +584,9 @@ def consume(
         base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         totals = gl.full([ROWS, 4], 0.0, gl.float32, layout=QUARTERS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
-        acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
+        acc = ()
+        for p in gl.static_range(len(v_bufs)):
+            acc = acc + (zeros_of(v_bufs[p].shape[4]),)
         if steps > 0:
             slot = step % STAGES
             mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
@@ -498,9 +596,7 @@ def consume(
             first_read = tables_of_step(
                 read, mod_b, mod_h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
             )
-            k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
-            zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
-            raw_later = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+            raw_later = products_of_keys(q_bufs, k_bufs, ME, slot, S_LAYOUT)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
             mbarrier.arrive(k_empty.index(slot), count=1)
             weights, _alpha, top, base, totals, nans = weights_of(
@@ -508,42 +604,43 @@ def consume(
                 kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
                 SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, CHAINS, S_LAYOUT, BLOCK_N,
             )
-            handed = handed_over(weights, v_bufs.dtype, O_LAYOUT, APART)
+            handed = handed_over(
+                weights, v_bufs[0].dtype, layout_of_products(v_bufs[0].shape[4]), APART,
+            )
             step += 1
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):
                 handed, acc, top, base, totals, nans = advance(
-                    step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full, k_empty,
-                    v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx, kv_length,
-                    shifts, read, ints, floats, scale, MASKED, EVEN, READ_COLUMNS, ALWAYS,
-                    SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
-                    S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                    step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full,
+                    k_empty, v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx,
+                    kv_length, shifts, read, ints, floats, scale, ME, MASKED, EVEN, READ_COLUMNS,
+                    ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
+                    S_LAYOUT, STAGES, BLOCK_N,
                 )
                 step += 1
             if APART:
                 for _ in range(gl.maximum(masked, 1), steps):
                     handed, acc, top, base, totals, nans = advance(
-                        step, handed, acc, top, base, totals, nans, q, k_bufs, v_bufs, k_full,
+                        step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full,
                         k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
-                        kv_length, shifts, read, ints, floats, scale, False, True, READ_COLUMNS,
-                        ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS,
-                        APART, CHAINS, S_LAYOUT, O_LAYOUT, STAGES, BLOCK_N, D, DV,
+                        kv_length, shifts, read, ints, floats, scale, ME, False, True,
+                        READ_COLUMNS, ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED,
+                        SKIPS, APART, CHAINS, S_LAYOUT, STAGES, BLOCK_N,
                     )
                     step += 1
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
-            v = v_bufs.index(slot).reshape([BLOCK_N, DV])
-            weights = operand_of(handed, v_bufs.dtype, O_LAYOUT, APART)
-            acc_later = warpgroup_mma(weights, v, acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
+            acc = sums_of(products_of_values(handed, v_bufs, slot, acc, APART))
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
         total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
         # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And
         # weights of far rows are none.
-        odd = gl.convert_layout(gl.sum(acc * 0.0, 1), OF_ROWS)
-        odd = (odd != odd) | is_far(top, base)
+        odd = is_far(top, base)
+        for p in gl.static_range(len(acc)):
+            none = gl.convert_layout(gl.sum(acc[p] * 0.0, 1), OF_ROWS)
+            odd |= none != none
         # What rounding added to the base: weights are relative to it, not to top.
         excess = gl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
         if gl.max(odd.to(gl.int32), 0) > 0:
@@ -558,25 +655,20 @@ def consume(
             # A row without a live pair has 0 here, and gives 0. NaN stays.
             dead = (top == float("-inf")) & (total == total)
             inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
-            acc = acc * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT)), 1)
-            rounded = acc.to(o_bufs.dtype)
+            acc = all_multiplied(acc, inverse, False)
             # The tile before may still be read.
             tma.store_wait(0)
-            o_bufs.index(ME).reshape([ROWS, DV]).store(rounded)
-            if WANT_REST:
-                # What rounding takes from out, and delta needs.
-                lost = acc - rounded.to(gl.float32)
-                lost = gl.where(strange(lost), 0.0, lost).to(r_bufs.dtype)
-                if not SHARES_ROOM:
-                    r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
+            place_parts(acc, o_bufs, ME, False)
+            if WANT_REST and not SHARES_ROOM:
+                place_parts(acc, r_bufs, ME, True)
             fence_async_shared()
-            _store_box(o_desc, [b, h, first_row, 0], o_bufs.index(ME))
+            store_parts(o_descs, o_bufs, ME, b, h, first_row)
             if WANT_REST:
                 if SHARES_ROOM:
                     tma.store_wait(0)
-                    r_bufs.index(ME).reshape([ROWS, DV]).store(lost)
+                    place_parts(acc, r_bufs, ME, True)
                     fence_async_shared()
-                _store_box(r_desc, [b, h, first_row, 0], r_bufs.index(ME))
+                store_parts(r_descs, r_bufs, ME, b, h, first_row)
         at = gl.cast(b * heads + h, gl.int64) * q_length + rows
         write_row_sums(
             top, total, excess, nans, tops, lse, max_scores, at, rows < q_length, scale,
@@ -592,16 +684,43 @@ def consume(
 
 
 @gluon.jit
+def parts_of(first, second):
+    """The descriptors that are there."""
+    if first is None:
+        return ()
+    elif second is None:
+        return (first,)
+    else:
+        return (first, second)
+
+
+@gluon.jit
+def buffer(desc, ROOMS: gl.constexpr):
+    """Shared memory for so many boxes."""
+    SHAPE: gl.constexpr = desc.block_shape
+    return gl.allocate_shared_memory(desc.dtype, [ROOMS] + SHAPE, desc.layout)
+
+
+@gluon.jit
+def buffers(descs, ROOMS: gl.constexpr):
+    """`buffer` of each part."""
+    found = ()
+    for p in gl.static_range(len(descs)):
+        found = found + (buffer(descs[p], ROOMS),)
+    return found
+
+
+@gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, r_desc, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, tops, lse, max_scores, counter, offsets, ends, runs,
-    mask_strides, tile_order, order_strides, ordered, tables, ints, floats, shifts, scale,
-    batch_heads, heads, q_length, kv_length, tiles, head_group, SCORE_MOD: gl.constexpr,
-    MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr, READ_COLUMNS: gl.constexpr,
-    SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, r_desc, q2_desc, k2_desc, v2_desc, o2_desc, r2_desc, query,
+    key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, tops, lse,
+    max_scores, counter, offsets, ends, runs, mask_strides, tile_order, order_strides, ordered,
+    tables, ints, floats, shifts, scale, batch_heads, heads, q_length, kv_length, tiles,
+    head_group, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
+    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr,
+    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
+    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr,
     DYNAMIC: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
     CHAINS: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -612,6 +731,8 @@ def forward_kernel(
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
             value, out and rest; boxes of 64 or BLOCK_N rows, D or DV columns. Of rest nothing
             is there without WANT_REST.
+        q2_desc, k2_desc, v2_desc, o2_desc, r2_desc: of the second part, None where there is none;
+            then the first ones' boxes have the columns of the first.
         query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
@@ -635,22 +756,23 @@ def forward_kernel(
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
-    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, ROWS, D], q_desc.layout)
+    q_descs = parts_of(q_desc, q2_desc)
+    k_descs = parts_of(k_desc, k2_desc)
+    v_descs = parts_of(v_desc, v2_desc)
+    o_descs = parts_of(o_desc, o2_desc)
+    r_descs = parts_of(r_desc, r2_desc)
+    q_bufs = buffers(q_descs, CONSUMERS)
     if SHARES_ROOM:
         gl.static_assert(D == DV)
         o_bufs = q_bufs
     else:
-        o_bufs = gl.allocate_shared_memory(
-            q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], o_desc.layout,
-        )
+        o_bufs = buffers(o_descs, CONSUMERS)
     if WANT_REST and not SHARES_ROOM:
-        r_bufs = gl.allocate_shared_memory(
-            q_desc.dtype, [CONSUMERS, 1, 1, ROWS, DV], r_desc.layout,
-        )
+        r_bufs = buffers(r_descs, CONSUMERS)
     else:
         r_bufs = o_bufs
-    k_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+    k_bufs = buffers(k_descs, STAGES)
+    v_bufs = buffers(v_descs, STAGES)
     tile_words = gl.allocate_shared_memory(gl.int32, [CONSUMERS * WORDS, 1], WORD)
     step_words = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS, 1], WORD)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE_ROW)
@@ -672,17 +794,17 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
                 tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
@@ -692,27 +814,27 @@ def forward_kernel(
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
                 tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
@@ -722,37 +844,37 @@ def forward_kernel(
     else:
         gl.warp_specialize([
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (consume, (
-                o_desc, r_desc, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
+                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
                 v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
                 q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
                 mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
                 q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
                 SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, D, DV, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
+                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
                 PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
             )),
             (produce, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
+                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
                 v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
                 mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
                 tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
