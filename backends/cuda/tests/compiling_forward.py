@@ -99,6 +99,7 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
     small = [("causal", 128, True, True)]
     others = [
         ("causal of 192 and 128", replace(spec_of("causal", 192), value_head_dim=128), True, True),
+        ("softcap of 96", spec_of("softcap", 96), True, True),
         ("softcap 64 of 192", spec_of("softcap", 64, block=192), True, False),
     ]
     if every_case():
@@ -108,6 +109,9 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
         small += [("causal", 64, False, False), ("full", 256, True, True)]
         others += [
             ("alibi of 96, float16", spec_of("alibi", 96, torch.float16), True, True),
+            ("documents of 96", spec_of("documents", 96), False, True),
+            ("full of 192", spec_of("full", 192), True, True),
+            ("causal of 192", spec_of("causal", 192), False, False),
             ("causal 64 of 192", spec_of("causal", 64, block=192), True, False),
         ]
     for name, dim, even, rest in calls:

@@ -153,7 +153,7 @@ CASES = {
     "three consumers, mask": Case(300, 300, mask=packed, block=192),
     "three consumers, columns": Case(score=weighed(), offsets=AWAY),
     "three consumers, not finite": Case(300, score=bent, odd=True),
-    "two consumers, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=5),
+    "two consumers, mods": Case(300, 300, (104, 40), bent, packed, batch=2, cores=5),
     "three consumers, far": Case(300, score=lowest, batch=2, cores=5),
     "two consumers, far": Case(300, 300, (72, 40), lowest, packed),
     "two consumers, farther": Case(300, 300, (128, 128), farther),
@@ -163,11 +163,12 @@ CASES = {
     "where the queries were": Case(130, 140, (256, 256)),
     # Of columns' two parts the last one's are some.
     "two parts": Case(300, 300, (96, 96), bent, packed, batch=2, cores=5),
+    "two parts of scores": Case(300, 300, (96, 96), mask=packed),
     "two parts, not finite": Case(300, 300, (72, 88), bent, packed, odd=True),
     "two parts, where the queries were": Case(130, 140, (136, 192)),
     "two parts of queries": Case(200, 140, (192, 128), mask=packed),
     "two parts of values that fill one": Case(100, 140, (208, 136)),
-    "two parts of values": Case(200, 140, (64, 96), mask=packed, cores=2),
+    "two parts of values": Case(200, 140, (64, 96), bent, packed, cores=2),
     # As many programs as tiles of 64 rows.
     "one consumer": Case(300, 200, batch=2, cores=40),
     "one consumer, mods": Case(300, 300, (72, 40), bent, packed, batch=2, cores=40),

@@ -76,7 +76,8 @@ class Tiles(NamedTuple):
         apart: steps that may have dead pairs have a loop of their own, and the others one without
             the mask's code: 0.94 to 1.01 of the time.
         chains: in which a thread finds a row's largest score, 1 or 8; an operation waits for the
-            one before it in its chain. 8 are faster with two consumers of head dim 64 alone.
+            one before it in its chain. 8 are faster with two consumers of head dim 64, or of 192
+            and values of 128, alone.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -110,11 +111,17 @@ def tiles_for(spec: Spec) -> Tiles:
         if thirds:
             return Tiles(3, 128, 3, True, True, apart, 1, True, (160, 24))
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
-    # Steps of masks that read nothing are short, and most of them have no dead pair.
-    light = spec.mask_kind == "runs" and spec.score_graph is None and not spec.captured
+    scored = spec.score_graph is not None
+    if dims <= 96:
+        return Tiles(2, 128, 3 if scored else 2, False, False, apart, 1, True, (240, 24))
     if dims <= 128:
+        # Steps of masks that read nothing are short, and most of them have no dead pair.
+        light = spec.mask_kind == "runs" and not scored and not spec.captured
         return Tiles(2, 128, 2, light, light, apart, 1, True, (240, 24))
-    return Tiles(2, 64, 2, False, False, False, 1, True, (240, 24))
+    if spec.value_head_dim <= 128 and shares_room(spec):
+        return Tiles(2, 128, 2, False, False, apart, 8, True, (240, 24))
+    overlapping = dims > 192
+    return Tiles(2, 64, 2, overlapping, overlapping, apart, 1, True, (240, 24))
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
@@ -174,6 +181,24 @@ def parts_of(dim: int) -> tuple[int, ...]:
         if dim <= sum(parts):
             return parts
     return (256,)
+
+
+def value_parts_of(spec: Spec) -> tuple[int, ...]:
+    """Those of values and of out."""
+    if spec.value_head_dim > 128:
+        # Out must have the queries' room.
+        return parts_of(spec.head_dim)
+    parts = parts_of(spec.value_head_dim)
+    # A product of 32 columns takes as long as one of 64, and of its own: less room, and fewer
+    # registers, are worth it beside a score mod alone.
+    return (128,) if len(parts) == 2 and spec.score_graph is None else parts
+
+
+def shares_room(spec: Spec) -> bool:
+    """Whether out is stored from where the queries were: queries are wide, and out's parts are
+    their first ones."""
+    parts, value_parts = parts_of(spec.head_dim), value_parts_of(spec)
+    return spec.head_dim > 128 and parts[: len(value_parts)] == value_parts
 
 
 def _of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -262,7 +287,7 @@ def program_for(
             "SKIPS": tiles.skips,
             "APART": tiles.apart,
             "CHAINS": tiles.chains,
-            "SHARES_ROOM": constants["D"] == constants["DV"] > 128,
+            "SHARES_ROOM": shares_room(spec),
             "CONSUMERS": tiles.consumers,
             "STAGES": tiles.stages,
             "BLOCK_N": tiles.block_n,
@@ -277,8 +302,7 @@ def program_for(
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """What one load or store moves, by names of descriptors."""
     parts = parts_of(spec.head_dim)
-    # Of more than 128 out has the queries' room.
-    value_parts = parts_of(spec.value_head_dim) if spec.value_head_dim <= 128 else parts
+    value_parts = value_parts_of(spec)
     return {
         f"{letter}{number}_desc": (1, 1, rows, columns)
         for letter, rows, each in (

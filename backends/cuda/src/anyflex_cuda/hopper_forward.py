@@ -749,7 +749,8 @@ def forward_kernel(
         SKIPS: products with factors of 1 are jumped over: see `rescaled`.
         APART: steps that may have dead pairs have a loop of their own.
         CHAINS: of `largest_of`.
-        SHARES_ROOM: out and rest are stored from where the queries were, for all don't fit.
+        SHARES_ROOM: out and rest, whose parts are as wide as the queries' first ones, are stored
+            from where these were, for all don't fit.
         READ_ROWS, READ_COLUMNS, SCORE_MOD_OF_READ, MASK_SCORES: of `anyflex_triton.mods`, for
             the loops; the first two None where nothing is read early.
     """
@@ -763,8 +764,7 @@ def forward_kernel(
     r_descs = parts_of(r_desc, r2_desc)
     q_bufs = buffers(q_descs, CONSUMERS)
     if SHARES_ROOM:
-        gl.static_assert(D == DV)
-        o_bufs = q_bufs
+        o_bufs = q_bufs[: len(o_descs)]
     else:
         o_bufs = buffers(o_descs, CONSUMERS)
     if WANT_REST and not SHARES_ROOM:

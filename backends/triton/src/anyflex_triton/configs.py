@@ -76,9 +76,8 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's were the
 # fastest of ten to forty each, measured on an H200: of 16-bit types causal and full, for head dims
-# 64 and 128 at S = 8192, for 256 at 4096, but for its dK and dV, for which a faster one's results
-# haven't been compared yet (`bench/results/h200_triton.md`); of float32 causal at S = 2048, and of
-# forward for 64 and 128 those that spill nothing. Ampere's and Blackwell's forward of float32 and
+# 64 and 128 at S = 8192, for 256 at 4096 (`bench/results/h200_triton.md`); of float32 causal at
+# S = 2048, and of forward for 64 and 128 those that spill nothing. Ampere's and Blackwell's forward of float32 and
 # head dim 64 is Hopper's. The others were never measured: they have the fewest spills, which for
 # forward of 64 and 128 are none (`bench/triton_compiles.py`, its patterns; between these, one
 # pattern has a few bytes on Hopper, outside of loops: docs/triton.md).
@@ -93,7 +92,7 @@ _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ..
             (_c(16, 32, 4, 2), _c(16, 32, 4, 2), _c(16, 16, 4, 2)),
         ),
         "keys": (
-            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(32, 64, 8, 2)),
+            (_c(64, 64, 4, 3), _c(64, 64, 4, 2), _c(64, 64, 8, 2)),
             (_c(32, 32, 4, 1), _c(32, 32, 4, 2), _c(32, 16, 4, 1)),
         ),
         "queries": (
@@ -169,7 +168,10 @@ _TABLE["blackwell"] = {
         (_r(128, 64, 8, 3), _r(128, 32, 8, 3), _c(64, 64, 8, 2)),
         _TABLE["hopper"]["forward"][1],
     ),
-    # Hopper's tile of dQ for head dim 256 spills more.
+    # Hopper's tiles for head dim 256: that of dK and dV doesn't fit, that of dQ spills more.
+    "keys": (
+        (*_TABLE["hopper"]["keys"][0][:2], _c(32, 64, 8, 2)), _TABLE["hopper"]["keys"][1],
+    ),
     "queries": (
         (*_TABLE["hopper"]["queries"][0][:2], _c(64, 32, 8, 2)), _TABLE["hopper"]["queries"][1],
     ),
