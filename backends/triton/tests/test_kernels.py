@@ -462,8 +462,8 @@ def test_tiles_that_a_masks_blocks_make_smaller_have_fewer_warps() -> None:
     assert config_of("queries", 128, half, (64, 16)) == "64x64 4"
     assert config_of("queries", 128, half, (32, 128)) == "32x64 4"
     assert config_of("queries", 128, half, (192, 128)) == "128x64 8"
-    assert config_of("keys", 256, half, (16, 64)) == "32x64 8"
-    assert config_of("keys", 256, half, (128, 32)) == "32x32 4"
+    assert config_of("keys", 256, half, (16, 64)) == "64x64 8"
+    assert config_of("keys", 256, half, (128, 32)) == "64x32 4"
     assert config_of("forward", 128, single, (16, 128)) == "16x16 4"
     # What the user says stays: warps of larger tiles too.
     assert config_of("queries", 128, half, (64, 64), backward_num_warps=8) == "64x64 8"
