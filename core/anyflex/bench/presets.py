@@ -75,6 +75,21 @@ _H200 = (
     _square("causal", 1, 16, 512, 128),
 )
 
+_HEADS = {96: 16, 192: 8, 256: 8}
+_WIDTHS = (
+    *(
+        _square(pattern, 4, _HEADS[width], 4096, width)
+        for width in (256, 192, 96)
+        for pattern in ("full", "causal")
+    ),
+    *(
+        _square(pattern, 4, _HEADS[width], 4096, width)
+        for width in (256, 96)
+        for pattern in ("alibi", "softcap", "window", "documents")
+    ),
+    _square("causal", 4, 8, 4096, 256, kv_heads=2),
+)
+
 _CPU = (
     *(
         _square("causal", 1, 8, length, width, dtype=dtype, directions=("forward",))
@@ -101,5 +116,7 @@ PRESETS: Mapping[str, tuple[BenchCase, ...]] = {
     "h200-mods": _H200[12:18],
     "h200-decode": _H200[18:21],
     "h200-small": _H200[21:],
+    "h200-widths": _WIDTHS,
 }
-"""name -> cases. The parts of ``h200`` are there to be run alone."""
+"""name -> cases. The parts of ``h200`` are there to be run alone; of them ``h200-widths`` is
+none: other head dims than the two that most models have."""
