@@ -59,8 +59,41 @@ def test_rows_beside_one_another_and_apart(width: int, dtype: torch.dtype, level
         assert_near(out, wanted, dtype)
 
 
+def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + (q - k) * 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [8, 9, 16, 17, 33, 64, 80])
+@pytest.mark.parametrize("widths", [(128, 128), (72, 96), (40, 512), (512, 32), (1, 17)], ids=str)
+def test_many_rows_are_lanes(
+    widths: tuple[int, int], rows: int, dtype: torch.dtype, level: str
+) -> None:
+    # Of 80 rows no head has more than four, of the others each has all.
+    heads, length = (20, 4) if rows == 80 else (1, rows)
+    _, key, value = drawn(1, widths, dtype)
+    query = torch.randn(2, heads * KV_HEADS, length, widths[0]).to(dtype)
+    said = anyflex.explain(query, key, value, enable_gqa=True, backend="cpu")
+    assert "decode" in str(said)
+    # Rows apart, elements apart, all beside one another.
+    for read in (
+        (key, value),
+        tuple(each.mT.contiguous().mT for each in (key, value)),
+        (key.contiguous(), value.contiguous()),
+    ):
+        for mods in (None, None), (biased, recent):
+            mask = None
+            if mods[1] is not None:
+                mask = anyflex.create_block_mask(mods[1], None, None, length, KEYS, BLOCK_SIZE=128)
+            wanted, _ = dense_attention(query, key, value, *mods)
+            out = anyflex.flex_attention(
+                query, *read, mods[0], mask, enable_gqa=True, backend="cpu"
+            )
+            assert_near(out, wanted, dtype)
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["apart", "beside"])
-@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("rows", [1, 4, 7, 40])
 def test_an_infinite_value_reaches_its_own_element(rows: int, beside: bool, level: str) -> None:
     query, key, value = drawn(rows, (128, 128))
     if beside:
@@ -75,7 +108,7 @@ def test_an_infinite_value_reaches_its_own_element(rows: int, beside: bool, leve
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["apart", "beside"])
-@pytest.mark.parametrize("rows", [1, 4, 7])
+@pytest.mark.parametrize("rows", [1, 4, 7, 40])
 def test_what_is_at_dead_keys_reaches_nothing(rows: int, beside: bool, level: str) -> None:
     query, key, value = drawn(rows, (128, 128))
     if beside:

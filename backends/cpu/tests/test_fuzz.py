@@ -126,14 +126,21 @@ def test_decoding_is_split_where_its_plan_says(
 
 def test_decoding_of_many_rows_is_noted(paths: Paths) -> None:
     attend(4, 100, heads=5)
-    assert paths.taken == {"decode", "decode of more than 16 rows", "backward"}
+    many = {"decode", "decode of more than 16 rows"}
+    assert paths.taken == many | {"backward"}
+    paths.taken.clear()
+    attend(64, 100)
+    assert paths.taken == many | {"backward"}
+    paths.taken.clear()
+    attend(65, 100)
+    assert paths.taken == {"prefill", "backward"}
 
 
 @pytest.mark.parametrize(("keys", "several"), [(384, set()), (385, {"backward in several parts"})])
 def test_backward_has_parts_of_two_tiles_at_least(
     keys: int, several: set[str], paths: Paths, level: str
 ) -> None:
-    attend(20, keys)
+    attend(80, keys)
     assert paths.taken == several | {"prefill", "prefill over several tiles of keys", "backward"}
 
 

@@ -93,7 +93,9 @@ class Asked:
     def decodes(self) -> bool:
         rows = self.heads // self.kv_heads * self.length
         in_one_block = self.blocks is None or self.length <= self.blocks[0]
-        return (self.length <= 4 or rows <= 16) and in_one_block
+        bfloat16 = structs.DTYPE_CODES[torch.bfloat16]
+        most = 16 if self.problem.dtype == bfloat16 else 64
+        return (self.length <= 4 or rows <= most) and in_one_block
 
     def forward_formula(self) -> int:
         formula = self.decode_formula() if self.decodes() else self.prefill_formula()

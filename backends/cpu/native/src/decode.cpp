@@ -4,6 +4,7 @@
 // sums stay in a record, and the records of a unit are combined in their order.
 #include "decode_amx.h"
 #include "decode_in_order.h"
+#include "decode_panels.h"
 #include "decode_plan.h"
 #include "finish_row.h"
 #include "level.h"
@@ -31,6 +32,7 @@ struct decode_buffers {
     float *query_rows, *out, *before;
     uint16_t* pairs;
     uint32_t* tiles;
+    float* panels;
     bool values_on_tiles;  // the level has tiles, and a value row is a whole number of them
     softmax_state state;
     void* scratch;
@@ -54,6 +56,7 @@ decode_buffers decode_buffers_of(const decode_run& run, int thread) {
     b.query_rows = reinterpret_cast<float*>(take(d.query_bytes));
     b.pairs = reinterpret_cast<uint16_t*>(take(d.pair_bytes));
     b.tiles = reinterpret_cast<uint32_t*>(take(d.tile_bytes));
+    b.panels = reinterpret_cast<float*>(take(d.panel_bytes));
     b.out = reinterpret_cast<float*>(take(d.out_bytes));
     b.before = reinterpret_cast<float*>(take(d.out_bytes));
     char* rows = take(d.row_bytes);
@@ -152,6 +155,11 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
         const int64_t end = smaller(t.in.part[i].end, t.columns);
+        if (run.plan.panel_bytes > 0) {
+            panel_scores<DTYPE>(b.panels, rows, key, p.head_dim, next, begin, end,
+                                run.scale.stored, score, decode_ld);
+            continue;
+        }
 #if defined(__AMX_BF16__)
         if (DTYPE == AF_BF16 && b.query.tiles) {
             const tile_columns columns = columns_for_tiles(begin, end);
@@ -244,6 +252,11 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
         const int64_t end = smaller(t.in.part[i].end, t.columns);
+        if (d.panel_bytes > 0 && p.value_head_dim % NR == 0) {
+            panel_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin,
+                                end, b.out, d.value_width);
+            continue;
+        }
 #if defined(__AMX_BF16__)
         if (DTYPE == AF_BF16 && b.values_on_tiles) {
             const tile_columns columns = columns_for_tiles(begin, end);
@@ -297,6 +310,9 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
             pack_transposed_pairs({b.pairs, d.query_width, 1, AF_BF16}, d.rows, p.head_dim,
                                   d.query_width, d.rows_padded, b.tiles);
     }
+    if (d.panel_bytes > 0)
+        pack_transposed({b.query_rows, d.query_width, 1, AF_F32}, d.rows, p.head_dim,
+                        round_up(d.rows, NR), b.panels);
     if (tiles || b.values_on_tiles) pairs_begin();
     memset(b.out, 0, d.rows * d.value_width * 4);
     memset(b.state.sum, 0, d.rows_padded * VL * 4);

@@ -25,8 +25,8 @@ struct decode_plan {
     int64_t splits, split_keys;
     int64_t query_width, value_width;
     int64_t record;  // floats of a row of a split: top, sum, nan, nothing, values
-    int64_t score_bytes, live_bytes, spare_bytes, query_bytes, pair_bytes, tile_bytes, out_bytes,
-        row_bytes, scratch_bytes, thread_bytes;
+    int64_t score_bytes, live_bytes, spare_bytes, query_bytes, pair_bytes, tile_bytes, panel_bytes,
+        out_bytes, row_bytes, scratch_bytes, thread_bytes;
     int64_t record_bytes, total;
 };
 
@@ -49,8 +49,11 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     d.live_bytes = d.rows_padded * decode_live_ld * 2;
     d.spare_bytes = round_up(d.rows_padded * (decode_live_ld + 1) * 2, 64);
     d.query_bytes = round_up(d.rows * d.query_width * 4, 64);
-    d.pair_bytes = round_up(d.rows * d.query_width * 2, 64);
-    d.tile_bytes = has_tiles ? round_up(d.rows, NR) * d.query_width * 2 : 0;
+    const bool pairs = has_pairs && p.dtype == AF_BF16;
+    d.pair_bytes = pairs ? round_up(d.rows * d.query_width * 2, 64) : 0;
+    d.tile_bytes = pairs && has_tiles ? round_up(d.rows, NR) * d.query_width * 2 : 0;
+    const bool panels = !pairs && d.rows >= least_panel_rows;
+    d.panel_bytes = panels ? round_up(d.rows, NR) * d.query_width * 4 : 0;
     d.out_bytes = round_up(d.rows * d.value_width * 4, 64);
     d.row_bytes = round_up(d.rows_padded * (4 + 4 * VL + 4 + 1), 64);
     d.scratch_bytes = 0;
@@ -60,8 +63,8 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
             d.scratch_bytes = program->scratch_bytes;
     d.scratch_bytes = round_up(d.scratch_bytes, 64);
     d.thread_bytes = 2 * d.score_bytes + d.live_bytes + d.spare_bytes + d.query_bytes +
-                     d.pair_bytes + d.tile_bytes + 2 * d.out_bytes + d.row_bytes +
-                     d.scratch_bytes + 64;
+                     d.pair_bytes + d.tile_bytes + d.panel_bytes + 2 * d.out_bytes +
+                     d.row_bytes + d.scratch_bytes + 64;
     d.record_bytes = round_up(d.units * d.splits * d.rows * d.record * 4, 64);
     d.total = d.record_bytes + p.threads * d.thread_bytes;
     return d;

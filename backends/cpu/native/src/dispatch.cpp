@@ -204,9 +204,11 @@ bool fits(const void* workspace, int64_t bytes, int64_t needed) {
 
 bool af_is_decode(const af_problem& p) {
     // Its rows lie in one row of blocks. Up to so many rows, packing keys costs more than it
-    // brings; with one to four a head the packed products would compute mostly padding.
+    // brings, and of bfloat16's products, where there are such, most of it; with one to four a
+    // head the packed products would compute mostly padding.
     const int64_t rows = p.q_heads / p.kv_heads * p.q_length;
-    return (p.q_length <= 4 || rows <= 16) && (!p.has_mask || p.q_length <= p.q_block);
+    const int64_t most = p.dtype == AF_BF16 ? 16 : 64;
+    return (p.q_length <= 4 || rows <= most) && (!p.has_mask || p.q_length <= p.q_block);
 }
 
 bool af_reads_best_in_order() {

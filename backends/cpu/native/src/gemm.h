@@ -48,30 +48,37 @@ AF_INLINE void prefetch_panel(const void* row) {
     for (int i = 0; i < NR * 4; i += 64) __builtin_prefetch(at + i, 0, 3);
 }
 
-// acc += A B for M rows and one panel. `next` is what a word of A is: a float, or a pair.
-template <int M>
-AF_INLINE void multiply(vf (&acc)[M][2], int64_t k, const float* a, int64_t a_row, int64_t a_k,
-                        const float* b) {
-    for (int64_t p = 0; p < k; ++p, a += a_k, b += NR) {
-        const vf b0 = load(b), b1 = load(b + VL);
-        prefetch_panel(b + prefetched_rows * NR);
+struct panel_ahead {
+    AF_INLINE_MEMBER void operator()(const void* row) const { prefetch_panel(row); }
+};
+
+// acc += A B for M rows and N vectors of a panel, whose rows are b_row words apart. A word of A is
+// a float, or a pair. `ahead` is given a row of B that comes later, each time.
+template <int M, int N, class AHEAD>
+AF_INLINE void multiply(vf (&acc)[M][N], int64_t k, const float* a, int64_t a_row, int64_t a_k,
+                        const float* b, int64_t b_row, AHEAD& ahead) {
+    for (int64_t p = 0; p < k; ++p, a += a_k, b += b_row) {
+        vf y[N];
+        AF_UNROLL
+        for (int j = 0; j < N; ++j) y[j] = load(b + j * VL);
+        ahead(b + prefetched_rows * b_row);
         AF_UNROLL
         for (int i = 0; i < M; ++i) {
             const vf x = splat(a[i * a_row]);
-            acc[i][0] = madd(x, b0, acc[i][0]);
-            acc[i][1] = madd(x, b1, acc[i][1]);
+            AF_UNROLL
+            for (int j = 0; j < N; ++j) acc[i][j] = madd(x, y[j], acc[i][j]);
         }
     }
 }
 
 #if defined(__AVX512BF16__)
-template <int M>
+template <int M, class AHEAD>
 AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64_t a_row, int64_t,
-                        const uint32_t* b) {
-    for (int64_t p = 0; p < pairs; ++p, ++a, b += NR) {
+                        const uint32_t* b, int64_t b_row, AHEAD& ahead) {
+    for (int64_t p = 0; p < pairs; ++p, ++a, b += b_row) {
         const __m512bh b0 = reinterpret_cast<__m512bh>(load(b));
         const __m512bh b1 = reinterpret_cast<__m512bh>(load(b + VL));
-        prefetch_panel(b + prefetched_rows * NR);
+        ahead(b + prefetched_rows * b_row);
         AF_UNROLL
         for (int i = 0; i < M; ++i) {
             const __m512bh x = reinterpret_cast<__m512bh>(splat(a[i * a_row]));
@@ -82,17 +89,18 @@ AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64
 }
 #endif
 
-template <int M, into HOW, class T>
-static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b, float* c,
-                  int64_t ldc, float scale, const float* alpha) {
+template <int M, int N, into HOW, class T, class AHEAD>
+static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b,
+                              int64_t b_row, float* c, int64_t ldc, float scale,
+                              const float* alpha, AHEAD& ahead) {
     // From 0: sums of a tile's products are added up, which loses less than one sum that runs
     // through all tiles.
-    vf acc[M][2] = {};
-    multiply<M>(acc, k, a, a_row, a_k, b);
+    vf acc[M][N] = {};
+    multiply(acc, k, a, a_row, a_k, b, b_row, ahead);
     AF_UNROLL
     for (int i = 0; i < M; ++i)
         AF_UNROLL
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < N; ++j) {
             float* at = c + i * ldc + j * VL;
             if constexpr (HOW == into::store)
                 store(at, acc[i][j] * splat(scale));
@@ -103,10 +111,11 @@ static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k,
         }
 }
 
-// One panel, any number of rows.
-template <into HOW, class T>
+// N vectors of a panel, any number of rows.
+template <into HOW, int N, class T, class AHEAD>
 static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b,
-                       float* c, int64_t ldc, float scale, const float* alpha) {
+                       int64_t b_row, float* c, int64_t ldc, float scale, const float* alpha,
+                       AHEAD& ahead) {
     const auto step = [&](int done) {
         a += done * a_row;
         c += done * ldc;
@@ -115,24 +124,24 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
     };
     // One or two rows would leave half of the units idle: 8 are two times 4, 9 are 4, 4 and 1.
     while (rows >= MR && !(MR == 6 && (rows == 8 || rows == 9))) {
-        micro<MR, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        micro<MR, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
         step(MR);
     }
     if constexpr (MR > 8) {
         if (rows >= 8) {
-            micro<8, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+            micro<8, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
             step(8);
         }
     }
     while (rows >= 4) {
-        micro<4, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        micro<4, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
         step(4);
     }
     if (rows >= 2) {
-        micro<2, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+        micro<2, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
         step(2);
     }
-    if (rows == 1) micro<1, HOW>(k, a, a_row, a_k, b, c, ldc, scale, alpha);
+    if (rows == 1) micro<1, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
 }
 
 // Products that one sum of floats takes before it is added to what is there: a sum's error grows
@@ -145,16 +154,20 @@ template <into HOW>
 static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_row, int64_t a_k,
                  const float* b, int64_t b_panel, float* c, int64_t ldc, float scale,
                  const float* alpha, int64_t longest = longest_sum) {
+    panel_ahead ahead;
     for (int64_t j = 0; j < panels; ++j) {
         const float* panel = b + j * b_panel;
         if constexpr (HOW == into::store) {
-            panel_rows<HOW>(rows, k, a, a_row, a_k, panel, c + j * NR, ldc, scale, alpha);
+            panel_rows<HOW, 2>(rows, k, a, a_row, a_k, panel, NR, c + j * NR, ldc, scale,
+                               alpha, ahead);
         } else {
             const int64_t first = k > longest ? longest : k;
-            panel_rows<HOW>(rows, first, a, a_row, a_k, panel, c + j * NR, ldc, scale, alpha);
+            panel_rows<HOW, 2>(rows, first, a, a_row, a_k, panel, NR, c + j * NR, ldc, scale,
+                               alpha, ahead);
             for (int64_t i = first; i < k; i += longest)
-                panel_rows<into::add>(rows, k - i > longest ? longest : k - i, a + i * a_k,
-                                      a_row, a_k, panel + i * NR, c + j * NR, ldc, scale, alpha);
+                panel_rows<into::add, 2>(rows, k - i > longest ? longest : k - i, a + i * a_k,
+                                         a_row, a_k, panel + i * NR, NR, c + j * NR, ldc, scale,
+                                         alpha, ahead);
         }
     }
 }
@@ -182,9 +195,10 @@ static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, i
 #elif defined(__AVX512BF16__)
     typedef uint32_t pair __attribute__((may_alias));
     const pair* words = reinterpret_cast<const pair*>(a);
+    panel_ahead ahead;
     for (int64_t j = 0; j < panels; ++j)
-        panel_rows<HOW, uint32_t>(rows, k / 2, words, a_row, 1, b + j * b_panel, c + j * NR, ldc,
-                                  scale, alpha);
+        panel_rows<HOW, 2, uint32_t>(rows, k / 2, words, a_row, 1, b + j * b_panel, NR,
+                                     c + j * NR, ldc, scale, alpha, ahead);
 #else
     static_assert(HOW != HOW, "this level has no bf16 products: has_pairs is false");
 #endif

@@ -34,12 +34,12 @@ __all__ = [
     "fit_of",
     "launch_boxed",
     "launch_forward",
+    "parts_of",
     "program_for",
     "refusal",
     "refused_spec",
     "small_tiles_for",
     "tiles_at_once",
-    "parts_of",
     "tiles_for",
 ]
 

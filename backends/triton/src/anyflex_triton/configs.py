@@ -77,10 +77,11 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's were the
 # fastest of ten to forty each, measured on an H200: of 16-bit types causal and full, for head dims
 # 64 and 128 at S = 8192, for 256 at 4096 (`bench/results/h200_triton.md`); of float32 causal at
-# S = 2048, and of forward for 64 and 128 those that spill nothing. Ampere's and Blackwell's forward of float32 and
-# head dim 64 is Hopper's. The others were never measured: they have the fewest spills, which for
-# forward of 64 and 128 are none (`bench/triton_compiles.py`, its patterns; between these, one
-# pattern has a few bytes on Hopper, outside of loops: docs/triton.md).
+# S = 2048, and of forward for 64 and 128 those that spill nothing. Ampere's and Blackwell's
+# forward of float32 and head dim 64 is Hopper's. The others were never measured: they have the
+# fewest spills, which for forward of 64 and 128 are none (`bench/triton_compiles.py`, its
+# patterns; between these, one pattern has a few bytes on Hopper, outside of loops:
+# docs/triton.md).
 _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ...]]]] = {
     "hopper": {
         "forward": (

@@ -1,0 +1,154 @@
+// The two products of decoding on vectors for many query rows, by the passes of gemm.h.
+//
+// Of few rows, decode_products.h sums scores across lanes. Of more, a lane is a row: each element
+// of a key is a splat for a panel of rows, and nothing is summed across. Keys, and values, are read
+// as memory has them: to pack them, as prefill does, would write as much as there is to read.
+#pragma once
+#include "decode_products.h"
+
+namespace AF_LEVEL {
+
+constexpr int64_t least_panel_rows = 9;
+
+// Keys of a turn, which are in the first cache then: whole passes of gemm.h and whole vectors; of
+// what has to be copied, as halves are to become floats, fewer.
+constexpr int64_t panel_keys = 48, copied_keys = 32, widest_copy = 512;
+
+// n rows of a matrix from c on as floats with columns beside one another, on the stack if memory
+// doesn't have them so; rows end with zeros up to a multiple of VL there.
+struct float_rows {
+    alignas(64) float copied[copied_keys * widest_copy];
+    const float* at;
+    int64_t row;
+
+    template <int DTYPE>
+    AF_INLINE_MEMBER void read(const matrix& m, int64_t c, int64_t n, int64_t dim) {
+        constexpr int size = DTYPE == AF_F32 ? 4 : 2;
+        if (DTYPE == AF_F32 && m.col == 1) {
+            at = reinterpret_cast<const float*>(address(m, c, 0));
+            row = m.row;
+            return;
+        }
+        row = round_up(dim, VL);
+        at = copied;
+        float* to = copied;
+        for (int64_t i = c; i < c + n; ++i, to += row) {
+            int64_t d = 0;
+            if (m.col == 1) {
+                const char* from = address(m, i, 0);
+                for (; d + VL <= dim; d += VL) store(to + d, as_floats_of<DTYPE>(from + d * size));
+            }
+            for (; d < dim; d += VL) store(to + d, fetch(m, i, d, dim - d));
+        }
+    }
+};
+
+template <int DTYPE>
+AF_INLINE int64_t keys_of_turn(const matrix& m) {
+    return DTYPE == AF_F32 && m.col == 1 ? panel_keys : copied_keys;
+}
+
+// Lines of what is read next, one at a time, each time that a product takes another row of its
+// panel: asked for at once, they would fill all places for lines in flight, and the products wait.
+struct lines_ahead {
+    const char* at;
+    int64_t row_bytes, to_next_row;  // from a row's end
+    int64_t left_in_row, rows;
+
+    AF_INLINE_MEMBER static lines_ahead of(const rows_ahead& next, int64_t column, int64_t rows) {
+        const int64_t size = next.rows.dtype == AF_F32 ? 4 : 2;
+        return {address(next.rows, column, 0), next.bytes, next.rows.row * size - next.bytes,
+                next.bytes, rows};
+    }
+    AF_INLINE_MEMBER void line() {
+        if (rows == 0) return;
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+        left_in_row -= 64;
+        if (left_in_row > 0) return;
+        at += left_in_row + to_next_row;
+        left_in_row = row_bytes;
+        --rows;
+    }
+    // The others.
+    AF_INLINE_MEMBER void rest() {
+        while (rows > 0) line();
+    }
+};
+
+// Beside scores, whose panels are near.
+struct beside_scores {
+    lines_ahead lines;
+    AF_INLINE_MEMBER void operator()(const void*) { lines.line(); }
+};
+
+// Beside values, which are on their way.
+struct beside_values {
+    lines_ahead lines;
+    AF_INLINE_MEMBER void operator()(const void* row) {
+        prefetch_panel(row);
+        lines.line();
+    }
+};
+
+// A panel's sums [keys][NR] of a turn become rows of scores; past the last key are any numbers.
+AF_INLINE void store_panel_scores(const float* sums, int64_t keys, int rows, float* score,
+                                  int64_t ld) {
+    for (int64_t c = 0; c < keys; c += VL)
+        for (int first = 0; first < rows; first += VL) {
+            vu block[VL];
+            AF_UNROLL
+            for (int i = 0; i < VL; ++i) block[i] = as_uint(load(sums + (c + i) * NR + first));
+            transpose(block);
+            const int there = rows - first < VL ? rows - first : VL;
+            for (int i = 0; i < there; ++i)
+                store(score + (first + i) * ld + c, as_float(block[i]));
+        }
+}
+
+// score[r][c] = scale * (q row r . key c) for columns [begin, end).
+// panels: of all rows, [dim][NR] each.
+template <int DTYPE>
+static void panel_scores(const float* panels, int rows, const matrix& key, int64_t dim,
+                         const rows_ahead& next, int64_t begin, int64_t end, float scale,
+                         float* score, int64_t ld) {
+    alignas(64) float sums[panel_keys * NR] = {};
+    float_rows keys;
+    const int64_t turn = keys_of_turn<DTYPE>(key);
+    for (int64_t c = begin; c < end; c += turn) {
+        const int n = static_cast<int>(smaller(turn, end - c));
+        beside_scores beside = {lines_ahead::of(next, c, n)};
+        keys.read<DTYPE>(key, c, n, dim);
+        for (int r = 0; r < rows; r += NR) {
+            const float* panel = panels + r * dim;
+            if (rows - r > VL)
+                panel_rows<into::store, 2>(n, dim, keys.at, keys.row, 1, panel, NR, sums, NR,
+                                           scale, nullptr, beside);
+            else
+                panel_rows<into::store, 1>(n, dim, keys.at, keys.row, 1, panel, NR, sums, NR,
+                                           scale, nullptr, beside);
+            store_panel_scores(sums, n, rows - r < NR ? rows - r : NR, score + r * ld + c, ld);
+        }
+        beside.lines.rest();
+    }
+}
+
+// out[row][width] += weight[row][c] * value[c] for columns [begin, end); dim is a multiple of NR.
+template <int DTYPE>
+static void panel_values(const float* weight, int64_t ld, int rows, const matrix& value,
+                         int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
+                         float* out, int64_t width) {
+    float_rows values;
+    const int64_t turn = keys_of_turn<DTYPE>(value);
+    for (int64_t c = begin; c < end; c += turn) {
+        const int64_t n = smaller(turn, end - c);
+        beside_values beside = {lines_ahead::of(next, c, n)};
+        values.read<DTYPE>(value, c, n, dim);
+        for (int64_t d = 0; d < dim; d += NR)
+            panel_rows<into::add, 2>(rows, n, weight + c, ld, 1, values.at + d, values.row,
+                                     out + d, width, 1.0f, nullptr, beside);
+        beside.lines.rest();
+    }
+}
+
+}  // namespace AF_LEVEL
