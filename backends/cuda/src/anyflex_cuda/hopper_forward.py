@@ -431,7 +431,7 @@ def products_of_values(handed, v_bufs, slot, acc, APART: gl.constexpr):
     """Sums with the values of a step, on their way."""
     FIRST: gl.constexpr = layout_of_products(acc[0].shape[1])
     weights = operand_of(handed, v_bufs[0].dtype, FIRST, APART)
-    later = ()
+    later = acc[:0]
     for p in gl.static_range(len(acc)):
         later = later + (product_of_values(weights, v_bufs[p].index(slot), acc[p]),)
     return later
@@ -471,7 +471,7 @@ def multiplied(acc, factors, SKIPS: gl.constexpr):
 @gluon.jit
 def all_multiplied(acc, factors, SKIPS: gl.constexpr):
     """`multiplied` of each part."""
-    products = ()
+    products = acc[:0]
     for p in gl.static_range(len(acc)):
         products = products + (multiplied(acc[p], factors, SKIPS),)
     return products
@@ -584,7 +584,7 @@ def consume(
         base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
         totals = gl.full([ROWS, 4], 0.0, gl.float32, layout=QUARTERS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
-        acc = ()
+        acc = v_bufs[:0]
         for p in gl.static_range(len(v_bufs)):
             acc = acc + (zeros_of(v_bufs[p].shape[4]),)
         if steps > 0:
@@ -704,7 +704,7 @@ def buffer(desc, ROOMS: gl.constexpr):
 @gluon.jit
 def buffers(descs, ROOMS: gl.constexpr):
     """`buffer` of each part."""
-    found = ()
+    found = descs[:0]
     for p in gl.static_range(len(descs)):
         found = found + (buffer(descs[p], ROOMS),)
     return found
