@@ -18,9 +18,10 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == (20 if every_case() else 10)
     for facts in found:
-        # Of about 600 instructions a loop three with Triton 3.9; of three consumers' under masks,
-        # which have 160 registers a thread, up to 29.
-        newer = 30 * facts["loops"] if "64 of 192" in facts["name"] else 8
+        # Of 500 to 1000 instructions a loop three with Triton 3.9; of three consumers' under
+        # masks, which have 160 registers a thread, up to 29.
+        thirds = "64 of 192" in facts["name"]
+        newer = (30 if thirds else 3) * facts["loops"]
         most = 0 if TRITON.startswith("3.6.") else newer
         if "documents" in facts["name"]:
             # Which keys a thread has, read where a mask is evaluated: not in the other steps.
@@ -31,5 +32,5 @@ def test_forward_compiles_without_spills_in_its_loops_and_without_serialized_pro
         several = (2, 3) if facts["name"].startswith(("full", "documents")) else (4, 6)
         assert facts["loops"] in ((1,) if "small" in facts["name"] else several), facts
         # Of a tile's begin and end: newer ones keep up to 668 bytes of three consumers' there.
-        spilled = (800 if newer > 8 else 400) if most else 160
+        spilled = (800 if thirds else 400) if most else 160
         assert facts["spills"] <= spilled and facts["shared"] <= SHARED, facts
