@@ -19,6 +19,7 @@ OF_LARGE = (
     "head dims above 64",
     "prefill over several tiles of keys",
     "decode of more than 16 rows",
+    "decode of 9 to 16 rows",
     "decode in splits",
     "decode in splits on several threads",
     "backward in several parts",
@@ -74,6 +75,8 @@ class Paths:
         together = 1 if p.has_mask and p.runs.heads > 1 else p.q_heads // p.kv_heads
         if together * p.q_length > 16:
             yield "decode of more than 16 rows"
+        elif together * p.q_length > 8:
+            yield "decode of 9 to 16 rows"
         if self._is_split(p):
             yield "decode in splits"
             element = 4 if p.dtype == 0 else 2
@@ -91,8 +94,10 @@ class Paths:
             yield "backward in tiles of 256 keys"
 
     def _is_split(self, p: structs.Problem) -> bool:
-        """The records are all that grows with the keys."""
-        return self._decode_bytes(p, p.kv_length) > self._decode_bytes(p, 1)
+        """The records are all that grows with the keys. A split has 1024 at least, and with fewer
+        than 256 a call may not be decoded."""
+        few = min(p.kv_length, 256)
+        return self._decode_bytes(p, p.kv_length) > self._decode_bytes(p, few)
 
     def _decode_bytes(self, p: structs.Problem, keys: int) -> int:
         other = changed(p, kv_length=keys)

@@ -128,12 +128,10 @@ def test_decoding_of_many_rows_is_noted(paths: Paths) -> None:
     attend(4, 100, heads=5)
     many = {"decode", "decode of more than 16 rows"}
     assert paths.taken == many | {"backward"}
-    paths.taken.clear()
-    attend(64, 100)
-    assert paths.taken == many | {"backward"}
-    paths.taken.clear()
-    attend(65, 100)
-    assert paths.taken == {"prefill", "backward"}
+    for length, keys, taken in ((64, 256, many), (65, 256, {"prefill"}), (64, 255, {"prefill"})):
+        paths.taken.clear()
+        attend(length, keys)
+        assert paths.taken == taken | {"backward"}
 
 
 @pytest.mark.parametrize(("keys", "several"), [(384, set()), (385, {"backward in several parts"})])

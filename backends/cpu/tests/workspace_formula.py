@@ -94,7 +94,7 @@ class Asked:
         rows = self.heads // self.kv_heads * self.length
         in_one_block = self.blocks is None or self.length <= self.blocks[0]
         bfloat16 = structs.DTYPE_CODES[torch.bfloat16]
-        most = 16 if self.problem.dtype == bfloat16 else 64
+        most = 16 if self.problem.dtype == bfloat16 or self.keys < 256 else 64
         return (self.length <= 4 or rows <= most) and in_one_block
 
     def forward_formula(self) -> int:

@@ -155,7 +155,7 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
         const int64_t end = smaller(t.in.part[i].end, t.columns);
-        if (run.plan.panel_bytes > 0) {
+        if (run.plan.panels) {
             panel_scores<DTYPE>(b.panels, rows, key, p.head_dim, next, begin, end,
                                 run.scale.stored, score, decode_ld);
             continue;
@@ -252,7 +252,7 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     for (int i = 0; i < t.in.parts; ++i) {
         int64_t begin = t.in.part[i].begin;
         const int64_t end = smaller(t.in.part[i].end, t.columns);
-        if (d.panel_bytes > 0 && p.value_head_dim % NR == 0) {
+        if (d.panels) {
             panel_values<DTYPE>(b.score, decode_ld, rows, value, p.value_head_dim, next, begin,
                                 end, b.out, d.value_width);
             continue;
@@ -310,7 +310,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
             pack_transposed_pairs({b.pairs, d.query_width, 1, AF_BF16}, d.rows, p.head_dim,
                                   d.query_width, d.rows_padded, b.tiles);
     }
-    if (d.panel_bytes > 0)
+    if (d.panels)
         pack_transposed({b.query_rows, d.query_width, 1, AF_F32}, d.rows, p.head_dim,
                         round_up(d.rows, NR), b.panels);
     if (tiles || b.values_on_tiles) pairs_begin();
@@ -386,7 +386,9 @@ int decode_threads(const af_problem& p) {
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const double bytes = double(p.batch) * p.kv_heads * p.kv_length *
                          (p.head_dim + p.value_head_dim) * size;
-    return threads_worth(bytes / 1e4, p.threads);
+    const double reads = bytes / 1e4;
+    const double products = microseconds_of_products(p, has_tiles && p.dtype == AF_BF16);
+    return threads_worth(reads > products ? reads : products, p.threads);
 }
 
 }  // namespace

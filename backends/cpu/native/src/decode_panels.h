@@ -8,28 +8,42 @@
 
 namespace AF_LEVEL {
 
+// With fewer (float32, on a Xeon) a panel's empty lanes cost more than sums across lanes.
 constexpr int64_t least_panel_rows = 9;
 
-// Keys of a turn, which are in the first cache then: whole passes of gemm.h and whole vectors; of
-// what has to be copied, as halves are to become floats, fewer.
-constexpr int64_t panel_keys = 48, copied_keys = 32, widest_copy = 512;
+// Keys of a turn, which are in the first cache then: whole vectors, and passes of gemm.h. What has
+// to be copied has 32 KiB of the stack, so fewer keys, and a widest row.
+constexpr int64_t panel_keys = 48, copied_keys = 32, copied_floats = 8192;
+constexpr int64_t widest_panel = copied_floats / VL / NR * NR;
+static_assert(panel_keys % VL == 0 && copied_keys % VL == 0 && VL <= copied_keys, "whole vectors");
 
-// n rows of a matrix from c on as floats with columns beside one another, on the stack if memory
-// doesn't have them so; rows end with zeros up to a multiple of VL there.
+// n rows of a matrix from c on as floats with columns beside one another, which are copied if
+// memory doesn't have them so, or if a whole panel of columns would end outside of them
+// (whole_panels): copies end with zeros.
 struct float_rows {
-    alignas(64) float copied[copied_keys * widest_copy];
+    alignas(64) float copied[copied_floats];
     const float* at;
     int64_t row;
 
     template <int DTYPE>
-    AF_INLINE_MEMBER void read(const matrix& m, int64_t c, int64_t n, int64_t dim) {
+    AF_INLINE_MEMBER static bool are_there(const matrix& m, int64_t dim, bool whole_panels) {
+        return DTYPE == AF_F32 && m.col == 1 && !(whole_panels && dim % NR != 0);
+    }
+    template <int DTYPE>
+    AF_INLINE_MEMBER static int64_t keys_of_turn(const matrix& m, int64_t dim, bool whole_panels) {
+        if (are_there<DTYPE>(m, dim, whole_panels)) return panel_keys;
+        return smaller(copied_floats / round_up(dim, NR) / VL * VL, copied_keys);
+    }
+    template <int DTYPE>
+    AF_INLINE_MEMBER void read(const matrix& m, int64_t c, int64_t n, int64_t dim,
+                               bool whole_panels) {
         constexpr int size = DTYPE == AF_F32 ? 4 : 2;
-        if (DTYPE == AF_F32 && m.col == 1) {
+        if (are_there<DTYPE>(m, dim, whole_panels)) {
             at = reinterpret_cast<const float*>(address(m, c, 0));
             row = m.row;
             return;
         }
-        row = round_up(dim, VL);
+        row = round_up(dim, NR);
         at = copied;
         float* to = copied;
         for (int64_t i = c; i < c + n; ++i, to += row) {
@@ -38,15 +52,10 @@ struct float_rows {
                 const char* from = address(m, i, 0);
                 for (; d + VL <= dim; d += VL) store(to + d, as_floats_of<DTYPE>(from + d * size));
             }
-            for (; d < dim; d += VL) store(to + d, fetch(m, i, d, dim - d));
+            for (; d < row; d += VL) store(to + d, d < dim ? fetch(m, i, d, dim - d) : vf{});
         }
     }
 };
-
-template <int DTYPE>
-AF_INLINE int64_t keys_of_turn(const matrix& m) {
-    return DTYPE == AF_F32 && m.col == 1 ? panel_keys : copied_keys;
-}
 
 // Lines of what is read next, one at a time, each time that a product takes another row of its
 // panel: asked for at once, they would fill all places for lines in flight, and the products wait.
@@ -57,8 +66,10 @@ struct lines_ahead {
 
     AF_INLINE_MEMBER static lines_ahead of(const rows_ahead& next, int64_t column, int64_t rows) {
         const int64_t size = next.rows.dtype == AF_F32 ? 4 : 2;
+        // What isn't rows of lines is left to the processor.
+        const bool lines = next.rows.col == 1 && next.rows.row != 0 && next.bytes > 0;
         return {address(next.rows, column, 0), next.bytes, next.rows.row * size - next.bytes,
-                next.bytes, rows};
+                next.bytes, lines ? rows : 0};
     }
     AF_INLINE_MEMBER void line() {
         if (rows == 0) return;
@@ -114,11 +125,11 @@ static void panel_scores(const float* panels, int rows, const matrix& key, int64
                          float* score, int64_t ld) {
     alignas(64) float sums[panel_keys * NR] = {};
     float_rows keys;
-    const int64_t turn = keys_of_turn<DTYPE>(key);
+    const int64_t turn = float_rows::keys_of_turn<DTYPE>(key, dim, false);
     for (int64_t c = begin; c < end; c += turn) {
         const int n = static_cast<int>(smaller(turn, end - c));
         beside_scores beside = {lines_ahead::of(next, c, n)};
-        keys.read<DTYPE>(key, c, n, dim);
+        keys.read<DTYPE>(key, c, n, dim, false);
         for (int r = 0; r < rows; r += NR) {
             const float* panel = panels + r * dim;
             if (rows - r > VL)
@@ -133,17 +144,17 @@ static void panel_scores(const float* panels, int rows, const matrix& key, int64
     }
 }
 
-// out[row][width] += weight[row][c] * value[c] for columns [begin, end); dim is a multiple of NR.
+// out[row][width] += weight[row][c] * value[c] for columns [begin, end); width: whole panels.
 template <int DTYPE>
 static void panel_values(const float* weight, int64_t ld, int rows, const matrix& value,
                          int64_t dim, const rows_ahead& next, int64_t begin, int64_t end,
                          float* out, int64_t width) {
     float_rows values;
-    const int64_t turn = keys_of_turn<DTYPE>(value);
+    const int64_t turn = float_rows::keys_of_turn<DTYPE>(value, dim, true);
     for (int64_t c = begin; c < end; c += turn) {
         const int64_t n = smaller(turn, end - c);
         beside_values beside = {lines_ahead::of(next, c, n)};
-        values.read<DTYPE>(value, c, n, dim);
+        values.read<DTYPE>(value, c, n, dim, true);
         for (int64_t d = 0; d < dim; d += NR)
             panel_rows<into::add, 2>(rows, n, weight + c, ld, 1, values.at + d, values.row,
                                      out + d, width, 1.0f, nullptr, beside);

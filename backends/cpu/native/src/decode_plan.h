@@ -23,6 +23,7 @@ struct decode_plan {
     int64_t units, units_a_batch;
     int64_t rows, rows_padded;
     int64_t splits, split_keys;
+    bool panels;  // decode_panels.h makes the products
     int64_t query_width, value_width;
     int64_t record;  // floats of a row of a split: top, sum, nan, nothing, values
     int64_t score_bytes, live_bytes, spare_bytes, query_bytes, pair_bytes, tile_bytes, panel_bytes,
@@ -43,17 +44,18 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     if (d.split_keys < least_split) d.split_keys = least_split;
     d.splits = ceil_div(keys, d.split_keys);
     d.query_width = round_up(p.head_dim, 2 * VL);
-    d.value_width = round_up(p.value_head_dim, VL);
+    const bool pairs = has_pairs && p.dtype == AF_BF16;
+    d.panels = !pairs && d.rows >= least_panel_rows && p.head_dim <= widest_panel &&
+               p.value_head_dim <= widest_panel;
+    d.value_width = round_up(p.value_head_dim, d.panels ? NR : VL);
     d.record = 4 + d.value_width;
     d.score_bytes = d.rows_padded * decode_ld * 4;
     d.live_bytes = d.rows_padded * decode_live_ld * 2;
     d.spare_bytes = round_up(d.rows_padded * (decode_live_ld + 1) * 2, 64);
     d.query_bytes = round_up(d.rows * d.query_width * 4, 64);
-    const bool pairs = has_pairs && p.dtype == AF_BF16;
     d.pair_bytes = pairs ? round_up(d.rows * d.query_width * 2, 64) : 0;
     d.tile_bytes = pairs && has_tiles ? round_up(d.rows, NR) * d.query_width * 2 : 0;
-    const bool panels = !pairs && d.rows >= least_panel_rows;
-    d.panel_bytes = panels ? round_up(d.rows, NR) * d.query_width * 4 : 0;
+    d.panel_bytes = d.panels ? round_up(d.rows, NR) * d.query_width * 4 : 0;
     d.out_bytes = round_up(d.rows * d.value_width * 4, 64);
     d.row_bytes = round_up(d.rows_padded * (4 + 4 * VL + 4 + 1), 64);
     d.scratch_bytes = 0;

@@ -204,10 +204,10 @@ bool fits(const void* workspace, int64_t bytes, int64_t needed) {
 
 bool af_is_decode(const af_problem& p) {
     // Its rows lie in one row of blocks. Up to so many rows, packing keys costs more than it
-    // brings, and of bfloat16's products, where there are such, most of it; with one to four a
-    // head the packed products would compute mostly padding.
+    // brings; so it does up to 64 where keys are many and there are no products of bfloat16. With
+    // one to four rows a head the packed products would compute mostly padding.
     const int64_t rows = p.q_heads / p.kv_heads * p.q_length;
-    const int64_t most = p.dtype == AF_BF16 ? 16 : 64;
+    const int64_t most = p.dtype == AF_BF16 || p.kv_length < 256 ? 16 : 64;
     return (p.q_length <= 4 || rows <= most) && (!p.has_mask || p.q_length <= p.q_block);
 }
 

@@ -210,9 +210,7 @@ void forward_job_of(void* context, int64_t index, int thread) {
 }
 
 int forward_threads(const af_problem& p, const forward_plan& f) {
-    const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length;
-    const double a_microsecond = has_tiles && f.pairs ? 4e5 : VL == 16 ? 1e5 : 2e4;
-    return threads_worth(2 * pairs * (p.head_dim + p.value_head_dim) / a_microsecond, p.threads);
+    return threads_worth(microseconds_of_products(p, has_tiles && f.pairs), p.threads);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 // Micro-GEMM: a block of rows of A times packed panels of B, float sums.
 //
 //   A  float, any row and k stride; or bf16 pairs, rows of consecutive pairs (k even)
-//   B  panels of NR columns: float [k][NR]; pairs [k / 2][NR], the pair of k in one word (VNNI)
+//   B  panels of NR columns: float [k][NR]; pairs [k / 2][NR], the pair of k in one word (VNNI);
+//      decode_panels.h has rows that are further apart, and half panels
 //   C  float, row-major
 //
 // pack.h makes panels. Pairs exist where the level multiplies bf16 (`has_pairs`). On AMX levels

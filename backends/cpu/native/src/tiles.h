@@ -23,6 +23,13 @@ AF_INLINE int threads_worth(double microseconds, int threads) {
     return microseconds < 100 ? 1 : threads;
 }
 
+// Of the products of all pairs, dead ones too.
+AF_INLINE double microseconds_of_products(const af_problem& p, bool tiles) {
+    const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length;
+    const double a_microsecond = tiles ? 4e5 : VL == 16 ? 1e5 : 2e4;
+    return 2 * pairs * (p.head_dim + p.value_head_dim) / a_microsecond;
+}
+
 // The runs of one row of blocks, in columns (elements).
 //
 // Who writes into a mask's memory past torch's counter may have put anything there. Columns are
