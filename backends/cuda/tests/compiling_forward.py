@@ -110,6 +110,18 @@ def cases() -> Iterator[tuple[str, Spec, bool, bool, Tiles]]:
         others += [
             ("alibi of 96, float16", spec_of("alibi", 96, torch.float16), True, True),
             ("documents of 96", spec_of("documents", 96), False, True),
+            (
+                "documents of 256 and 128",
+                replace(spec_of("documents", 256), value_head_dim=128),
+                False,
+                True,
+            ),
+            (
+                "softcap of 192 and 96",
+                replace(spec_of("softcap", 192), value_head_dim=96),
+                False,
+                True,
+            ),
             ("full of 192", spec_of("full", 192), True, True),
             ("causal of 192", spec_of("causal", 192), False, False),
             ("causal 64 of 192", spec_of("causal", 64, block=192), True, False),

@@ -161,13 +161,15 @@ CASES = {
     "two consumers, not finite": Case(300, 300, (72, 40), bent, packed, odd=True),
     "one program, not finite": Case(300, 300, (128, 128), mask=packed, cores=1, odd=True),
     "where the queries were": Case(130, 140, (256, 256)),
-    # Of columns' two parts the last one's are some.
+    # The second part of the columns may not be full.
     "two parts": Case(300, 300, (96, 96), bent, packed, batch=2, cores=5),
     "two parts of scores": Case(300, 300, (96, 96), mask=packed),
     "two parts, not finite": Case(300, 300, (72, 88), bent, packed, odd=True),
     "two parts, where the queries were": Case(130, 140, (136, 192)),
     "two parts of queries": Case(200, 140, (192, 128), mask=packed),
-    "two parts of values that fill one": Case(100, 140, (208, 136)),
+    "values of fewer columns than queries": Case(100, 140, (208, 136)),
+    "two parts of queries, scored": Case(100, 140, (192, 96), bent, packed),
+    "one part of queries, scored": Case(100, 140, (256, 96), bent),
     "two parts of values": Case(200, 140, (64, 96), bent, packed, cores=2),
     # As many programs as tiles of 64 rows.
     "one consumer": Case(300, 200, batch=2, cores=40),

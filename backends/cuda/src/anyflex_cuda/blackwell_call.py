@@ -94,9 +94,14 @@ def program_for(
     )
 
 
+def _columns(dim: int) -> int:
+    """Of a tile. Hopper's two parts of 96 haven't been tried."""
+    return 64 if dim <= 64 else 128
+
+
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
     """What one load or store moves, by names of descriptors."""
-    d, dv = (64 if dim <= 64 else 128 for dim in (spec.head_dim, spec.value_head_dim))
+    d, dv = _columns(spec.head_dim), _columns(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),
         "k_desc": (1, 1, tiles.block_n, d),

@@ -76,8 +76,8 @@ class Tiles(NamedTuple):
         apart: steps that may have dead pairs have a loop of their own, and the others one without
             the mask's code: 0.94 to 1.01 of the time.
         chains: in which a thread finds a row's largest score, 1 or 8; an operation waits for the
-            one before it in its chain. 8 are faster with two consumers of head dim 64, or of 192
-            and values of 128, alone.
+            one before it in its chain. 8 are faster with two consumers of head dim 64, and where
+            wide queries have values of 128 columns.
         dynamic: programs ask for their next tile; else they take every n-th.
         registers: of a consumer's thread, of the producer's.
     """
@@ -113,6 +113,7 @@ def tiles_for(spec: Spec) -> Tiles:
         return Tiles(2, 128, 3, False, False, apart, 8, True, (240, 24))
     scored = spec.score_graph is not None
     if dims <= 96:
+        # Beside a score mod values have 96 columns too, which leaves room for a third stage.
         return Tiles(2, 128, 3 if scored else 2, False, False, apart, 1, True, (240, 24))
     if dims <= 128:
         # Steps of masks that read nothing are short, and most of them have no dead pair.
@@ -120,8 +121,9 @@ def tiles_for(spec: Spec) -> Tiles:
         return Tiles(2, 128, 2, light, light, apart, 1, True, (240, 24))
     if spec.value_head_dim <= 128 and shares_room(spec):
         return Tiles(2, 128, 2, False, False, apart, 8, True, (240, 24))
-    overlapping = dims > 192
-    return Tiles(2, 64, 2, overlapping, overlapping, apart, 1, True, (240, 24))
+    # Measured: both together are faster with 256 columns, and slower with 192.
+    full = dims > 192
+    return Tiles(2, 64, 2, full, full, apart, 1, True, (240, 24))
 
 
 def small_tiles_for(spec: Spec) -> Tiles:
@@ -167,7 +169,7 @@ def refused_spec(spec: Spec, tiles: Tiles) -> str | None:
     if spec.dtype.itemsize != 2:
         return f"{spec.dtype}: wgmma takes bfloat16 and float16"
     if spec.value_head_dim > max(sum(parts_of(spec.head_dim)), 128):
-        return "values of more than 128 columns, and more than queries have"
+        return "values of more than 128 columns, and more than the queries' tiles have"
     if spec.value_head_dim * spec.dtype.itemsize % 16:
         return "rows of out aren't multiples of 16 bytes"
     if spec.mask_kind == "runs" and spec.block_size[0] % tiles.block_m:
@@ -189,9 +191,10 @@ def value_parts_of(spec: Spec) -> tuple[int, ...]:
         # Out must have the queries' room.
         return parts_of(spec.head_dim)
     parts = parts_of(spec.value_head_dim)
-    # A product of 32 columns takes as long as one of 64, and of its own: less room, and fewer
-    # registers, are worth it beside a score mod alone.
-    return (128,) if len(parts) == 2 and spec.score_graph is None else parts
+    # A product of 32 columns takes as long as one of 64: the room and the registers that two parts
+    # save are worth it beside a score mod alone, and out of one part fits wide queries' room.
+    whole = spec.score_graph is None or spec.head_dim > 128
+    return (128,) if len(parts) == 2 and whole else parts
 
 
 def shares_room(spec: Spec) -> bool:
@@ -201,7 +204,7 @@ def shares_room(spec: Spec) -> bool:
     return spec.head_dim > 128 and parts[: len(value_parts)] == value_parts
 
 
-def _of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _descriptors_of(tensor: str, boxes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Names of a tensor's descriptors."""
     return [name for name in boxes if DESCRIBED[name] == tensor]
 
@@ -214,7 +217,7 @@ def boxed_arguments(
     `program_for`; boxes of `boxes_for`."""
     spec = made.spec
     # What isn't there has no descriptor: to encode one takes the host a microsecond.
-    absent = [] if rest else [*_of("rest", boxes), "rest", "r_strides", "tops"]
+    absent = [] if rest else [*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"]
     if spec.mask_kind == "none":
         absent += ["tile_order", "order_strides", "ordered"]
     types = {
@@ -241,8 +244,8 @@ def boxed_arguments(
         "KV_SHARED": spec.kv_broadcast,
         "DIM": spec.head_dim,
         "VALUE_DIM": spec.value_head_dim,
-        "D": sum(boxes[name][-1] for name in _of("query", boxes)),
-        "DV": sum(boxes[name][-1] for name in _of("value", boxes)),
+        "D": sum(boxes[name][-1] for name in _descriptors_of("query", boxes)),
+        "DV": sum(boxes[name][-1] for name in _descriptors_of("value", boxes)),
         "WANT_LSE": lse,
         "WANT_MAX": max_scores,
         "WANT_REST": rest,
@@ -372,7 +375,7 @@ def fit_of(
         "head_group": made.head_group(batch * heads, keys),
     }
     for tensor, (shape, strides) in layouts.items():
-        for name in _of(tensor, boxes):
+        for name in _descriptors_of(tensor, boxes):
             values[name] = boxes_of(shape, strides, size, boxes[name])
     out = (batch, heads, length, value[3])
     return Fit(
@@ -397,11 +400,11 @@ def _with_out(
         boxes: of `boxes_for`.
     """
     found = {**values, "o_strides": strides[:3]}
-    for name in _of("out", boxes):
+    for name in _descriptors_of("out", boxes):
         found[name] = boxes_of(shape, strides, size, boxes[name])
     if rest_strides is not None:
         found["r_strides"] = rest_strides[:3]
-        for name in _of("rest", boxes):
+        for name in _descriptors_of("rest", boxes):
             found[name] = boxes_of(shape, rest_strides, size, boxes[name])
     return FixedArguments(found, DESCRIBED)
 

@@ -684,7 +684,7 @@ def consume(
 
 
 @gluon.jit
-def parts_of(first, second):
+def descriptors(first, second):
     """The descriptors that are there."""
     if first is None:
         return ()
@@ -758,11 +758,11 @@ def forward_kernel(
     ONE_ROW: gl.constexpr = mbarrier.MBarrierLayout()
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     MASKED: gl.constexpr = HAS_MASK or not EVEN
-    q_descs = parts_of(q_desc, q2_desc)
-    k_descs = parts_of(k_desc, k2_desc)
-    v_descs = parts_of(v_desc, v2_desc)
-    o_descs = parts_of(o_desc, o2_desc)
-    r_descs = parts_of(r_desc, r2_desc)
+    q_descs = descriptors(q_desc, q2_desc)
+    k_descs = descriptors(k_desc, k2_desc)
+    v_descs = descriptors(v_desc, v2_desc)
+    o_descs = descriptors(o_desc, o2_desc)
+    r_descs = descriptors(r_desc, r2_desc)
     q_bufs = buffers(q_descs, CONSUMERS)
     if SHARES_ROOM:
         o_bufs = q_bufs[: len(o_descs)]
