@@ -63,39 +63,37 @@ def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score + (q - k) * 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", [8, 9, 16, 17, 33, 64, 80])
-@pytest.mark.parametrize("widths", [(128, 128), (72, 96), (40, 512), (512, 32), (1, 17)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (9, torch.float16), (16, torch.float32), (17, torch.float16), (64, torch.float32),
+        (80, torch.float32), (80, torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("widths", [(128, 64), (72, 96), (40, 512), (512, 17)], ids=str)
 def test_from_nine_rows_on_each_is_a_lane(
     widths: tuple[int, int], rows: int, dtype: torch.dtype, level: str
 ) -> None:
     # Of 80 rows no head has more than four, of the others each has all.
     heads, length = (20, 4) if rows == 80 else (1, rows)
-    if dtype is torch.bfloat16 and 16 < rows < 80:
-        heads, length = rows, 1
     _, key, value = drawn(1, widths, dtype)
     query = torch.randn(2, heads * KV_HEADS, length, widths[0]).to(dtype)
-    said = anyflex.explain(query, key, value, enable_gqa=True, backend="cpu")
-    assert "decode" in str(said)
+    assert "decode" in str(anyflex.explain(query, key, value, enable_gqa=True, backend="cpu"))
+    wanted, _ = dense_attention(query, key, value)
     # Rows apart, elements apart, all beside one another.
-    for read in (
-        (key, value),
-        tuple(each.mT.contiguous().mT for each in (key, value)),
-        (key.contiguous(), value.contiguous()),
-    ):
-        for mods in (None, None), (biased, recent):
-            mask = None
-            if mods[1] is not None:
-                mask = anyflex.create_block_mask(mods[1], None, None, length, KEYS, BLOCK_SIZE=128)
-            wanted, _ = dense_attention(query, key, value, *mods)
-            out = anyflex.flex_attention(
-                query, *read, mods[0], mask, enable_gqa=True, backend="cpu"
-            )
-            assert_near(out, wanted, dtype)
+    apart = tuple(each.mT.contiguous().mT for each in (key, value))
+    for read in (key, value), apart, (key.contiguous(), value.contiguous()):
+        out = anyflex.flex_attention(query, *read, enable_gqa=True, backend="cpu")
+        assert_near(out, wanted, dtype)
+    mask = anyflex.create_block_mask(recent, None, None, length, KEYS, BLOCK_SIZE=128)
+    wanted, _ = dense_attention(query, key, value, biased, recent)
+    out = anyflex.flex_attention(query, key, value, biased, mask, enable_gqa=True, backend="cpu")
+    assert_near(out, wanted, dtype)
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["apart", "beside"])
-@pytest.mark.parametrize("rows", [1, 4, 7, 40])
+@pytest.mark.parametrize("rows", [1, 7, 40])
 def test_an_infinite_value_reaches_its_own_element(rows: int, beside: bool, level: str) -> None:
     query, key, value = drawn(rows, (128, 128))
     if beside:
@@ -110,7 +108,7 @@ def test_an_infinite_value_reaches_its_own_element(rows: int, beside: bool, leve
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["apart", "beside"])
-@pytest.mark.parametrize("rows", [1, 4, 7, 40])
+@pytest.mark.parametrize("rows", [1, 7, 40])
 def test_what_is_at_dead_keys_reaches_nothing(rows: int, beside: bool, level: str) -> None:
     query, key, value = drawn(rows, (128, 128))
     if beside:

@@ -45,8 +45,8 @@ AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     d.splits = ceil_div(keys, d.split_keys);
     d.query_width = round_up(p.head_dim, 2 * VL);
     const bool pairs = has_pairs && p.dtype == AF_BF16;
-    d.panels = !pairs && d.rows >= least_panel_rows && p.head_dim <= widest_panel &&
-               p.value_head_dim <= widest_panel;
+    const auto fits = [](int64_t dim) { return dim > 0 && dim <= widest_panel; };
+    d.panels = !pairs && d.rows >= least_panel_rows && fits(p.head_dim) && fits(p.value_head_dim);
     d.value_width = round_up(p.value_head_dim, d.panels ? NR : VL);
     d.record = 4 + d.value_width;
     d.score_bytes = d.rows_padded * decode_ld * 4;
