@@ -37,7 +37,6 @@ struct float_rows {
     template <int DTYPE>
     AF_INLINE_MEMBER void read(const matrix& m, int64_t c, int64_t n, int64_t dim,
                                bool whole_panels) {
-        constexpr int size = DTYPE == AF_F32 ? 4 : 2;
         if (are_there<DTYPE>(m, dim, whole_panels)) {
             at = reinterpret_cast<const float*>(address(m, c, 0));
             row = m.row;
@@ -45,15 +44,7 @@ struct float_rows {
         }
         row = round_up(dim, NR);
         at = copied;
-        float* to = copied;
-        for (int64_t i = c; i < c + n; ++i, to += row) {
-            int64_t d = 0;
-            if (m.col == 1) {
-                const char* from = address(m, i, 0);
-                for (; d + VL <= dim; d += VL) store(to + d, as_floats_of<DTYPE>(from + d * size));
-            }
-            for (; d < row; d += VL) store(to + d, d < dim ? fetch(m, i, d, dim - d) : vf{});
-        }
+        copy_rows({address(m, c, 0), m.row, m.col, DTYPE}, n, n, dim, row, copied);
     }
 };
 

@@ -297,9 +297,11 @@ static int64_t pack_straight_pairs(const matrix& m, int64_t n, int64_t n_padded,
 // rows x k -> out [rows_padded][k_padded], zeros outside. k_padded is a multiple of VL.
 static void copy_rows(const matrix& m, int64_t rows, int64_t rows_padded, int64_t k,
                       int64_t k_padded, float* out) {
-    for (int64_t r = 0; r < rows_padded; ++r)
-        for (int64_t c = 0; c < k_padded; c += VL)
-            store(out + r * k_padded + c, r < rows ? fetch(m, r, c, k - c) : vf{});
+    specialised(m, [&](const matrix& x) AF_FLAT {
+        for (int64_t r = 0; r < rows_padded; ++r)
+            for (int64_t c = 0; c < k_padded; c += VL)
+                store(out + r * k_padded + c, r < rows && c < k ? fetch(x, r, c, k - c) : vf{});
+    });
 }
 
 // bf16 to bf16. k_padded is even.
