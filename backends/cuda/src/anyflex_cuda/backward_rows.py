@@ -15,14 +15,8 @@ import triton.language as tl
 from anyflex_triton.backward import delta_of_rows, store_weighing
 from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.tiles import (
-    bounded_run,
-    load_rows,
-    mask_row,
-    store_rows,
-    strange,
-    tensor_at,
-)
+from anyflex_triton.column_parts import parts_of_rows, store_parts, zeros_of_parts
+from anyflex_triton.tiles import bounded_run, mask_row, store_rows, strange, tensor_at
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 
@@ -135,9 +129,9 @@ def repair_queries(
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = load_rows(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
-    do = load_rows(
-        do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
+    q = parts_of_rows(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    do = parts_of_rows(
+        do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
     )
     lse2 = tl.load(row_values + at)
     delta = tl.load(row_values + 3 * values_in_all + at)
@@ -150,7 +144,7 @@ def repair_queries(
     else:
         run = 0
         last_run = 1
-    sums = tl.zeros([64, D], tl.float32)
+    sums = zeros_of_parts(64, DIM, D)
     for r in range(run, last_run):
         begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         for first in range(begin, end, BLOCK_N):
@@ -162,7 +156,7 @@ def repair_queries(
                 SCATTERED, WIDE, True, PRECISION, None, True, True,
             )
     base = tensor_at(dq, dq_strides, b, h, UNITS[4])
-    store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNITS[4], WIDE)
+    store_parts(base, dq_strides, rows, q_length, sums, scale, DIM, D, UNITS[4], WIDE)
 
 
 @triton.jit
@@ -185,13 +179,13 @@ def repair_keys(
     kv_head = unit % kv_heads
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = load_rows(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
-    v = load_rows(
-        v_base, v_strides, keys, kv_length, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+    k = parts_of_rows(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE)
+    v = parts_of_rows(
+        v_base, v_strides, keys, kv_length, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
-    dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
-    dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+    dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
+    dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
     streams = GROUP * batch if KV_SHARED else GROUP
     for stream in range(streams):
@@ -217,9 +211,9 @@ def repair_keys(
                     True,
                 )
     base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[6])
-    store_rows(base, dv_strides, keys, kv_length, dv_sum, VALUE_DIM, DV, UNITS[6], WIDE)
+    store_parts(base, dv_strides, keys, kv_length, dv_sum, None, VALUE_DIM, DV, UNITS[6], WIDE)
     base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[5])
-    store_rows(base, dk_strides, keys, kv_length, dk_sum * scale, DIM, D, UNITS[5], WIDE)
+    store_parts(base, dk_strides, keys, kv_length, dk_sum, scale, DIM, D, UNITS[5], WIDE)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyflex_triton.column_parts import product_of_rows
 from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.overlapping import let_next_begin
@@ -174,15 +175,16 @@ def gradient_of_scores(
     Tiles are [M, N], or [N, M] where TRANSPOSED; all indices and row values come shaped for that.
 
     Args:
+        q, k, do, v: in parts, as in `column_parts`.
         masked, inside, full: as in `masked_scores`.
         lse2, delta, top, size: `row_kernel`'s row_values; the last two where CAREFUL.
         CAREFUL: some element of a tensor isn't finite, or some row is far. Else 0 times what dead
             pairs have is 0.
     """
     if TRANSPOSED:
-        raw = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        raw = product_of_rows(k, q, PRECISION)
     else:
-        raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        raw = product_of_rows(q, k, PRECISION)
     if SCORE_MOD is not None:
         raw = raw * scale
     scores = final_scores(
@@ -190,9 +192,9 @@ def gradient_of_scores(
     )
     # While this product runs, weights are made.
     if TRANSPOSED:
-        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        dweights = product_of_rows(v, do, PRECISION)
     else:
-        dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dweights = product_of_rows(do, v, PRECISION)
     unit = unit_of_scores(scale, SCORE_MOD)
     if CAREFUL:
         exponent = (scores - top) * unit - size

@@ -6,6 +6,16 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.backward import gradient_of_scores
+from anyflex_triton.column_parts import (
+    add_products,
+    any_strange,
+    chosen_rows,
+    finite_parts,
+    load_parts,
+    parts_of_rows,
+    store_parts,
+    zeros_of_parts,
+)
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.overlapping import await_earlier, let_next_begin
 from anyflex_triton.tiles import (
@@ -13,15 +23,10 @@ from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
     indices,
-    load_rows,
-    load_tile,
     long_steps,
     mask_row,
     next_other_step,
-    store_rows,
-    strange,
     tensor_at,
-    without_strange,
 )
 
 __all__ = ["key_kernel"]
@@ -66,11 +71,11 @@ def add_to_keys(
         CAREFUL: as in `gradient_of_scores`.
     """
     rows = first + rows_of_tile
-    q = load_tile(
+    q = load_parts(
         query, q_base, q_strides, first_row, first, rows_of_tile, end, DIM, D, UNITS[0],
         SCATTERED[0], WIDE, BOUND, DESCRIBED,
     )
-    do = load_tile(
+    do = load_parts(
         dout, do_base, do_strides, first_row, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3],
         SCATTERED[3], WIDE, BOUND, DESCRIBED,
     )
@@ -103,13 +108,13 @@ def add_to_keys(
     if CAREFUL:
         # A query that isn't finite has NaN in its live pairs already; dout that isn't does reach
         # all keys, unless no key is live.
-        q = without_strange(q)
+        q = finite_parts(q)
         alive = (rows < end) & (lse2 != float("inf"))
-        do = tl.where(alive[:, None], do, tl.zeros_like(do))
+        do = chosen_rows(alive, do)
     if WANT_DV:
-        dv_sum = tl.dot(weights.to(do.dtype), do, dv_sum, input_precision=PRECISION)
+        dv_sum = add_products(dv_sum, weights.to(do[0].dtype), do, PRECISION)
     if WANT_DK:
-        dk_sum = tl.dot(grad.to(q.dtype), q, dk_sum, input_precision=PRECISION)
+        dk_sum = add_products(dk_sum, grad.to(q[0].dtype), q, PRECISION)
     return dk_sum, dv_sum
 
 
@@ -130,6 +135,7 @@ def key_kernel(
     """dK and dV: one program a tile of BLOCK_N keys of one key head, over all that read it.
 
     Args:
+        D, DV: columns of a part (`column_parts`).
         row_values: of `row_kernel`, [4, values_in_all].
         query_rows, dout_rows, values_by_row: query, dout and row_values by pointers, whatever
             DESCRIBED says.
@@ -159,13 +165,13 @@ def key_kernel(
     keys = first_key + tl.arange(0, BLOCK_N)
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = load_rows(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
-    v = load_rows(
-        v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, True
+    k = parts_of_rows(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE)
+    v = parts_of_rows(
+        v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
-    dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
-    dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+    dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
+    dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
     if FOLLOWS:
         # Keys and values were there before the call's first launch; row values may not be yet.
@@ -255,10 +261,10 @@ def key_kernel(
 
     # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN. All
     # steps again, a few rows each (`FEW`).
-    odd = tl.max(tl.max(strange(dk_sum).to(tl.int32), 1), 0)
-    if tl.maximum(odd, tl.max(tl.max(strange(dv_sum).to(tl.int32), 1), 0)) > 0:
-        dk_sum = tl.zeros([BLOCK_N, D], tl.float32)
-        dv_sum = tl.zeros([BLOCK_N, DV], tl.float32)
+    odd = tl.max(any_strange(dk_sum), 0)
+    if tl.maximum(odd, tl.max(any_strange(dv_sum), 0)) > 0:
+        dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
+        dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
         few = tl.arange(0, FEW)
         for stream in range(streams):
             b = stream // GROUP if KV_SHARED else kv_b
@@ -291,7 +297,7 @@ def key_kernel(
 
     if WANT_DV:
         base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[5])
-        store_rows(base, dv_strides, keys, end_key, dv_sum, VALUE_DIM, DV, UNITS[5], WIDE)
+        store_parts(base, dv_strides, keys, end_key, dv_sum, None, VALUE_DIM, DV, UNITS[5], WIDE)
     if WANT_DK:
         base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[4])
-        store_rows(base, dk_strides, keys, end_key, dk_sum * scale, DIM, D, UNITS[4], WIDE)
+        store_parts(base, dk_strides, keys, end_key, dk_sum, scale, DIM, D, UNITS[4], WIDE)

@@ -6,6 +6,15 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.backward import gradient_of_scores
+from anyflex_triton.column_parts import (
+    add_products,
+    any_strange,
+    finite_parts,
+    load_parts,
+    parts_of_rows,
+    store_parts,
+    zeros_of_parts,
+)
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.overlapping import await_earlier
 from anyflex_triton.tiles import (
@@ -13,15 +22,10 @@ from anyflex_triton.tiles import (
     bounded_run,
     first_other_step,
     indices,
-    load_rows,
-    load_tile,
     long_steps,
     mask_row,
     next_other_step,
-    store_rows,
-    strange,
     tensor_at,
-    without_strange,
 )
 
 __all__ = ["query_kernel"]
@@ -48,11 +52,11 @@ def add_to_queries(
         lse2, d, top, size, CAREFUL: as in `gradient_of_scores`.
     """
     keys = first + columns
-    k = load_tile(
+    k = load_parts(
         key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
         WIDE, BOUND, DESCRIBED,
     )
-    v = load_tile(
+    v = load_parts(
         value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
         SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
@@ -67,9 +71,9 @@ def add_to_queries(
     )
     if CAREFUL:
         # A key that isn't finite has NaN in its live pairs already.
-        k = without_strange(k)
+        k = finite_parts(k)
     if WANT_DQ:
-        dq_sum = tl.dot(grad.to(k.dtype), k, dq_sum, input_precision=PRECISION)
+        dq_sum = add_products(dq_sum, grad.to(k[0].dtype), k, PRECISION)
     return dq_sum
 
 
@@ -89,6 +93,7 @@ def query_kernel(
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
 
     Args:
+        D, DV: columns of a part (`column_parts`).
         row_values: of `row_kernel`, [4, values_in_all].
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         totals: accumulators of the captured tensors that learn, added to atomically.
@@ -130,9 +135,9 @@ def query_kernel(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
-    do = load_rows(
-        do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE, True
+    q = parts_of_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    do = parts_of_rows(
+        do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
     )
     at = bh.to(tl.int64) * values_of_head + rows
     lse2 = tl.load(row_values + at, mask=rows < end_row, other=float("inf"))
@@ -143,7 +148,7 @@ def query_kernel(
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
     columns = tl.arange(0, BLOCK_N)
-    dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
+    dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
 
     others = 0
     # Long FULL runs but for their last step: no pair is dead.
@@ -188,12 +193,12 @@ def query_kernel(
 
     # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN. Far rows have yet
     # to be computed. All steps again, a few keys each (`FEW`).
-    odd = tl.max(strange(dq_sum).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32)
+    odd = any_strange(dq_sum) | (lse2 != lse2).to(tl.int32)
     if tl.max(odd, 0) > 0:
         careful = row_values + values_in_all + at
         top = tl.load(careful, mask=rows < end_row, other=0.0)
         size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))
-        dq_sum = tl.zeros([BLOCK_M, D], tl.float32)
+        dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
         few = tl.arange(0, FEW)
         k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
         v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
@@ -210,7 +215,7 @@ def query_kernel(
 
     if WANT_DQ:
         base = tensor_at(dq, dq_strides, b, h, UNITS[4])
-        store_rows(base, dq_strides, rows, end_row, dq_sum * scale, DIM, D, UNITS[4], WIDE)
+        store_parts(base, dq_strides, rows, end_row, dq_sum, scale, DIM, D, UNITS[4], WIDE)
     if FOLLOWS:
         # Nothing is read any more: its end says that keys' launch has ended too.
         await_earlier()

@@ -56,6 +56,7 @@ __all__ = [
     "Programs",
     "aligned",
     "classes",
+    "columns_of_part",
     "float_pointers",
     "heads_at_a_time",
     "int32s",
@@ -95,6 +96,20 @@ _KEYS = 3
 """Of `direct_reads`' arguments, kv_idx."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers, where they are arguments."""
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile of that head dim."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def columns_of_part(dim: int) -> int:
+    """Columns of a part of such a tile, for kernels whose tiles may have several (`column_parts`).
+
+    Three parts of 64 save a quarter of head dims 129 to 192. So would narrower ones of others, but
+    products of 32 columns take Hopper as long as those of 64.
+    """
+    return 64 if 128 < dim <= 192 else padded(dim)
 
 
 class MaskRows(NamedTuple):
@@ -447,25 +462,40 @@ class Programs:
             return "kernel"
         return None
 
-    def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
+    def descriptors(
+        self,
+        described: Describer | None,
+        rows: int,
+        columns: Callable[[int], int] = padded,
+        **dims: str,
+    ) -> dict[str, Types]:
         if described != "host":
             return {}
         spec = self.spec
-        width = {"D": padded(spec.head_dim), "DV": padded(spec.value_head_dim)}
+        width = {"D": columns(spec.head_dim), "DV": columns(spec.value_head_dim)}
         inner = pointer_type(spec.dtype)[1:]
         return {name: f"tensordesc<{inner}[{rows}, {width[d]}]>" for name, d in dims.items()}
 
     def described(
-        self, described: Describer | None, rows: int, **tensors: Tensor
+        self,
+        described: Describer | None,
+        rows: int,
+        columns: Callable[[int], int] = padded,
+        **tensors: Tensor,
     ) -> dict[str, object]:
         if described != "host":
             return dict(tensors)
         return {
-            name: descriptor_of(tensor, rows, padded(tensor.shape[3]))
+            name: descriptor_of(tensor, rows, columns(tensor.shape[3]))
             for name, tensor in tensors.items()
         }
 
-    def common_constants(self, layouts: Sequence[Layout]) -> dict[str, object]:
+    def common_constants(
+        self, layouts: Sequence[Layout], columns: Callable[[int], int] = padded
+    ) -> dict[str, object]:
+        """Args:
+        columns: of a tile or a part of one, of a head dim.
+        """
         spec = self.spec
         return {
             "HAS_MASK": spec.mask_kind == "runs",
@@ -473,8 +503,8 @@ class Programs:
             "KV_SHARED": spec.kv_broadcast,
             "DIM": spec.head_dim,
             "VALUE_DIM": spec.value_head_dim,
-            "D": padded(spec.head_dim),
-            "DV": padded(spec.value_head_dim),
+            "D": columns(spec.head_dim),
+            "DV": columns(spec.value_head_dim),
             "UNITS": tuple(layout.unit for layout in layouts),
             "SCATTERED": tuple(layout.scattered for layout in layouts),
             "WIDE": spec.index_width == 64,
@@ -581,10 +611,6 @@ def tile_count(rows: MaskRows | None, length: int, size: int) -> int:
     """Tiles of `size` rows of a head; none crosses a block of the mask's."""
     block = size if rows is None else rows.block_size[0]
     return -(-length // block) * -(-block // size)
-
-
-def padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:

@@ -107,17 +107,19 @@ def is_far(top, base):
 @triton.jit
 def load_rows(
     base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr, FIRST: tl.constexpr = 0,
 ):
-    """Rows [R, D] of one (b, h); 0 past `end` where BOUND, and in columns from DIM on."""
-    offsets = row_offsets(rows, tl.arange(0, D), strides, UNIT, SCATTERED, WIDE)
-    if BOUND and DIM != D:
-        inside = (rows < end)[:, None] & (tl.arange(0, D) < DIM)[None, :]
+    """Rows of one (b, h), D columns from FIRST on; 0 past `end` where BOUND, and in columns from
+    DIM on."""
+    columns = FIRST + tl.arange(0, D)
+    offsets = row_offsets(rows, columns, strides, UNIT, SCATTERED, WIDE)
+    if BOUND and FIRST + D > DIM:
+        inside = (rows < end)[:, None] & (columns < DIM)[None, :]
         return tl.load(base + offsets, mask=inside, other=0.0)
     if BOUND:
         return tl.load(base + offsets, mask=(rows < end)[:, None], other=0.0)
-    if DIM != D:
-        return tl.load(base + offsets, mask=(tl.arange(0, D) < DIM)[None, :], other=0.0)
+    if FIRST + D > DIM:
+        return tl.load(base + offsets, mask=(columns < DIM)[None, :], other=0.0)
     return tl.load(base + offsets)
 
 
@@ -136,30 +138,33 @@ def load_part(
 def load_tile(
     tensor, base, strides, first_row, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    DESCRIBED: tl.constexpr, FIRST: tl.constexpr = 0,
 ):
-    """Rows [R, D] of one (b, h), from row `first` on.
+    """Rows of one (b, h), from row `first` on, D columns from FIRST on.
 
     Where DESCRIBED, `tensor` is a descriptor: "host", of all rows of all heads, which TMA loads
     without a register, and this head's begin at `first_row`; "kernel", of this head's alone. Past
     `end` it gives rows of the next head or block, or 0: they are dead pairs' all the same.
     """
     if DESCRIBED is not None:
-        return tensor.load([first_row + first, 0])
+        return tensor.load([first_row + first, FIRST])
     else:
-        return load_rows(base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND)
+        return load_rows(
+            base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND, FIRST,
+        )
 
 
 @triton.jit
 def store_rows(
     base, strides, rows, end, value, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, FIRST: tl.constexpr = 0,
 ):
-    """Stores rows before `end`, columns before DIM; the last stride is 1."""
-    offsets = row_offsets(rows, tl.arange(0, D), strides, UNIT, False, WIDE)
+    """Stores rows before `end`, columns from FIRST on and before DIM; the last stride is 1."""
+    columns = FIRST + tl.arange(0, D)
+    offsets = row_offsets(rows, columns, strides, UNIT, False, WIDE)
     inside = (rows < end)[:, None]
-    if DIM != D:
-        inside = inside & (tl.arange(0, D) < DIM)[None, :]
+    if FIRST + D > DIM:
+        inside = inside & (columns < DIM)[None, :]
     tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
 
 

@@ -1,0 +1,125 @@
+"""Tiles of rows whose columns come in parts, for head dims that padding would make much longer.
+
+Columns of a block of Triton's are a power of two: head dim 192 would be padded to 256, and is
+three blocks of 64 (`programs.columns_of_part`). A tile is the tuple of its parts, each [rows, D];
+most have one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from anyflex_triton.tiles import load_rows, load_tile, store_rows, strange, without_strange
+
+__all__ = [
+    "add_products",
+    "any_strange",
+    "chosen_rows",
+    "finite_parts",
+    "load_parts",
+    "parts_of_rows",
+    "product_of_rows",
+    "store_parts",
+    "zeros_of_parts",
+]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@triton.jit
+def load_parts(
+    tensor, base, strides, first_row, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
+    DESCRIBED: tl.constexpr,
+):
+    """As `load_tile`."""
+    parts = ()
+    for column in tl.static_range(0, DIM, D):
+        parts = parts + (load_tile(
+            tensor, base, strides, first_row, first, rows, end, DIM, D, UNIT, SCATTERED, WIDE,
+            BOUND, DESCRIBED, column,
+        ),)
+    return parts
+
+
+@triton.jit
+def parts_of_rows(
+    base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+):
+    """As `load_rows`; 0 past `end`."""
+    parts = ()
+    for column in tl.static_range(0, DIM, D):
+        parts = parts + (load_rows(
+            base, strides, rows, end, DIM, D, UNIT, SCATTERED, WIDE, True, column,
+        ),)
+    return parts
+
+
+@triton.jit
+def zeros_of_parts(ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr):
+    """Sums of products before the first, float32."""
+    parts = ()
+    for _column in tl.static_range(0, DIM, D):
+        parts = parts + (tl.zeros([ROWS, D], tl.float32),)
+    return parts
+
+
+@triton.jit
+def product_of_rows(a, b, PRECISION: tl.constexpr):
+    """a b^T [rows of a, rows of b]."""
+    product = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    for i in tl.static_range(1, len(a)):
+        product = tl.dot(a[i], tl.trans(b[i]), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def add_products(sums, x, rows, PRECISION: tl.constexpr):
+    """sums + x rows, x [M, N] and `rows` of N rows."""
+    parts = ()
+    for i in tl.static_range(len(sums)):
+        parts = parts + (tl.dot(x, rows[i], sums[i], input_precision=PRECISION),)
+    return parts
+
+
+@triton.jit
+def any_strange(parts):
+    """1 for each row that isn't finite as a whole, int32."""
+    found = tl.max(strange(parts[0]).to(tl.int32), 1)
+    for i in tl.static_range(1, len(parts)):
+        found = tl.maximum(found, tl.max(strange(parts[i]).to(tl.int32), 1))
+    return found
+
+
+@triton.jit
+def finite_parts(parts):
+    """As `without_strange`."""
+    found = ()
+    for i in tl.static_range(len(parts)):
+        found = found + (without_strange(parts[i]),)
+    return found
+
+
+@triton.jit
+def chosen_rows(chosen, parts):
+    """`parts` with 0 in rows that aren't chosen."""
+    found = ()
+    for i in tl.static_range(len(parts)):
+        found = found + (tl.where(chosen[:, None], parts[i], tl.zeros_like(parts[i])),)
+    return found
+
+
+@triton.jit
+def store_parts(
+    base, strides, rows, end, parts, factor, DIM: tl.constexpr, D: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr,
+):
+    """As `store_rows`, times `factor` unless that is None."""
+    for i in tl.static_range(len(parts)):
+        value = parts[i]
+        if factor is not None:
+            value = value * factor
+        store_rows(base, strides, rows, end, value, DIM, D, UNIT, WIDE, i * D)
