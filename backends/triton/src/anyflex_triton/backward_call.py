@@ -30,7 +30,6 @@ from anyflex_triton.programs import (
     Programs,
     aligned,
     classes,
-    columns_of_part,
     float_pointers,
     int32s,
     kept_of,
@@ -298,9 +297,7 @@ def keys_launch(
             backward_keys.key_kernel,
             {
                 **made.pointers(*names, *by_rows),
-                **made.descriptors(
-                    described, config.block_m, columns_of_part, query="D", dout="DV"
-                ),
+                **made.descriptors(described, config.block_m, query="D", dout="DV"),
                 **float_pointers("values_by_row"),
                 "row_values": f"tensordesc<fp32[{config.block_m}]>"
                 if described == "host"
@@ -313,7 +310,7 @@ def keys_launch(
                        "kv_length", "tiles", "head_group"),
             },
             {
-                **made.common_constants(layouts, columns_of_part),
+                **made.common_constants(layouts),
                 **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "Q_BLOCK": blocks[1],
@@ -343,9 +340,7 @@ def keys_launch(
         {
             **made.common_values(call, rows),
             "key": call.key, "value": call.value,
-            **made.described(
-                described, config.block_m, columns_of_part, query=call.query, dout=dout
-            ),
+            **made.described(described, config.block_m, query=call.query, dout=dout),
             "row_values": descriptor_of_floats(row_values, config.block_m)
             if described == "host"
             else row_values,
@@ -403,9 +398,7 @@ def queries_launch(
             backward_queries.query_kernel,
             {
                 **made.pointers(*names, *by_rows),
-                **made.descriptors(
-                    described, config.block_n, columns_of_part, key="D", value="DV"
-                ),
+                **made.descriptors(described, config.block_n, key="D", value="DV"),
                 **float_pointers("row_values"),
                 **_value_types,
                 **made.common_types,
@@ -415,7 +408,7 @@ def queries_launch(
                        "head_group"),
             },
             {
-                **made.common_constants(layouts, columns_of_part),
+                **made.common_constants(layouts),
                 **mods.reading(),
                 "SCORE_MOD_BACKWARD": mods.score_mod_backward,
                 "CAPTURED_GRADIENTS": mods.captured_gradients if totals else None,
@@ -442,9 +435,7 @@ def queries_launch(
         {
             **made.common_values(call, rows),
             "query": call.query, "dout": dout,
-            **made.described(
-                described, config.block_n, columns_of_part, key=call.key, value=call.value
-            ),
+            **made.described(described, config.block_n, key=call.key, value=call.value),
             "key_rows": call.key, "value_rows": call.value,
             "row_values": row_values, "dq": or_else(dq, call.query), "totals": tuple(totals),
             "q_strides": layouts[0].strides, "k_strides": layouts[1].strides,

@@ -20,6 +20,7 @@ __all__ = [
     "load_parts",
     "parts_of_rows",
     "product_of_rows",
+    "scaled_rows",
     "store_parts",
     "zeros_of_parts",
 ]
@@ -82,6 +83,15 @@ def add_products(sums, x, rows, PRECISION: tl.constexpr):
     parts = ()
     for i in tl.static_range(len(sums)):
         parts = parts + (tl.dot(x, rows[i], sums[i], input_precision=PRECISION),)
+    return parts
+
+
+@triton.jit
+def scaled_rows(sums, factors):
+    """`sums` times a row's factor [M]."""
+    parts = ()
+    for i in tl.static_range(len(sums)):
+        parts = parts + (sums[i] * factors[:, None],)
     return parts
 
 

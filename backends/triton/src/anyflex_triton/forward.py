@@ -8,6 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from anyflex_triton.column_parts import (
+    add_products,
+    any_strange,
+    load_parts,
+    parts_of_rows,
+    product_of_rows,
+    scaled_rows,
+    zeros_of_parts,
+)
 from anyflex_triton.tiles import (
     FAR,
     FEW,
@@ -17,15 +26,12 @@ from anyflex_triton.tiles import (
     indices,
     is_far,
     load_part,
-    load_rows,
-    load_tile,
     long_steps,
     mask_row,
     masked_scores,
     next_other_step,
     store_part,
     store_rows,
-    strange,
     strange_sum,
     tensor_at,
     without_strange,
@@ -128,12 +134,11 @@ def add_values(
     WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
 ):
     """The sum after the values of one step; `alpha` scales what was there."""
-    v = load_tile(
+    v = load_parts(
         value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNIT, SCATTERED,
         WIDE, BOUND, DESCRIBED,
     )
-    acc = acc * alpha[:, None]
-    return tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    return add_products(scaled_rows(acc, alpha), weights.to(v[0].dtype), v, PRECISION)
 
 
 @triton.jit
@@ -149,6 +154,7 @@ def forward_step(
     """All sums after one more step, of the keys from `first` on.
 
     Args:
+        acc: [M, DV] for each part.
         top: [M], the largest score so far.
         base: [M], top in powers of two, to which weights are relative.
         total: of weights, as `added_to_rows` returns it.
@@ -157,11 +163,11 @@ def forward_step(
         BOUND: whether keys past `end` are there.
         PARTS: of rows' largest scores and sums of weights.
     """
-    k = load_tile(
+    k = load_parts(
         key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
         WIDE, BOUND, DESCRIBED,
     )
-    raw = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    raw = product_of_rows(q, k, PRECISION)
     if OVERLAP:
         acc = add_values(
             acc, weights, alpha, value, v_base, v_strides, first_key, before, columns, end,
@@ -212,11 +218,11 @@ def careful_step(
         top: [M], the largest score of all steps, or where that is yet to be found anything.
         highest: [M], of the steps so far.
     """
-    k = load_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, True)
+    k = parts_of_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE)
     kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = product_of_rows(q, k, PRECISION)
     if SCORE_MOD is not None:
         scores = scores * scale
     scores = final_scores(
@@ -271,6 +277,7 @@ def forward_kernel(
     """One program a query tile of BLOCK_M rows of one query head.
 
     Args:
+        D, DV: columns of a part (`column_parts`).
         query, key, value, out, rest: strides (b, h, row, column), all but the last in units of
             UNITS elements; the last counts where SCATTERED says so. rest is what rounding takes
             from out.
@@ -322,7 +329,7 @@ def forward_kernel(
         value = tl.make_tensor_descriptor(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
-    q = load_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE, True)
+    q = parts_of_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
     # What mods see. Rows past the end read as the last one would.
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
@@ -335,7 +342,7 @@ def forward_kernel(
     base = top
     total = tl.zeros([BLOCK_M, SUMS] if PARTS else [BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
-    acc = tl.zeros([BLOCK_M, DV], tl.float32)
+    acc = zeros_of_parts(BLOCK_M, VALUE_DIM, DV)
 
     others = 0
 
@@ -405,7 +412,7 @@ def forward_kernel(
     excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
     # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
     # of far rows are none. Asked before the sums are stored, which then need no registers.
-    odd = tl.max(strange(acc).to(tl.int32), 1) | is_far(top, base).to(tl.int32)
+    odd = any_strange(acc) | is_far(top, base).to(tl.int32)
     is_odd = tl.max(odd, 0) > 0
     # Counted from the tile's first row: places as the query's above would be kept in registers
     # through all loops.
@@ -415,12 +422,17 @@ def forward_kernel(
     o_base += first_row.to(tl.int64) * o_strides[2] * UNITS[3]
     r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
     r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
-    values = divided(acc, top, total)
     right = tl.where(is_odd, 0, there)
-    store_rows(o_base, o_strides, of_tile, right, values, VALUE_DIM, DV, UNITS[3], WIDE)
-    if WANT_REST:
-        rounding = rounding_of(values, out.dtype.element_ty)
-        store_rows(r_base, r_strides, of_tile, right, rounding, VALUE_DIM, DV, UNITS[4], WIDE)
+    for i in tl.static_range(len(acc)):
+        values = divided(acc[i], top, total)
+        store_rows(
+            o_base, o_strides, of_tile, right, values, VALUE_DIM, DV, UNITS[3], WIDE, i * DV,
+        )
+        if WANT_REST:
+            rounding = rounding_of(values, out.dtype.element_ty)
+            store_rows(
+                r_base, r_strides, of_tile, right, rounding, VALUE_DIM, DV, UNITS[4], WIDE, i * DV,
+            )
     # All steps again, a few keys each and for a part of the values' columns: with all columns at
     # once the compiler takes an eighth longer.
     if is_odd:

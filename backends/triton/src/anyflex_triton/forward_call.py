@@ -306,6 +306,9 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
             },
             {
                 **made.common_constants(layouts),
+                # Its tiles have one part.
+                "D": padded(spec.head_dim),
+                "DV": padded(spec.value_head_dim),
                 "SCORE_MOD": mods.score_mod,
                 "MASK_MOD": mods.mask_mod,
                 "KV_BLOCK": spec.block_size[1],

@@ -462,40 +462,25 @@ class Programs:
             return "kernel"
         return None
 
-    def descriptors(
-        self,
-        described: Describer | None,
-        rows: int,
-        columns: Callable[[int], int] = padded,
-        **dims: str,
-    ) -> dict[str, Types]:
+    def descriptors(self, described: Describer | None, rows: int, **dims: str) -> dict[str, Types]:
         if described != "host":
             return {}
         spec = self.spec
-        width = {"D": columns(spec.head_dim), "DV": columns(spec.value_head_dim)}
+        width = {"D": columns_of_part(spec.head_dim), "DV": columns_of_part(spec.value_head_dim)}
         inner = pointer_type(spec.dtype)[1:]
         return {name: f"tensordesc<{inner}[{rows}, {width[d]}]>" for name, d in dims.items()}
 
     def described(
-        self,
-        described: Describer | None,
-        rows: int,
-        columns: Callable[[int], int] = padded,
-        **tensors: Tensor,
+        self, described: Describer | None, rows: int, **tensors: Tensor
     ) -> dict[str, object]:
         if described != "host":
             return dict(tensors)
         return {
-            name: descriptor_of(tensor, rows, columns(tensor.shape[3]))
+            name: descriptor_of(tensor, rows, columns_of_part(tensor.shape[3]))
             for name, tensor in tensors.items()
         }
 
-    def common_constants(
-        self, layouts: Sequence[Layout], columns: Callable[[int], int] = padded
-    ) -> dict[str, object]:
-        """Args:
-        columns: of a tile or a part of one, of a head dim.
-        """
+    def common_constants(self, layouts: Sequence[Layout]) -> dict[str, object]:
         spec = self.spec
         return {
             "HAS_MASK": spec.mask_kind == "runs",
@@ -503,8 +488,8 @@ class Programs:
             "KV_SHARED": spec.kv_broadcast,
             "DIM": spec.head_dim,
             "VALUE_DIM": spec.value_head_dim,
-            "D": columns(spec.head_dim),
-            "DV": columns(spec.value_head_dim),
+            "D": columns_of_part(spec.head_dim),
+            "DV": columns_of_part(spec.value_head_dim),
             "UNITS": tuple(layout.unit for layout in layouts),
             "SCATTERED": tuple(layout.scattered for layout in layouts),
             "WIDE": spec.index_width == 64,
