@@ -209,6 +209,7 @@ class Traits(NamedTuple):
         adds_by_pair: captured tensors learn, and query and key both, or the score, decide which of
             their elements a pair adds to.
         is_aligned: E and Ev are multiples of 16 bytes.
+        has_narrow_values: Ev is at most 128.
     """
 
     head_dim: int
@@ -223,6 +224,7 @@ class Traits(NamedTuple):
     reads_keys: bool = False
     adds_by_pair: bool = False
     is_aligned: bool = True
+    has_narrow_values: bool = False
 
 
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
@@ -251,6 +253,8 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
 
 def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     is_half = traits.itemsize == 2
+    if is_half and 128 < traits.head_dim <= 192:
+        return _in_parts(kernel, traits, config)
     wide = 64 < traits.head_dim <= 128 and is_half
     if kernel == "forward" and is_half and traits.head_dim <= 128 and not traits.is_scored:
         # In turns on an H200: most rows of head dim 128 0.95 to 0.98 of the time, of 64 as before
@@ -274,7 +278,7 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # 21 % faster.
         if wide:
             return _c(32, 64, 4, 3)
-        if traits.head_dim > 64 or not is_half:
+        if not is_half:
             return replace(config, block_m=min(32, config.block_m))
     if kernel == "forward" and 64 < traits.head_dim < 128 and not is_half and traits.mask_reads:
         # 32x16 spills a few bytes there. Measured on an H100 with packed documents, head dims 80
@@ -291,6 +295,21 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
             return config
         if kernel == "queries":
             return _c(64, 64, 4, 2)
+    return config
+
+
+def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
+    """For Hopper, of tiles whose columns come in three parts (`column_parts`): they leave registers
+    and shared memory that those of head dim 256 take. Measured on an H200 with head dims 192, 160,
+    and 192 with values of 128 (`bench/results/h200_triton.md`)."""
+    if kernel == "keys" and traits.shares_keys:
+        return _c(64, 64, 8, 3)
+    if kernel == "keys":
+        return _c(32, 64, 4, 3) if traits.has_narrow_values else _c(64, 128, 8, 2)
+    if kernel == "queries":
+        return _c(128, 64, 8, 3 if traits.has_narrow_values else 2)
+    if kernel == "forward" and not traits.score_reads_pairs:
+        return _c(128, 64, 8, 3)
     return config
 
 

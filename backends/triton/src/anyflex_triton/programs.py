@@ -244,6 +244,7 @@ class Programs:
             is_aligned=all(
                 dim * spec.dtype.itemsize % 16 == 0 for dim in (spec.head_dim, spec.value_head_dim)
             ),
+            has_narrow_values=spec.value_head_dim <= 128,
         )
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
