@@ -253,7 +253,7 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
 
 def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     is_half = traits.itemsize == 2
-    if is_half and 128 < traits.head_dim <= 192:
+    if 128 < traits.head_dim <= 192:
         return _in_parts(kernel, traits, config)
     wide = 64 < traits.head_dim <= 128 and is_half
     if kernel == "forward" and is_half and traits.head_dim <= 128 and not traits.is_scored:
@@ -302,6 +302,8 @@ def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
     """For Hopper, of tiles whose columns come in three parts (`column_parts`): they leave registers
     and shared memory that those of head dim 256 take. Measured on an H200 with head dims 192, 160,
     and 192 with values of 128 (`bench/results/h200_triton.md`)."""
+    if traits.itemsize == 4:
+        return {"forward": _c(16, 64, 4, 2), "keys": _c(32, 32, 4, 2)}.get(kernel, config)
     if kernel == "keys" and traits.shares_keys:
         return _c(64, 64, 8, 3)
     if kernel == "keys":
