@@ -303,7 +303,7 @@ def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
     and shared memory that those of head dim 256 take. Measured on an H200 with head dims 192, 160,
     and 192 with values of 128 (`bench/results/h200_triton.md`)."""
     if traits.itemsize == 4:
-        return {"forward": _c(16, 64, 4, 2), "keys": _c(32, 32, 4, 2)}.get(kernel, config)
+        return _c(16, 64, 4, 2) if kernel == "forward" else _c(32, 32, 4, 2)
     if kernel == "keys" and traits.shares_keys:
         return _c(64, 64, 8, 3)
     if kernel == "keys":
@@ -311,7 +311,8 @@ def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
     if kernel == "queries":
         return _c(128, 64, 8, 3 if traits.has_narrow_values else 2)
     if kernel == "forward" and not traits.score_reads_pairs:
-        return _c(128, 64, 8, 3)
+        short = traits.has_narrow_values and traits.mask_reads
+        return _c(64, 64, 4, 2) if short else _c(128, 64, 8, 3)
     return config
 
 
