@@ -1,7 +1,7 @@
 """What Triton's compilers make of every entry of the portable kernels' table; no GPU is needed.
 
     python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32]
-        [--dims 64,128,256] [--patterns plain,causal,documents]
+        [--dims 64,128,192,256] [--patterns plain,causal,documents]
         [--kernels forward,decode,keys,queries] [--length 256] [--record | --compare] [--brief]
 
 Each kernel of the table is compiled with the table's configuration: forward and backward's two
@@ -386,7 +386,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(ARCHITECTURES))
     parser.add_argument("--types", default="bfloat16,float32")
-    parser.add_argument("--dims", default="64,128,256")
+    parser.add_argument("--dims", default="64,128,192,256")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--kernels", default=",".join(KERNELS.values()))
     parser.add_argument("--length", type=int, default=LENGTH, help=f"up to {LENGTH}")
