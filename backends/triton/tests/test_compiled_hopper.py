@@ -25,6 +25,15 @@ def test_every_entry_compiles_and_fits() -> None:
     assert entries("hopper") <= found, entries("hopper") - found
 
 
+def test_tiles_in_parts_compile_and_fit() -> None:
+    found = compiled("hopper", "plain,causal", "forward,keys,queries", ("bfloat16",), (192,))
+    kernels = ("forward", "keys", "queries")
+    for shared in (False, True):  # as causal's heads are
+        for kernel in kernels:
+            config = config_for("hopper", kernel, Traits(192, 2, shares_keys=shared))
+            assert named("hopper", "bfloat16", 192, kernel, config) in found
+
+
 def test_forward_spills_nothing_whatever_mods_read() -> None:
     """Up to head dim 128."""
     found = compiled("hopper", ",".join(READING), "forward", ("bfloat16",))

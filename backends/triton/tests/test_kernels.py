@@ -124,6 +124,50 @@ def documents_oracle(query: Tensor, key: Tensor, value: Tensor, ids: Tensor) -> 
     return weights @ value.double()
 
 
+@pytest.mark.parametrize(
+    ("dims", "scattered"), [((192, 128), False), ((160, 192), True), ((72, 136), False)]
+)
+def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered: bool) -> None:
+    """With values that rows of another document must not see, in the last part of columns."""
+    head_dim, value_dim = dims
+    ids = (torch.arange(150) >= 70).to(torch.int32)
+    shapes = [(1, 2, 150, head_dim)] * 2 + [(1, 2, 150, value_dim)]
+    tensors = [
+        torch.stack([given, given], 4)[..., 0] if scattered else given
+        for given in (randn(*shape).half() for shape in shapes)
+    ]
+    query, key, value = tensors
+    value[0, 0, 100, value_dim - 1] = torch.inf
+    key[0, 1, 120, head_dim - 1] = torch.nan
+    query, key, value = (tensor.requires_grad_() for tensor in tensors)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 150, 150)
+    out = attention(query, key, value, block_mask=mask)
+    dout = randn(1, 2, 150, value_dim).half()
+    found = (out, *torch.autograd.grad(out, (query, key, value), dout))
+    rows = ids == 0
+    first = [tensor.detach()[:, :, rows].double().requires_grad_() for tensor in tensors]
+    expected = documents_oracle(*first, ids[rows])
+    wanted = (expected, *torch.autograd.grad(expected, first, dout[:, :, rows].double()))
+    for result, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result[:, :, rows].double(), right, atol=4e-3, rtol=2e-3)
+    assert not out[:, :, ~rows].isfinite().all()
+
+
+def test_parts_leave_nothing_to_pad(
+    launched: list[tuple[launch.Program, Mapping[str, object]]],
+) -> None:
+    query, key = (torch.zeros(1, 1, 256, 192, requires_grad=True) for _ in range(2))
+    value = torch.zeros(1, 1, 256, 200, requires_grad=True)
+    out = attention(query, key, value)
+    torch.autograd.grad(out, (query, key, value), out.detach())
+    columns = {
+        program.function.__name__: (program.constants["D"], program.constants["DV"])
+        for program, _ in launched
+        if "D" in program.constants
+    }
+    assert columns == dict.fromkeys(("forward_kernel", "key_kernel", "query_kernel"), (64, 256))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [3, 200])
 def test_values_that_are_not_finite_reach_the_rows_that_see_them(
@@ -469,6 +513,27 @@ def test_tiles_that_a_masks_blocks_make_smaller_have_fewer_warps() -> None:
     assert config_of("queries", 128, half, (64, 64), backward_num_warps=8) == "64x64 8"
     assert config_of("forward", 128, single, (16, 128), num_warps=8) == "16x16 8"
     assert config_of("queries", 128, half, (64, 64), dq_block_m=128) == "64x64 4"
+
+
+def test_tiles_in_parts_have_configurations_of_their_own() -> None:
+    narrow = Traits(192, 2, has_narrow_values=True)
+    wanted: dict[tuple[KernelName, Traits], str] = {
+        ("keys", Traits(192, 2)): "64x128, 8 warps, 2 stages",
+        ("keys", narrow): "32x64, 4 warps, 3 stages",
+        ("keys", narrow._replace(shares_keys=True)): "64x64, 8 warps, 3 stages",
+        ("queries", Traits(160, 2)): "128x64, 8 warps, 2 stages",
+        ("queries", narrow): "128x64, 8 warps, 3 stages",
+        ("forward", Traits(192, 2, is_scored=True)): "128x64, 8 warps, 3 stages",
+        ("forward", narrow._replace(mask_reads=True)): "64x64, 4 warps, 2 stages",
+        ("forward", Traits(192, 2, score_reads_pairs=True)): "64x32, 4 warps, 2 stages",
+        ("forward", Traits(192, 4)): "16x64, 4 warps, 2 stages",
+        ("queries", Traits(192, 4)): "32x32, 4 warps, 2 stages",
+        # Four parts would be no better than one tile.
+        ("queries", Traits(200, 2)): "64x64, 4 warps, 2 stages",
+        ("keys", Traits(256, 2, shares_keys=True)): "64x64, 8 warps, 2 stages",
+    }
+    for (kernel, traits), config in wanted.items():
+        assert str(config_for("hopper", kernel, traits)) == config
 
 
 def test_a_score_mod_of_head_dim_128_takes_no_parts() -> None:
