@@ -299,9 +299,9 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
 
 
 def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
-    """For Hopper, of tiles whose columns come in three parts (`column_parts`): these leave free what
-    tiles of head dim 256 take. Measured on an H200 with head dims 192, 160, and 192 with values of
-    128 (`bench/results/h200_triton.md`)."""
+    """For Hopper, of tiles in three parts (`column_parts`), which leave registers and shared
+    memory free that head dim 256 takes. Measured on an H200 with head dims 192, 160, and 192 with
+    values of 128 (`bench/results/h200_triton.md`)."""
     if traits.itemsize == 4:
         return _c(16, 64, 4, 2) if kernel == "forward" else _c(32, 32, 4, 2)
     if kernel == "keys" and traits.shares_keys:
