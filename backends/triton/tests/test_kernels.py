@@ -530,7 +530,6 @@ def test_tiles_in_parts_have_configurations_of_their_own() -> None:
         ("queries", Traits(192, 4)): "32x32, 4 warps, 2 stages",
         # Four parts would be no better than one tile.
         ("queries", Traits(200, 2)): "64x64, 4 warps, 2 stages",
-        ("keys", Traits(256, 2, shares_keys=True)): "64x64, 8 warps, 2 stages",
     }
     for (kernel, traits), config in wanted.items():
         assert str(config_for("hopper", kernel, traits)) == config

@@ -113,7 +113,9 @@ def query_kernel(
         first_row = tile * BLOCK_M
         end_row = q_length
         run = 0
-        last_run = 1
+        # Of parts, else ptxas makes products wait for each other (C7515) where sums begin at a
+        # loop that isn't in another one.
+        last_run = tl.minimum(tiles, 1) if DIM > D else 1
     if first_row >= end_row:
         return
     kv_head = h // GROUP

@@ -278,7 +278,7 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # 21 % faster.
         if wide:
             return _c(32, 64, 4, 3)
-        if not is_half:
+        if traits.head_dim > 64 or not is_half:
             return replace(config, block_m=min(32, config.block_m))
     if kernel == "forward" and 64 < traits.head_dim < 128 and not is_half and traits.mask_reads:
         # 32x16 spills a few bytes there. Measured on an H100 with packed documents, head dims 80
@@ -305,7 +305,7 @@ def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
     if traits.itemsize == 4:
         return _c(16, 64, 4, 2) if kernel == "forward" else _c(32, 32, 4, 2)
     if kernel == "keys" and traits.shares_keys:
-        return _c(64, 64, 8, 3)
+        return _c(64, 64, 8, 2 if traits.score_reads_pairs else 3)
     if kernel == "keys":
         return _c(32, 64, 4, 3) if traits.has_narrow_values else _c(64, 128, 8, 2)
     if kernel == "queries":
