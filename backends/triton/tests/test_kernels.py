@@ -153,6 +153,21 @@ def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered:
     assert not out[:, :, ~rows].isfinite().all()
 
 
+def test_grouped_heads_of_float32_in_parts() -> None:
+    """Four query heads of a key head that all batch entries share."""
+    query, key, value = randn(2, 4, 40, 160), randn(1, 1, 70, 160), randn(1, 1, 70, 176)
+    query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
+    out = attention(query, key, value, enable_gqa=True, scale=1.0)
+    dout = randn(2, 4, 40, 176)
+    found = (out, *torch.autograd.grad(out, (query, key, value), dout))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    weights = (exact[0] @ exact[1].mT).softmax(-1)
+    expected = weights @ exact[2]
+    wanted = (expected, *torch.autograd.grad(expected, exact, dout.double()))
+    for result, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result.double(), right, atol=2e-4, rtol=1e-5)
+
+
 def test_parts_leave_nothing_to_pad(
     launched: list[tuple[launch.Program, Mapping[str, object]]],
 ) -> None:
@@ -523,6 +538,7 @@ def test_tiles_in_parts_have_configurations_of_their_own() -> None:
         ("keys", narrow._replace(shares_keys=True)): "64x64, 8 warps, 3 stages",
         ("queries", Traits(160, 2)): "128x64, 8 warps, 2 stages",
         ("queries", narrow): "128x64, 8 warps, 3 stages",
+        ("queries", narrow._replace(mask_reads_pairs=True)): "128x64, 8 warps, 2 stages",
         ("forward", Traits(192, 2, is_scored=True)): "128x64, 8 warps, 3 stages",
         ("forward", narrow._replace(mask_reads=True)): "64x64, 4 warps, 2 stages",
         ("forward", Traits(192, 2, score_reads_pairs=True)): "64x32, 4 warps, 2 stages",
@@ -533,6 +549,7 @@ def test_tiles_in_parts_have_configurations_of_their_own() -> None:
     }
     for (kernel, traits), config in wanted.items():
         assert str(config_for("hopper", kernel, traits)) == config
+    assert config_of("keys", 192, torch.bfloat16, (128, 64)) == "64x64 8"
 
 
 def test_a_score_mod_of_head_dim_128_takes_no_parts() -> None:

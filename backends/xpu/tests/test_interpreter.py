@@ -129,7 +129,7 @@ def test_a_ragged_call_with_mods_and_grouped_heads(dtype: torch.dtype) -> None:
     check((75, 90), 40, dtype, mods=True)
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 192, 256])
 def test_each_width_of_the_table(width: int) -> None:
     check((65, 70), width, torch.float16, mods=False)
 

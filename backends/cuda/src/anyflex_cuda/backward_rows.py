@@ -15,7 +15,7 @@ import triton.language as tl
 from anyflex_triton.backward import delta_of_rows, store_weighing
 from anyflex_triton.backward_keys import add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.column_parts import parts_of_rows, store_parts, zeros_of_parts
+from anyflex_triton.column_parts import load_row_parts, store_parts, zeros_of_parts
 from anyflex_triton.tiles import bounded_run, mask_row, store_rows, strange, tensor_at
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
@@ -129,8 +129,8 @@ def repair_queries(
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = parts_of_rows(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE)
-    do = parts_of_rows(
+    q = load_row_parts(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    do = load_row_parts(
         do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
     )
     lse2 = tl.load(row_values + at)
@@ -179,8 +179,8 @@ def repair_keys(
     kv_head = unit % kv_heads
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = parts_of_rows(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE)
-    v = parts_of_rows(
+    k = load_row_parts(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE)
+    v = load_row_parts(
         v_base, v_strides, keys, kv_length, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]

@@ -12,7 +12,7 @@ from anyflex_triton.column_parts import (
     chosen_rows,
     finite_parts,
     load_parts,
-    parts_of_rows,
+    load_row_parts,
     store_parts,
     zeros_of_parts,
 )
@@ -165,8 +165,8 @@ def key_kernel(
     keys = first_key + tl.arange(0, BLOCK_N)
     k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
     v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = parts_of_rows(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE)
-    v = parts_of_rows(
+    k = load_row_parts(k_base, k_strides, keys, end_key, DIM, D, UNITS[1], SCATTERED[1], WIDE)
+    v = load_row_parts(
         v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]

@@ -11,7 +11,7 @@ from anyflex_triton.column_parts import (
     any_strange,
     finite_parts,
     load_parts,
-    parts_of_rows,
+    load_row_parts,
     store_parts,
     zeros_of_parts,
 )
@@ -113,8 +113,8 @@ def query_kernel(
         first_row = tile * BLOCK_M
         end_row = q_length
         run = 0
-        # Of parts, else ptxas makes products wait for each other (C7515) where sums begin at a
-        # loop that isn't in another one.
+        # Always 1, which ptxas mustn't know where sums have parts: outside of another loop
+        # products would wait for each other (C7515).
         last_run = tl.minimum(tiles, 1) if DIM > D else 1
     if first_row >= end_row:
         return
@@ -137,8 +137,8 @@ def query_kernel(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = parts_of_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
-    do = parts_of_rows(
+    q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    do = load_row_parts(
         do_base, do_strides, rows, end_row, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
     )
     at = bh.to(tl.int64) * values_of_head + rows

@@ -21,7 +21,7 @@ __all__ = [
     "chosen_rows",
     "finite_parts",
     "load_parts",
-    "parts_of_rows",
+    "load_row_parts",
     "product_of_rows",
     "scaled_rows",
     "store_parts",
@@ -49,7 +49,7 @@ def load_parts(
 
 
 @triton.jit
-def parts_of_rows(
+def load_row_parts(
     base, strides, rows, end, DIM: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr,
     SCATTERED: tl.constexpr, WIDE: tl.constexpr,
 ):

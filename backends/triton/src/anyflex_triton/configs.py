@@ -35,6 +35,7 @@ class Config:
             which takes registers for both.
         parts: of forward: a row's largest score and its sum of weights are found in parts, which
             don't wait for each other.
+        least_warps: of a tile that a mask's blocks make smaller (`fitted`).
     """
 
     block_m: int
@@ -42,6 +43,7 @@ class Config:
     options: Options
     overlap: bool = False
     parts: bool = False
+    least_warps: int = 4
 
     def __str__(self) -> str:
         options = self.options
@@ -77,7 +79,8 @@ def _r(block_m: int, block_n: int, warps: int, stages: int) -> Config:
 # By kernel: head dims up to 64, 128 and 256, of 16-bit types; then of float32. Hopper's were the
 # fastest of ten to forty each, measured on an H200: of 16-bit types causal and full, for head dims
 # 64 and 128 at S = 8192, for 256 at 4096 (`bench/results/h200_triton.md`); of float32 causal at
-# S = 2048, and of forward for 64 and 128 those that spill nothing. Ampere's and Blackwell's
+# S = 2048, and of forward for 64 and 128 those that spill nothing; for 129 to 192 it has others
+# (`_in_column_parts`). Ampere's and Blackwell's
 # forward of float32 and head dim 64 is Hopper's. The others were never measured: they have the
 # fewest spills, which for forward of 64 and 128 are none (`bench/triton_compiles.py`, its
 # patterns; between these, one pattern has a few bytes on Hopper, outside of loops:
@@ -253,8 +256,9 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
 
 def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     is_half = traits.itemsize == 2
-    if 128 < traits.head_dim <= 192:
-        return _in_parts(kernel, traits, config)
+    reads_pairs = kernel == "forward" and is_half and traits.score_reads_pairs
+    if 128 < traits.head_dim <= 192 and kernel != "decode" and not reads_pairs:
+        return _in_column_parts(kernel, traits)
     wide = 64 < traits.head_dim <= 128 and is_half
     if kernel == "forward" and is_half and traits.head_dim <= 128 and not traits.is_scored:
         # In turns on an H200: most rows of head dim 128 0.95 to 0.98 of the time, of 64 as before
@@ -298,22 +302,27 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     return config
 
 
-def _in_parts(kernel: KernelName, traits: Traits, config: Config) -> Config:
+def _in_column_parts(kernel: KernelName, traits: Traits) -> Config:
     """For Hopper, of tiles in three parts (`column_parts`), which leave registers and shared
     memory free that head dim 256 takes. Measured on an H200 with head dims 192, 160, and 192 with
-    values of 128 (`bench/results/h200_triton.md`)."""
+    values of 128, those of float32 with 192 and a causal mask (`bench/results/h200_triton.md`).
+    What is read for each pair has room with two stages."""
+    reads_pairs = traits.score_reads_pairs or traits.mask_reads_pairs
+    stages = 2 if reads_pairs else 3
     if traits.itemsize == 4:
         return _c(16, 64, 4, 2) if kernel == "forward" else _c(32, 32, 4, 2)
     if kernel == "keys" and traits.shares_keys:
-        return _c(64, 64, 8, 2 if traits.score_reads_pairs else 3)
+        return _c(64, 64, 8, stages)
+    if kernel == "keys" and traits.has_narrow_values:
+        return _c(32, 64, 4, stages)
     if kernel == "keys":
-        return _c(32, 64, 4, 3) if traits.has_narrow_values else _c(64, 128, 8, 2)
+        # Of 64 keys 4 warps would spill 72 to 113 registers a step.
+        return replace(_c(64, 128, 8, 2), least_warps=8)
     if kernel == "queries":
-        return _c(128, 64, 8, 3 if traits.has_narrow_values else 2)
-    if kernel == "forward" and not traits.score_reads_pairs:
-        short = traits.has_narrow_values and traits.mask_reads
-        return _c(64, 64, 4, 2) if short else _c(128, 64, 8, 3)
-    return config
+        return _c(128, 64, 8, stages if traits.has_narrow_values else 2)
+    if traits.has_narrow_values and traits.mask_reads:
+        return _c(64, 64, 4, 2)
+    return _c(128, 64, 8, stages)
 
 
 def _needs_little(traits: Traits) -> bool:
@@ -384,8 +393,8 @@ def around(kernel: KernelName, config: Config) -> list[Config]:
 
 def fitted(config: Config, kernel: KernelName, block: int, may_have_fewer_warps: bool) -> Config:
     """Return the config with what a program keeps no larger than a mask's block, at least 16, and
-    fewer warps in proportion, at least 4: in tiles of 64 rows dQ of head dim 128 takes 3.48 ms on
-    an H200 with 4 warps, 6.20 with the 8 of 128 rows.
+    fewer warps in proportion, but its least: in tiles of 64 rows dQ of head dim 128 takes 3.48 ms
+    on an H200 with 4 warps, 6.20 with the 8 of 128 rows.
 
     Args:
         block: of rows; of keys for dK and dV.
@@ -395,7 +404,7 @@ def fitted(config: Config, kernel: KernelName, block: int, may_have_fewer_warps:
     size = _power_within(kept, block)
     options = config.options
     if may_have_fewer_warps and size < kept:
-        warps = min(options.num_warps, max(4, options.num_warps * size // kept))
+        warps = min(options.num_warps, max(config.least_warps, options.num_warps * size // kept))
         options = replace(options, num_warps=warps)
     if kernel == "keys":
         return replace(config, block_n=size, options=options)

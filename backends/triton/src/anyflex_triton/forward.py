@@ -12,7 +12,7 @@ from anyflex_triton.column_parts import (
     add_products,
     any_strange,
     load_parts,
-    parts_of_rows,
+    load_row_parts,
     product_of_rows,
     scaled_rows,
     zeros_of_parts,
@@ -218,7 +218,7 @@ def careful_step(
         top: [M], the largest score of all steps, or where that is yet to be found anything.
         highest: [M], of the steps so far.
     """
-    k = parts_of_rows(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE)
+    k = load_row_parts(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE)
     kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
     if READ_COLUMNS is not None:
         tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
@@ -329,7 +329,7 @@ def forward_kernel(
         value = tl.make_tensor_descriptor(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
-    q = parts_of_rows(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
+    q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
     # What mods see. Rows past the end read as the last one would.
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]

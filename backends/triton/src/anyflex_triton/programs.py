@@ -106,8 +106,8 @@ def padded(dim: int) -> int:
 def columns_of_part(dim: int) -> int:
     """Columns of a part of such a tile, for kernels whose tiles may have several (`column_parts`).
 
-    Three parts of 64 save a quarter of head dims 129 to 192. So would narrower ones of others, but
-    products of 32 columns take Hopper as long as those of 64.
+    Three parts of 64 save a quarter of head dims 129 to 192. Narrower parts would save as much of
+    other head dims, but products of 32 columns take Hopper as long as those of 64.
     """
     return 64 if 128 < dim <= 192 else padded(dim)
 
