@@ -126,7 +126,7 @@ class Asked:
         splits = max(min(over(128, self.batch * self.kv_heads), over(self.keys, 1024)), 1)
         rows = up(self.heads // self.kv_heads * self.length, 32)
         records = 4 * self.batch * self.heads * self.length * splits * (4 + self.value_dim)
-        row = 2560 + 8 * self.dim + 8 * self.value_dim
+        row = 4608 + 8 * self.dim + 8 * self.value_dim
         return records + self.threads * rows * row + self.threads * self.scratch
 
     def backward_formula(self, learned: int) -> int:

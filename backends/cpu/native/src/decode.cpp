@@ -220,6 +220,23 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
             }
 }
 
+// Asks for the first values of a tile, and the first keys of the next: softmax between them reads
+// nothing, and a processor's own prefetching begins each stream anew. What isn't read in order
+// (decode_in_order.h) asks for all it reads.
+void fetch_next(const decode_run& run, const decode_tile& t) {
+#if defined(__AVX512F__)
+    const af_problem& p = *run.p;
+    const auto fetch = [&](const af_tensor& tensor, int64_t dim, int64_t begin, int64_t end) {
+        const matrix m = matrix_of(tensor, p.dtype, t.job.b, t.job.kv_head, begin);
+        if (columns_in_order(m, dim, begin, end) == 0) return;
+        const rows_ahead rows = rows_ahead_of(m, dim);
+        for (int64_t c = 0; c < turn_in_order; ++c) rows.fetch(c);
+    };
+    fetch(p.value, p.value_head_dim, t.span.begin + t.in.part[0].begin, t.span.end);
+    fetch(p.key, p.head_dim, t.span.end, t.job.end);
+#endif
+}
+
 template <bool MASKED>
 void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
     const int rows = static_cast<int>(run.plan.rows);
@@ -329,6 +346,7 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
         decode_live(run, b, row, t);
         if (t.in.parts == 0) continue;
         scores_of_tile<DTYPE>(run, b, t, b.score);
+        fetch_next(run, t);
         if (t.in.all)
             softmax_of_tile<false>(run, b, t);
         else

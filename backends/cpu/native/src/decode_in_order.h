@@ -66,17 +66,24 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
     vf acc[VL] = {};
 #if defined(__AVX512BF16__)
     if (DTYPE == AF_BF16 && q.pairs) {
-        const uint16_t* a = q.pairs + row * DIM;
+        // In registers, so that what waits to be read is keys: a query row read for each key would
+        // fill the queue of loads, and memory be asked for a few keys at a time.
+        constexpr int steps = DIM / (2 * VL);
+        __m512bh y[R][steps];
+        AF_UNROLL
+        for (int r = 0; r < R; ++r)
+            AF_UNROLL
+            for (int d = 0; d < steps; ++d)
+                y[r][d] = reinterpret_cast<__m512bh>(
+                    _mm512_loadu_si512(q.pairs + (row + r) * DIM + d * 2 * VL));
         AF_UNROLL
         for (int i = 0; i < K; ++i, key.next_row())
             AF_UNROLL
-            for (int d = 0; d < DIM; d += 2 * VL, key.move(64)) {
+            for (int d = 0; d < steps; ++d, key.move(64)) {
                 const __m512bh x = reinterpret_cast<__m512bh>(_mm512_loadu_si512(key.at));
                 AF_UNROLL
                 for (int r = 0; r < R; ++r)
-                    acc[r * K + i] = _mm512_dpbf16_ps(
-                        acc[r * K + i], x,
-                        reinterpret_cast<__m512bh>(_mm512_loadu_si512(a + r * DIM + d)));
+                    acc[r * K + i] = _mm512_dpbf16_ps(acc[r * K + i], x, y[r][d]);
             }
         return across<true>(acc);
     }
@@ -98,9 +105,12 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
 template <int DTYPE, int DIM>
 static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
                             int64_t end, float scale, float* score, int64_t ld) {
+    // Rows of 16 bits: as many of queries as are in registers beside VL sums, or read anew by four
+    // keys each take a key less long.
+    constexpr int most = DTYPE != AF_F32 && DIM > 96 ? 2 : 4;
     for (int64_t c = begin; c < end; c += turn_in_order) {
         const auto first = row_in_order<DTYPE, DIM>::of(keys, c, end);
-        in_groups_of_rows<4>(rows, [&](auto count, int row) AF_FLAT {
+        in_groups_of_rows<most>(rows, [&](auto count, int row) AF_FLAT {
             constexpr int R = decltype(count)::value, K = VL / R;
             auto key = first;
             for (int64_t i = 0; i < turn_in_order; i += K) {
