@@ -28,7 +28,7 @@ OF_LARGE = (
 """What only large calls reach, at every level."""
 
 # Constants that the library doesn't tell.
-TILE = 512  # keys: decode_columns in decode_plan.h; tile_columns in forward_plan.h is 256
+TILES = {"prefill": 256, "decode": 512}  # keys: tile_columns, decode_columns in *_plan.h
 FEW_BYTES = 10**6  # of keys and values: decode_threads in decode.cpp, threads_worth in tiles.h
 
 
@@ -65,10 +65,10 @@ class Paths:
         yield variant
         if max(p.head_dim, p.value_head_dim) > 64:
             yield "head dims above 64"
-        if p.kv_length > TILE and has_gaps(p):
+        if p.kv_length > TILES[variant] and has_gaps(p):
             yield "a mask with gaps over several tiles of keys"
         if variant == "prefill":
-            if p.kv_length > TILE:
+            if p.kv_length > TILES["prefill"]:
                 yield "prefill over several tiles of keys"
             return
         # Heads with rows of runs of their own are decoded one by one.

@@ -143,8 +143,8 @@ def test_backward_has_parts_of_two_tiles_at_least(
 
 
 def test_gaps_of_a_mask_are_noted(paths: Paths) -> None:
-    mask = anyflex.create_block_mask(lambda b, h, q, k: (k < 100) | (k >= 300), None, None, 1, 400)
-    attend(1, 400, mask)
+    mask = anyflex.create_block_mask(lambda b, h, q, k: (k < 200) | (k >= 600), None, None, 1, 700)
+    attend(1, 700, mask)
     gaps = "a mask with gaps over several tiles of keys"
     assert paths.taken == {"decode", gaps, "backward", "backward in several parts"}
 
