@@ -105,8 +105,8 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
 template <int DTYPE, int DIM>
 static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
                             int64_t end, float scale, float* score, int64_t ld) {
-    // Rows of 16 bits: as many of queries as are in registers beside VL sums, or read anew by four
-    // keys each take a key less long.
+    // Four rows of pairs of 128 columns are not in registers beside VL sums. Of float16, which are
+    // floats by then, two rows and twice the keys at a time take a twentieth less than four.
     constexpr int most = DTYPE != AF_F32 && DIM > 96 ? 2 : 4;
     for (int64_t c = begin; c < end; c += turn_in_order) {
         const auto first = row_in_order<DTYPE, DIM>::of(keys, c, end);
