@@ -126,13 +126,22 @@ static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k,
     // through all tiles.
     vf acc[M][N] = {};
     multiply(acc, k, a, a_row, a_k, b, b_row, ahead);
+    if constexpr (HOW == into::store) {
+        // A branch costs less than products with 1, which most scales are.
+        if (scale != 1.0f) {
+            AF_UNROLL
+            for (int i = 0; i < M; ++i)
+                AF_UNROLL
+                for (int j = 0; j < N; ++j) acc[i][j] *= splat(scale);
+        }
+    }
     AF_UNROLL
     for (int i = 0; i < M; ++i)
         AF_UNROLL
         for (int j = 0; j < N; ++j) {
             float* at = c + i * ldc + j * VL;
             if constexpr (HOW == into::store)
-                store(at, acc[i][j] * splat(scale));
+                store(at, acc[i][j]);
             else if constexpr (HOW == into::add)
                 store(at, load(at) + acc[i][j]);
             else
