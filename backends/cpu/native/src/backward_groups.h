@@ -62,37 +62,39 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = g * group, from = live.begin[g], to = live.end[g];
         const int64_t query_words = plan.head_dim / word, dout_words = plan.value_dim / word;
-        // The rows have left the second cache since another tile of keys read them.
-        if (g + 1 < groups) {
-            const int64_t next = first + group;
-            prefetch_rows(at.operands.query + next * query_words, group * query_words * 4);
-            prefetch_rows(at.operands.dout + next * dout_words, group * dout_words * 4);
-        }
         clear_operands<PAIRS>(t, first, 0, from);
         clear_operands<PAIRS>(t, first, to, t.kv_rows);
         float* dq = at.dq ? at.dq + first * plan.head_dim : nullptr;
-        if (dq) prefetch_rows(dq, group * plan.head_dim * 4);
         if (from == to) {
             if (dq && at.dq_is_new) memset(dq, 0, group * plan.head_dim * 4);
             continue;
         }
+        pieces_ahead ahead;
+        if (dq) ahead.add(dq, group * plan.head_dim * 4);
+        if (g + 1 < groups) {
+            const int64_t next = first + group;
+            ahead.add(at.operands.query + next * query_words, group * query_words * 4);
+            ahead.add(at.operands.dout + next * dout_words, group * dout_words * 4);
+        }
+        if (PAIRS && has_tiles) ahead.rest();
         for (int64_t c = from; c < to; c += t.strip) {
             const int64_t end = smaller(c + t.strip, to), panels = (end - c) / NR;
-            score_product<PAIRS>(at, t, first, c, end);
+            score_product<PAIRS>(at, t, first, c, end, ahead);
             multiply_rows<PAIRS, into::store>(
                 group, panels, value_k, at.operands.dout + first * dout_words, dout_words, 1,
                 t.kv.value_t + c * (value_k / word),
-                value_k / word * NR, t.grad, t.strip);
+                value_k / word * NR, t.grad, t.strip, ahead);
             if (bad_q) bad_rows(at).products(at, t, first, c, end);
             apply_mods<PAIRS>(at, t, first, c, end);
         }
+        ahead.rest();
         if (dq) {
             const void* ds = PAIRS ? static_cast<void*>(t.grad_rows + from) : t.grad;
-            const auto multiply = at.dq_is_new ? multiply_rows<PAIRS, into::store>
-                                               : multiply_rows<PAIRS, into::add>;
+            const auto multiply = at.dq_is_new ? multiply_rows<PAIRS, into::store, panel_ahead>
+                                               : multiply_rows<PAIRS, into::add, panel_ahead>;
             multiply(group, ceil_div(p.head_dim, NR), to - from, static_cast<const uint32_t*>(ds),
                      PAIRS ? t.kv_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
-                     t.kv_rows / word * NR, dq, plan.head_dim);
+                     t.kv_rows / word * NR, dq, plan.head_dim, panel_ahead());
         }
         if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
     }

@@ -84,18 +84,61 @@ struct tile_place {
 constexpr int64_t longest_sum_of_gradients = 64;
 
 // Left sides of float products may have any strides; those of pairs are rows.
-template <bool PAIRS, into HOW>
+template <bool PAIRS, into HOW, class AHEAD = panel_ahead>
 static void multiply_rows(int64_t rows, int64_t panels, int64_t k, const uint32_t* a,
                           int64_t a_row, int64_t a_k, const uint32_t* b, int64_t b_panel,
-                          float* c, int64_t ldc) {
+                          float* c, int64_t ldc, AHEAD&& ahead = AHEAD()) {
     if constexpr (PAIRS)
         gemm_pairs<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const uint16_t*>(a),
-                        a_row, b, b_panel, c, ldc, 1.0f, nullptr);
+                        a_row, b, b_panel, c, ldc, 1.0f, nullptr, ahead);
     else
         gemm<HOW>(static_cast<int>(rows), panels, k, reinterpret_cast<const float*>(a), a_row,
                   a_k, reinterpret_cast<const float*>(b), b_panel, c, ldc, 1.0f, nullptr,
-                  longest_sum_of_gradients);
+                  longest_sum_of_gradients, ahead);
 }
+
+// Beside a product, a line each time that it takes another row of its panel: what is read after
+// it, which has left the second cache since another tile of keys read it. Asked for at once, lines
+// fill all places for those in flight.
+struct pieces_ahead {
+    const char* at;
+    int64_t lines;  // left from `at`; 0: none in any piece
+    struct {
+        const char* at;
+        int64_t lines;
+    } later[2];
+
+    pieces_ahead() { memset(this, 0, sizeof *this); }
+    // One of at most three, in the order in which they are asked for.
+    void add(const void* piece, int64_t bytes) {
+        if (bytes == 0) return;
+        const char* from = static_cast<const char*>(piece);
+        if (lines == 0) {
+            at = from;
+            lines = bytes / 64;
+            return;
+        }
+        later[later[0].lines > 0] = {from, bytes / 64};
+    }
+    AF_INLINE_MEMBER void line() {
+        if (lines == 0) return;
+        __builtin_prefetch(at, 0, 2);
+        at += 64;
+        if (--lines > 0) return;
+        at = later[0].at;
+        lines = later[0].lines;
+        later[0] = later[1];
+        later[1].lines = 0;
+    }
+    AF_INLINE_MEMBER void operator()(const void* row) {
+        prefetch_panel(row);
+        line();
+    }
+    // The others.
+    void rest() {
+        while (lines > 0) line();
+    }
+};
 
 // bf16 of two rows: as words of both, row r in the low half, and as rows.
 AF_INLINE void store_pair(vf low, vf high, uint32_t* words, uint16_t* low_row,
@@ -387,16 +430,16 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
 }
 
 // Products of a group's queries with keys [from, to), to `score`.
-template <bool PAIRS>
+template <bool PAIRS, class AHEAD = panel_ahead>
 static void score_product(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
-                          int64_t to) {
+                          int64_t to, AHEAD&& ahead = AHEAD()) {
     const backward_plan& plan = *at.plan;
     constexpr int64_t word = PAIRS ? 2 : 1;
     const int64_t k = PAIRS ? plan.head_dim : at.args->problem.head_dim;
     multiply_rows<PAIRS, into::store>(group, (to - from) / NR, k,
                                       at.operands.query + first * plan.head_dim / word,
                                       plan.head_dim / word, 1, t.kv.key_t + from * (k / word),
-                                      k / word * NR, t.score, t.strip);
+                                      k / word * NR, t.score, t.strip, ahead);
 }
 
 }  // namespace AF_LEVEL

@@ -188,11 +188,10 @@ constexpr int64_t longest_sum = 128;
 
 // C[rows][panels * NR] (+)= A[rows][k] * B; `b_panel` words from a panel to the next.
 // `scale` is for into::store, which has one sum whatever k, alpha[rows] for into::rescale.
-template <into HOW>
+template <into HOW, class AHEAD = panel_ahead>
 static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_row, int64_t a_k,
                  const float* b, int64_t b_panel, float* c, int64_t ldc, float scale,
-                 const float* alpha, int64_t longest = longest_sum) {
-    panel_ahead ahead;
+                 const float* alpha, int64_t longest = longest_sum, AHEAD&& ahead = AHEAD()) {
     for (int64_t j = 0; j < panels; ++j) {
         const float* panel = b + j * b_panel;
         if constexpr (HOW == into::store) {
@@ -224,16 +223,16 @@ AF_INLINE void pairs_end() {}
 #endif
 
 // The same on pairs: `k` counts single elements and is even, `a_row` pairs, `a` is 4-byte aligned.
-template <into HOW>
+// On tiles nothing is asked of `ahead`.
+template <into HOW, class AHEAD = panel_ahead>
 static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, int64_t a_row,
                        const uint32_t* b, int64_t b_panel, float* c, int64_t ldc, float scale,
-                       const float* alpha) {
+                       const float* alpha, AHEAD&& ahead = AHEAD()) {
 #if defined(__AMX_BF16__)
     gemm_tiles<HOW>(rows, panels, k, a, a_row, b, b_panel, c, ldc, scale, alpha);
 #elif defined(__AVX512BF16__)
     typedef uint32_t pair __attribute__((may_alias));
     const pair* words = reinterpret_cast<const pair*>(a);
-    panel_ahead ahead;
     for (int64_t j = 0; j < panels; ++j)
         panel_rows<HOW, 2, uint32_t>(rows, k / 2, words, a_row, 1, b + j * b_panel, NR,
                                      c + j * NR, ldc, scale, alpha, ahead);
