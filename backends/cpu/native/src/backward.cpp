@@ -225,16 +225,24 @@ void dq_job(void* context, int64_t index, int) {
     const int64_t floats = plan.dq_tile_floats();
     float* sum = run.dq + run.partial_of(unit, 0, stream, tile) * floats;
     if (!run.touched[run.partial_of(unit, 0, stream, tile)]) memset(sum, 0, floats * 4);
+    const float* more[wanted_jobs];
+    int partials = 0;
     for (int64_t i = 1; i < plan.partitions; ++i) {
         const int64_t partial = run.partial_of(unit, i, stream, tile);
-        if (!run.touched[partial]) continue;
-        const float* more = run.dq + partial * floats;
-        for (int64_t j = 0; j < rows * plan.head_dim; j += VL)
-            store(sum + j, load(sum + j) + load(more + j));
+        if (run.touched[partial]) more[partials++] = run.dq + partial * floats;
     }
-    for (int64_t r = 0; r < rows; ++r)
+    for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t j = r * plan.head_dim; j < (r + 1) * plan.head_dim; j += VL) {
+            vf x = load(sum + j);
+            for (int i = 0; i < partials; ++i) {
+                __builtin_prefetch(more[i] + j + 4 * plan.head_dim, 0, 3);
+                x += load(more[i] + j);
+            }
+            store(sum + j, x);
+        }
         write_row(sum + r * plan.head_dim, p.head_dim, static_cast<float>(p.scale), run.args->dq,
                   p.dtype, b, h, tile * q_tile_rows + r);
+    }
 }
 
 void captured_job(void* context, int64_t index, int) {
