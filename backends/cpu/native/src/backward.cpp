@@ -225,7 +225,7 @@ void dq_job(void* context, int64_t index, int) {
     const int64_t floats = plan.dq_tile_floats();
     float* sum = run.dq + run.partial_of(unit, 0, stream, tile) * floats;
     if (!run.touched[run.partial_of(unit, 0, stream, tile)]) memset(sum, 0, floats * 4);
-    const float* more[wanted_jobs];
+    const float* more[wanted_jobs];  // partitions aren't more
     int partials = 0;
     for (int64_t i = 1; i < plan.partitions; ++i) {
         const int64_t partial = run.partial_of(unit, i, stream, tile);
@@ -235,7 +235,7 @@ void dq_job(void* context, int64_t index, int) {
         for (int64_t j = r * plan.head_dim; j < (r + 1) * plan.head_dim; j += VL) {
             vf x = load(sum + j);
             for (int i = 0; i < partials; ++i) {
-                __builtin_prefetch(more[i] + j + 4 * plan.head_dim, 0, 3);
+                __builtin_prefetch(more[i] + j + 4 * plan.head_dim, 0, 3);  // of row r + 4
                 x += load(more[i] + j);
             }
             store(sum + j, x);

@@ -96,21 +96,25 @@ AF_INLINE void multiply(vf (&acc)[M][N], int64_t k, const float* a, int64_t a_ro
 
 #if defined(__AVX512BF16__)
 // Pairs are loaded as floats: vpbroadcastd would cost each call 20 cycles more on a Zen 4.
-typedef float pair_bits __attribute__((may_alias));
 AF_INLINE __m512bh load_pairs(const uint32_t* b) {
-    return reinterpret_cast<__m512bh>(load(reinterpret_cast<const pair_bits*>(b)));
+    return reinterpret_cast<__m512bh>(load(reinterpret_cast<const float*>(b)));
+}
+AF_INLINE __m512bh splat_pair(const uint32_t& pair) {
+    float bits;
+    __builtin_memcpy(&bits, &pair, sizeof bits);
+    return reinterpret_cast<__m512bh>(_mm512_set1_ps(bits));
 }
 
 template <int M, class AHEAD>
 AF_INLINE void multiply(vf (&acc)[M][2], int64_t pairs, const uint32_t* a, int64_t a_row, int64_t,
                         const uint32_t* b, int64_t b_row, AHEAD& ahead) {
-    row_pointers<M, pair_bits> rows(reinterpret_cast<const pair_bits*>(a), a_row);
+    row_pointers<M, uint32_t> rows(a, a_row);
     for (int64_t p = 0; p < pairs; ++p, rows.step(1), b += b_row) {
         const __m512bh b0 = load_pairs(b), b1 = load_pairs(b + VL);
         ahead(b + prefetched_rows * b_row);
         AF_UNROLL
         for (int i = 0; i < M; ++i) {
-            const __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_ps(rows[i]));
+            const __m512bh x = splat_pair(rows[i]);
             acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, b0);
             acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, b1);
         }
