@@ -223,7 +223,7 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
 // Asks for the first values of a tile, and the first keys of the next: softmax between them reads
 // nothing, and a processor's own prefetching begins each stream anew. What isn't read in order
 // (decode_in_order.h) asks for all it reads.
-void fetch_next(const decode_run& run, const decode_tile& t) {
+void fetch_next([[maybe_unused]] const decode_run& run, [[maybe_unused]] const decode_tile& t) {
 #if defined(__AVX512F__)
     const af_problem& p = *run.p;
     const auto fetch = [&](const af_tensor& tensor, int64_t dim, int64_t begin, int64_t end) {

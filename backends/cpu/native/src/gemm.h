@@ -231,7 +231,7 @@ AF_INLINE void pairs_end() {}
 template <into HOW, class AHEAD = panel_ahead>
 static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, int64_t a_row,
                        const uint32_t* b, int64_t b_panel, float* c, int64_t ldc, float scale,
-                       const float* alpha, AHEAD&& ahead = AHEAD()) {
+                       const float* alpha, [[maybe_unused]] AHEAD&& ahead = AHEAD()) {
 #if defined(__AMX_BF16__)
     gemm_tiles<HOW>(rows, panels, k, a, a_row, b, b_panel, c, ldc, scale, alpha);
 #elif defined(__AVX512BF16__)
