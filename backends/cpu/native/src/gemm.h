@@ -100,7 +100,7 @@ AF_INLINE __m512bh load_pairs(const uint32_t* b) {
     return reinterpret_cast<__m512bh>(load(reinterpret_cast<const float*>(b)));
 }
 AF_INLINE __m512bh splat_pair(const uint32_t& pair) {
-    float bits;
+    float bits;  // rows may have been written as 16 bits
     __builtin_memcpy(&bits, &pair, sizeof bits);
     return reinterpret_cast<__m512bh>(_mm512_set1_ps(bits));
 }
@@ -235,8 +235,7 @@ static void gemm_pairs(int rows, int64_t panels, int64_t k, const uint16_t* a, i
 #if defined(__AMX_BF16__)
     gemm_tiles<HOW>(rows, panels, k, a, a_row, b, b_panel, c, ldc, scale, alpha);
 #elif defined(__AVX512BF16__)
-    typedef uint32_t pair __attribute__((may_alias));
-    const pair* words = reinterpret_cast<const pair*>(a);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(a);
     for (int64_t j = 0; j < panels; ++j)
         panel_rows<HOW, 2, uint32_t>(rows, k / 2, words, a_row, 1, b + j * b_panel, NR,
                                      c + j * NR, ldc, scale, alpha, ahead);
