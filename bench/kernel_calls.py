@@ -10,12 +10,14 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "hopper 64x128, backward hopper": (8, 16, 56, 64, 92, 278, 329),
     "hopper 64x128, backward hopper, dq portable": (7, 83),
     "hopper 64x128, backward hopper, dq and captured portable": (67, 357),
-    "hopper 64x64, backward portable": (142,),
+    "hopper 64x64, backward hopper wide": (5, 31, 142),
     "hopper 128x128": (51,),
     "hopper 128x128, backward hopper": (6, 18, 240),
     "hopper 128x128, backward hopper, dq portable": (435,),
-    "hopper 128x128, backward portable": (9,),
-    "hopper 128x64, backward portable": (15,),
+    "hopper 128x128, backward hopper wide": (75,),
+    "hopper 128x128, backward hopper wide, dq and captured portable": (9,),
+    "hopper 128x128, backward portable": (66,),
+    "hopper 128x64, backward hopper wide": (15,),
     "hopper 192x128, backward hopper": (36,),
     "hopper 192x128, backward hopper, dq portable": (183,),
     "hopper decode, backward hopper": (48, 54),
@@ -25,7 +27,8 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
 }
 """What `explain` says of a call, without numbers and reasons -> calls. Forward's first number is a
 tile's rows, 64 for each consumer. dQ is portable under deterministic algorithms (every fourth
-call). Captured tensors learn in 6, 56, 67, 240, 278, 329 and 357. Backward's steps are of 64 rows
-and of 128; masks are there and not. 9 has columns of two parts."""
+call), but not above head dim 128. Captured tensors learn in 6, 9, 56, 67, 240, 278, 329 and 357.
+Backward's steps are of 64 rows and of 128; masks are there and not. 15 and 75 have columns of two
+parts."""
 
 OF_EACH_KERNEL = tuple(sorted(number for numbers in KERNELS.values() for number in numbers))

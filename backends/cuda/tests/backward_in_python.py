@@ -25,11 +25,14 @@ from anyflex.testing import posing
 from anyflex_cuda import (
     forward_call,
     hopper_backward,
+    hopper_wide_backward,
     kernel,
     largest,
     memory_views,
     named_barriers,
     spoken_words,
+    step_weights,
+    tile_parts,
 )
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import GluonProgram
@@ -109,8 +112,10 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
+LOG2E = 1.4426950408889634
 LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
+WIDE = ("prepare_kernel", "key_kernel", "query_kernel", "repair_kernel")
 CASES = [
     Case("plain", again=True),
     Case("score mod and mask", score=scaled, score_backward=halved, mask=packed),
@@ -131,6 +136,32 @@ CASES = [
         learns=True,
     ),
     Case("learns, no weights, odd", score=steep, score_backward=same, odd=True, learns=True),
+    Case("wide", dims=(136, 160), mask=packed, again=True, launched=WIDE),
+    Case("wide keys, repeatable", dims=(136, 40), repeatable=True, launched=WIDE),
+    Case(
+        "wide values, odd with a score mod",
+        dims=(64, 136),
+        score=scaled,
+        score_backward=halved,
+        mask=packed,
+        odd=True,
+        launched=WIDE,
+    ),
+    Case(
+        "wide, far, no slope",
+        dims=(136, 136),
+        score=far_without_slope,
+        score_backward=none,
+        launched=WIDE,
+    ),
+    Case(
+        "wide, learns",
+        dims=(136, 136),
+        score=scaled,
+        score_backward=halved,
+        learns=True,
+        launched=("prepare_kernel", "key_kernel", "repair_kernel", "query_kernel"),
+    ),
     Case(
         "learns by pair",
         score=scaled,
@@ -176,11 +207,15 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
         "SCORE_MOD_BACKWARD": case.score_backward,
         "MASK_MOD": case.mask,
     }
-    if given["CAPTURED_GRADIENTS"] is not None:
+    if given.get("CAPTURED_GRADIENTS") is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = (largest, memory_views, named_barriers, spoken_words)
-    run_kernel(hopper_backward, "backward_kernel", min(grid, 3), given, seed=0, more=more)
+    more = [largest, memory_views, named_barriers, spoken_words, step_weights]
+    module, name = hopper_backward, program.function.__name__
+    if name != "backward_kernel":
+        module, more = hopper_wide_backward, [*more, tile_parts, hopper_backward]
+    programs = min(grid, 3) if module is hopper_backward else grid
+    run_kernel(module, name, programs, given, 0, more=more, given={"LOG2E": LOG2E})
 
 
 def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:

@@ -23,7 +23,7 @@ from with_ptxas import compiled, compiling, spills_of
 import anyflex
 from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
-from anyflex_cuda import forward_call
+from anyflex_cuda import forward_call, hopper_wide_backward
 from anyflex_cuda.backend import CudaBackend
 from anyflex_triton.launch import Program
 
@@ -71,8 +71,9 @@ CALLS: Sequence[tuple[str, dict[str, Any]]] = [
     ("slopes that learn", {}),
     ("distances that learn", {"dims": (64, 64)}),
     ("softcap", {"dims": (128, 64), "lengths": (1000, 900), "kv_heads": 2}),
+    ("documents", {"dims": (256, 256)}),
 ]
-"""Steps of 64 rows and of 128, and what takes most registers."""
+"""Steps of 64 rows and of 128, what takes most registers, and tiles of 256 columns."""
 MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("full", {}),
     ("softcap", {}),
@@ -81,6 +82,10 @@ MORE: Sequence[tuple[str, dict[str, Any]]] = [
     ("many", {"dims": (64, 64)}),
     ("distances that learn", {}),
     ("alibi", {"dims": (64, 128), "dtype": torch.float16}),
+    ("full", {"dims": (256, 256)}),
+    ("softcap", {"dims": (256, 256), "lengths": (1000, 900), "kv_heads": 2}),
+    ("causal", {"dims": (192, 128), "dtype": torch.float16}),
+    ("alibi", {"dims": (64, 192)}),
 ]
 
 
@@ -166,16 +171,23 @@ def run_loops(ttgir: str) -> str:
     return f"{sum(loads.values())}/{len(loads)}"
 
 
-def unfenced(ptx: str) -> str:
+def unfenced(ptx: str, to_products: bool) -> str:
     """ "0/9": where tiles in shared memory are handed to TMA or to the other consumer's products,
-    without a fence since they were stored, and all such places."""
+    without a fence since they were stored, and all such places.
+
+    Args:
+        to_products: what a consumer hands to the other is for its products.
+    """
     handed, bare, stored = 0, 0, False
+    places = r"cp\.\S*bulk\.tensor\S*\.global\.shared::cta"
+    if to_products:
+        places += r"|bar\.arrive .*, 256;"
     for line in ptx.splitlines():
         if "stmatrix" in line or "st.shared.v4" in line:
             stored = True
         elif "fence.proxy.async" in line:
             stored = False
-        elif re.search(r"bar\.arrive .*, 256;|cp\.\S*bulk\.tensor\S*\.global\.shared::cta", line):
+        elif re.search(places, line):
             handed += 1
             bare += stored
     return f"{bare}/{handed}"
@@ -191,10 +203,11 @@ def main() -> int:
                 done.add(id(program))
                 made, told = compiled(program)
                 name = f"{case} {more.get('dims', (128, 128))}".replace(" ", "")
+                wide = program.function.__module__ == hopper_wide_backward.__name__
                 print(
-                    name, program.function.__name__, made.metadata.shared, spills_of(told),
-                    "serialized" if "serialized" in told else "free", run_loops(made.asm["ttgir"]),
-                    unfenced(made.asm["ptx"]), flush=True,
+                    name, "wide_" * wide + program.function.__name__, made.metadata.shared,
+                    spills_of(told), "serialized" if "serialized" in told else "free",
+                    run_loops(made.asm["ttgir"]), unfenced(made.asm["ptx"], not wide), flush=True,
                 )  # fmt: skip
     return 0
 

@@ -30,11 +30,11 @@ from anyflex_cuda import (
     decode_steps,
     forward_call,
     hopper_decode,
-    hopper_forward,
     row_sums,
     spoken_words,
     step_scores,
     strange_values,
+    tile_parts,
 )
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton import forward, tiles
@@ -45,8 +45,8 @@ from interpreting import hasten
 
 LOWEST = torch.finfo(torch.float32).min
 CALLED = (
-    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
-    row_sums, decode_parts,
+    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, tile_parts,
+       row_sums, decode_parts,
 )  # fmt: skip
 
 

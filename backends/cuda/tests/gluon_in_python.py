@@ -219,6 +219,7 @@ class Barrier:
 class Bars:
     def __init__(self, count: int) -> None:
         self.bars = [Barrier() for _ in range(count)]
+        self.shape = (count, 1)
 
     def index(self, i: int) -> Barrier:
         return self.bars[i]

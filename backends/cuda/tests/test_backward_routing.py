@@ -21,6 +21,8 @@ from anyflex_triton.launch import Program
 Mod = Callable[..., Any]
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
 WITHOUT_DQ = ["prepare_kernel", "backward_kernel", "repair_kernel"]
+WIDE = ["prepare_kernel", "key_kernel", "query_kernel", "repair_kernel"]
+WIDE_WITHOUT_DQ = ["prepare_kernel", "key_kernel", "repair_kernel"]
 
 
 def by_head(table: Any, s: Any, h: Any, i: Any, j: Any) -> Any:
@@ -74,13 +76,14 @@ def called(
     learns: bool | Mod = False,
     expanded: bool = False,
     query: torch.Tensor | None = None,
+    scored: Mod | None = None,
 ) -> tuple[list[str], str]:
     """(names of what backward launches, what explain says)."""
     q, k, v = (torch.zeros(2, 2, 300, d).to(dtype) for d in (dims[0], *dims))
     q = q if query is None else query
     leaves = {"q": q, "k": k, "v": v}
     chosen = [leaves[name].requires_grad_() for name in wanted]
-    score = None
+    score = scored
     if learns:
         table = torch.zeros(2, 600).requires_grad_()
         chosen.append(table)
@@ -122,14 +125,67 @@ def test_a_call_that_fits_takes_hoppers_backward(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        {"dims": (256, 256)},
+        {"dims": (192, 128), "dtype": torch.float16},
+        {"dims": (136, 16), "block": (128, 64)},
+        {"dims": (64, 256), "expanded": True},
+    ],
+)
+def test_above_head_dim_128_dk_with_dv_and_dq_have_kernels_of_their_own(
+    call: dict[str, Any],
+) -> None:
+    names, said = called(**call)
+    assert names == WIDE
+    assert said.endswith(", backward hopper wide")
+
+
+def test_above_head_dim_128_sums_repeat_anyway() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        names, said = called(dims=(256, 256))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert names == WIDE
+    assert said.endswith(", backward hopper wide")
+
+
+def test_above_head_dim_128_what_learns_is_portable() -> None:
+    names, said = called(dims=(192, 192), learns=True)
+    assert names == [*WIDE_WITHOUT_DQ, "query_kernel"]
+    assert said.endswith(", backward hopper wide, dq and captured portable")
+
+
+def test_above_head_dim_128_dq_that_nobody_wants_is_not_made() -> None:
+    assert called(dims=(192, 192), wanted="kv")[0] == WIDE_WITHOUT_DQ
+
+
+def test_tables_that_shared_memory_has_no_room_for_take_the_portable_backward() -> None:
+    tables = [torch.zeros(2, 2, 2, 2) for _ in range(38)]
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        for table in tables:
+            s = s + table[0, 0, 0, h]
+        return s
+
+    names, said = called(dims=(256, 256), scored=score)
+    assert names[0] == "row_kernel"
+    assert "38 captured tensors, for which shared memory has no room" in said
+
+
+@pytest.mark.parametrize(
     ("call", "reason"),
     [
         ({"dtype": torch.float32}, "float32"),
-        ({"dims": (32, 64)}, "head dims 32 and 64, for it takes 33 to 128"),
-        ({"dims": (64, 256)}, "head dims 64 and 256, for it takes 33 to 128"),
+        ({"dims": (32, 64)}, "head dims 32 and 64, for it takes 33 to 256"),
         ({"dims": (64, 36)}, "head dims 64 and 36, for TMA takes multiples of 8"),
         ({"wanted": "qv"}, "gradients of key and value aren't both wanted"),
         ({"block": 64}, "mask blocks of 64 x 64, for it takes multiples of 64 x 128"),
+        (
+            {"dims": (192, 192), "block": 64},
+            "mask blocks of 64 x 64, for it takes multiples of 128 x 64",
+        ),
         (
             {"query": torch.zeros(2, 2, 300, 65, dtype=torch.bfloat16)[..., :64]},
             "TMA loads no boxes of query",

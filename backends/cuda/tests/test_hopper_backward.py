@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,20 +11,19 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from gluon_in_python import Box, Pointer, Stuck, run_kernel, runs_of
+from backward_problem import Problem
+from gluon_in_python import Box, Pointer, Stuck, run_kernel
 
-from anyflex_cuda import hopper_backward, largest, memory_views, named_barriers, spoken_words
+from anyflex_cuda import (
+    hopper_backward,
+    largest,
+    memory_views,
+    named_barriers,
+    spoken_words,
+    step_weights,
+)
 
 LOG2E = 1.4426950408889634
-Mask = Callable[..., Any]
-
-
-def softcap(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    return 3.0 * np.tanh(score / 3.0) + 0.01 * (k - q) * (h + 1)
-
-
-def softcap_backward(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-    return grad * (1.0 - np.tanh(score / 3.0) ** 2)
 
 
 class Case:
@@ -71,125 +70,51 @@ class Case:
         Args:
             changed: as `run_kernel` takes it.
         """
-        numbers = np.random.default_rng(self.seed)
-        heads = self.kv_heads * self.group
-        kv_batch = 1 if self.kv_shared else self.batch
-        rows, keys, D, DV = self.rows, self.keys, self.width, self.value_width
-        scale = 0.2
-        q, do = (numbers.standard_normal((self.batch, heads, rows, d)) for d in (D, DV))
-        k, v = (numbers.standard_normal((kv_batch, self.kv_heads, keys, d)) for d in (D, DV))
-        at = (
-            np.arange(self.batch).reshape(-1, 1, 1, 1), np.arange(heads).reshape(1, -1, 1, 1),
-            np.arange(rows).reshape(-1, 1), np.arange(keys),
+        problem = Problem(
+            self.seed, self.pick, (self.width, self.value_width), self.batch, self.kv_heads,
+            self.group, self.kv_shared, self.rows, self.keys, (self.q_block, 128), self.has_mask,
+            self.has_mask_mod, self.has_score_mod, self.odd_key,
         )  # fmt: skip
-        shifts = (3, 5, 7, 11)
-        seen = tuple(x + shift for x, shift in zip(at, shifts, strict=True))
-        modulus = self.pick.choice((2, 3, 97))
-
-        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, *_: Any) -> Any:
-            return (q_idx * 3 + kv_idx * 5 + h) % modulus != 0
-
-        def slope_mod(grad: Any, score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
-            slope = softcap_backward(grad, score, b, h, q, k)
-            return slope if self.odd_key is None else slope + slopes[k - shifts[3]]
-
-        slopes = np.zeros(keys)
-        if self.odd_key is not None:
-            slopes[self.odd_key] = np.nan
-
-        # Blocks: nothing, FULL, PARTIAL.
-        q_blocks, kv_blocks = -(-rows // self.q_block), -(-keys // 128)
-        kinds = numbers.integers(0, 3, (1, self.pick.choice((1, heads)), kv_blocks, q_blocks))
-        if not self.has_mask_mod:
-            kinds = np.minimum(kinds, 1)
-        offsets, runs = runs_of(kinds, self.pick)
-        live = np.ones((self.batch, heads, rows, keys), bool)
-        if self.has_mask:
-            of_pair = kinds[:, :, at[3] // 128][..., (at[2] // self.q_block).ravel()]
-            of_pair = np.swapaxes(of_pair, -1, -2)
-            live = np.broadcast_to(of_pair != 0, live.shape).copy()
-            if self.has_mask_mod:
-                live &= (of_pair == 1) | mask_mod(*seen)
-
-        # The dense formula.
-        ke, ve = (
-            np.repeat(np.broadcast_to(x, (self.batch, *x.shape[1:])), self.group, 1)
-            for x in (k, v)
-        )
-        raw = q @ np.swapaxes(ke, -1, -2) * scale
-        score, slope = raw, np.ones_like(raw)
-        if self.has_score_mod:
-            score, slope = softcap(raw, *seen), slope_mod(1.0, raw, *seen)
-        exponentials = np.where(live, np.exp(score), 0.0)
-        sums = exponentials.sum(-1, keepdims=True)
-        dead = sums == 0
-        weights = exponentials / np.where(dead, 1.0, sums)
-        delta = ((weights @ ve) * do).sum(-1)
-        grad = weights * (do @ np.swapaxes(ve, -1, -2) - delta[..., None]) * scale
-        grad = np.where(live, grad * slope, 0.0)
-        lse2 = np.where(dead, np.inf, np.log2(np.where(dead, 1.0, sums)))[..., 0]
-
-        def of_keys(x: np.ndarray) -> np.ndarray:
-            found = x.reshape(self.batch, self.kv_heads, self.group, *x.shape[2:]).sum(2)
-            return found.sum(0, keepdims=True) if self.kv_shared else found
-
-        wanted = {
-            "dq": grad @ ke,
-            "dk": of_keys(np.swapaxes(grad, -1, -2) @ q),
-            "dv": of_keys(np.swapaxes(weights, -1, -2) @ do),
-        }
-
-        # The kernel.
-        padded = -(-rows // 128) * 128
-        values = np.full((4, self.batch * heads, padded), np.nan)
-        values[3] = 0
-        values[0] = np.inf
-        values[0, :, :rows] = lse2.reshape(-1, rows)
-        values[3, :, :rows] = np.where(dead[..., 0], 0.0, delta).reshape(-1, rows)
-        tiles, units = -(-keys // 128), kv_batch * self.kv_heads
-        dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
-        dq = np.zeros((self.batch * heads, padded * D // 32, 32))
+        D, DV, block_m = self.width, self.value_width, self.block_m
+        values = problem.row_values()
+        padded = values.shape[2]
+        tiles, units = -(-self.keys // 128), problem.kv_batch * self.kv_heads
+        dk, dv = np.full(problem.k.shape, np.nan), np.full(problem.v.shape, np.nan)
+        dq = np.zeros((self.batch * problem.heads, padded * D // 32, 32))
         odd = np.full((units, tiles * 2), 7)
-        block_m = self.block_m
-        ragged = bool(keys % 128) or (self.has_score_mod and bool(rows % block_m))
+        ragged = bool(self.keys % 128) or (self.has_score_mod and bool(self.rows % block_m))
         run_kernel(
             hopper_backward,
             "backward_kernel",
             self.programs,
             {
-                "query": Box(q, (1, 1, block_m, D)), "dout": Box(do, (1, 1, block_m, DV)),
-                "key": Box(k, (1, 1, 64, D)), "value": Box(v, (1, 1, 64, DV)),
+                **problem.arguments(transposed=True),
+                "query": Box(problem.q, (1, 1, block_m, D)),
+                "dout": Box(problem.do, (1, 1, block_m, DV)),
+                "key": Box(problem.k, (1, 1, 64, D)), "value": Box(problem.v, (1, 1, 64, DV)),
                 "dk": Box(dk, (1, 1, 64, D)), "dv": Box(dv, (1, 1, 64, DV)),
                 "row_values": Box(values.reshape(-1, padded), (1, block_m), 4),
                 "dq_sums": Box(dq, (1, 128, 32), 4), "odd_keys": Pointer(odd),
-                "counter": Pointer(np.zeros(1, int)),
-                "offsets": Pointer(offsets), "ends": Pointer(offsets, 1), "runs": Pointer(runs),
-                "mask_strides": (0, offsets.shape[2] if offsets.shape[1] > 1 else 0),
-                "tables": (), "ints": (), "floats": (), "totals": (),
-                "shifts": shifts, "scale": scale,
-                "batch": self.batch, "heads": heads, "kv_heads": self.kv_heads, "units": units,
-                "q_length": rows, "kv_length": keys, "tiles": tiles,
-                "head_group": self.head_group,
-                "SCORE_MOD": softcap if self.has_score_mod else None,
-                "SCORE_MOD_BACKWARD": slope_mod if self.has_score_mod else None,
-                "CAPTURED_GRADIENTS": None,
-                "MASK_MOD": mask_mod if self.has_mask_mod else None, "HAS_MASK": self.has_mask,
-                "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "GROUP": self.group,
-                "KV_SHARED": self.kv_shared, "RAGGED": ragged, "WANT_DQ": self.want_dq,
-                "BLOCK_M": block_m, "D": D, "DV": DV,
+                "counter": Pointer(np.zeros(1, int)), "totals": (), "units": units,
+                "tiles": tiles, "head_group": self.head_group, "CAPTURED_GRADIENTS": None,
+                "Q_BLOCK": self.q_block, "KV_BLOCK": 128, "RAGGED": ragged,
+                "WANT_DQ": self.want_dq, "BLOCK_M": block_m, "D": D, "DV": DV,
                 "DYNAMIC": self.dynamic,
             },
             self.seed,
             changed,
-            (largest, memory_views, named_barriers, spoken_words),
+            (largest, memory_views, named_barriers, spoken_words, step_weights),
+            {"LOG2E": LOG2E},
         )  # fmt: skip
-        yield "dk", dk, wanted["dk"]
-        yield "dv", dv, wanted["dv"]
-        halves = np.zeros((units, tiles * 2, 64))
-        halves.reshape(units, -1)[:, :keys] = np.isnan(wanted["dk"]).any(-1).reshape(units, keys)
-        yield "odd", odd, halves.any(-1)
+        yield "dk", dk, problem.wanted["dk"]
+        yield "dv", dv, problem.wanted["dv"]
+        halves = np.zeros((units, tiles * 2), bool)
+        found = problem.odd("dk", 64)
+        halves[:, : found.shape[1]] = found
+        yield "odd", odd, halves
         if self.want_dq:
-            yield "dq", summed_rows(dq, D)[:, :rows].reshape(q.shape) * scale, wanted["dq"]
+            found = summed_rows(dq, D)[:, : self.rows].reshape(problem.q.shape)
+            yield "dq", found * problem.scale, problem.wanted["dq"]
 
 
 def summed_rows(sums: np.ndarray, width: int) -> np.ndarray:

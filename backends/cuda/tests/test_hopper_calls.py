@@ -29,13 +29,14 @@ from anyflex_cuda import (
     spoken_words,
     step_scores,
     strange_values,
+    tile_parts,
 )
 from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
 from anyflex_triton.launch import Program
 
 CALLED = (
-    tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums,
+    tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums, tile_parts,
 )  # fmt: skip
 MODS = (
     "SCORE_MOD", "MASK_MOD", "READ_ROWS", "READ_COLUMNS", "SCORE_MOD_OF_READ", "MASK_SCORES",

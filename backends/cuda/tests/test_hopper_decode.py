@@ -17,16 +17,16 @@ from anyflex_cuda import (
     decode_parts,
     decode_steps,
     hopper_decode,
-    hopper_forward,
     row_sums,
     spoken_words,
     step_scores,
     strange_values,
+    tile_parts,
 )
 from anyflex_triton import forward, tiles
 
 CALLED = (
-    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, hopper_forward,
+    tiles, forward, decode_steps, strange_values, spoken_words, step_scores, tile_parts,
     row_sums, decode_parts,
 )  # fmt: skip
 FULL = 1

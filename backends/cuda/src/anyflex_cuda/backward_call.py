@@ -9,17 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
-from anyflex_cuda import backward_rows, forward_call, hopper_backward
-from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_aligned
+from anyflex_cuda import backward_rows, forward_call, hopper_backward, hopper_wide_backward
+from anyflex_cuda.gluon_program import (
+    descriptor,
+    descriptor_type,
+    is_aligned,
+    row_descriptor,
+    row_descriptor_type,
+)
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import Boxes, layout_of, row_strides
+from anyflex_cuda.wide_backward_call import (
+    WIDE_BLOCKS,
+    is_wide,
+    wide_launches,
+)
+from anyflex_triton.arguments import layout_of, row_strides
 from anyflex_triton.backward_call import (
     backward_values,
     expected_backward,
@@ -71,21 +81,28 @@ def refused_backward(spec: Spec) -> str | None:
     if spec.dtype.itemsize != 2:
         return "float32"
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
-    if {padded(spec.head_dim), padded(spec.value_head_dim)} - set(_WIDTHS):
-        return f"{dims}, for it takes 33 to 128"
+    wide = is_wide(spec)
+    if not wide and {padded(spec.head_dim), padded(spec.value_head_dim)} - set(_WIDTHS):
+        return f"{dims}, for it takes 33 to 256"
     if spec.head_dim % 8 or spec.value_head_dim % 8:
         return f"{dims}, for TMA takes multiples of 8"
     if not {"k", "v"} <= set(spec.gradients):
         return "gradients of key and value aren't both wanted"
+    if wide and _handed_over(spec) > _HANDED_OVER_WIDE:
+        return f"{len(spec.captured)} captured tensors, for which shared memory has no room"
     q_block, kv_block = spec.block_size if spec.mask_kind == "runs" else (_KEYS, _KEYS)
-    if kv_block % _KEYS or q_block % 64:
-        return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of 64 x {_KEYS}"
+    rows, keys = WIDE_BLOCKS if wide else (64, _KEYS)
+    if q_block % rows or kv_block % keys:
+        return f"mask blocks of {q_block} x {kv_block}, for it takes multiples of {rows} x {keys}"
     return None
 
 
 def makes_dq(spec: Spec) -> bool:
     """Whether the kernel adds up dQ itself, and gradients of captured tensors beside it: nothing
-    asks for sums that repeat, and `_adds_captured`."""
+    asks for sums that repeat, and `_adds_captured`. Above head dim 128, where a kernel of its own
+    makes dQ and always repeats: whether captured tensors have none."""
+    if is_wide(spec):
+        return "q" in spec.gradients and not any(facts.needs_grad for facts in spec.captured)
     return "q" in spec.gradients and spec.determinism == "off" and _adds_captured(spec)
 
 
@@ -121,8 +138,15 @@ def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-_HANDED_OVER = 384
-"""Bytes of captured tensors, 16 a dimension, beside steps of 128 query rows."""
+_HANDED_OVER, _HANDED_OVER_WIDE = 384, 2400
+"""`_handed_over` beside steps of 128 query rows, and beside tiles of 256 columns."""
+_DESCRIBED = ("query", "key", "value", "dout", "dq", "dk", "dv")
+"""Of tiles with two parts each has two descriptors."""
+
+
+def _handed_over(spec: Spec) -> int:
+    """Bytes that a kernel hands to its partitions of captured tensors."""
+    return sum(16 * facts.rank for facts in spec.captured)
 
 
 def _rows_of_step(spec: Spec) -> int:
@@ -132,7 +156,7 @@ def _rows_of_step(spec: Spec) -> int:
     if wide or spec.score_graph is not None:
         return 64
     # What a kernel hands to its partitions is in shared memory, of which 128 rows leave 540 bytes.
-    if sum(16 * fake.rank for fake in spec.captured) > _HANDED_OVER:
+    if _handed_over(spec) > _HANDED_OVER:
         return 64
     return 128 if spec.mask_kind == "none" or spec.block_size[0] % 128 == 0 else 64
 
@@ -142,10 +166,10 @@ class Work(NamedTuple):
 
     Args:
         row_values: float32 [4, B, Hq, L padded].
-        odd_keys: int32 [Bkv * Hkv, S padded / 64].
+        odd_keys: int32 [Bkv * Hkv, `_key_tiles`].
         counter: int32 [1].
-        dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where the portable pass makes dQ.
-        odd_rows: int32 [B * Hq, L padded / 64], or None.
+        dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where dQ isn't added up there.
+        odd_rows: int32 [B * Hq, L padded / 64], or None where the portable pass makes dQ.
     """
 
     row_values: Tensor
@@ -153,6 +177,11 @@ class Work(NamedTuple):
     counter: Tensor
     dq_sums: Tensor | None
     odd_rows: Tensor | None
+
+
+def _key_tiles(spec: Spec, keys: int) -> int:
+    """Of 64 keys each, which are looked at together."""
+    return -(-keys // 64) if is_wide(spec) else -(-keys // _KEYS) * 2
 
 
 def backward_workspace(
@@ -169,22 +198,21 @@ def backward_workspace(
     rows = -(-length // _ROWS_PADDED) * _ROWS_PADDED
     found = [
         TensorSpec((4, batch, heads, rows), torch.float32),
-        TensorSpec((kv_batch * kv_heads, -(-keys // _KEYS) * 2), torch.int32),
+        TensorSpec((kv_batch * kv_heads, _key_tiles(spec, keys)), torch.int32),
         TensorSpec((1,), torch.int32),
     ]
     if want_dq:
-        sums = rows * padded(spec.head_dim) // 32
-        found += [
-            TensorSpec((batch * heads, sums, 32), torch.float32),
-            TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32),
-        ]
+        found.append(TensorSpec((batch * heads, rows // _SUMMED_ROWS), torch.int32))
+        if not is_wide(spec):
+            sums = rows * padded(spec.head_dim) // 32
+            found.append(TensorSpec((batch * heads, sums, 32), torch.float32))
     return tuple(found)
 
 
 def work_of(workspace: Sequence[Tensor]) -> Work:
     """The tensors of `backward_workspace`."""
     row_values, odd_keys, counter, *of_rows = workspace
-    sums, odd_rows = of_rows or (None, None)
+    odd_rows, sums, *_ = (*of_rows, None, None)
     return Work(row_values, odd_keys, counter, sums, odd_rows)
 
 
@@ -251,9 +279,16 @@ def _launches_again(
         dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
     # It reads the mask's transposed rows under the names that others have for its rows.
-    main = hopper_backward.backward_kernel
+    # Descriptors of a tile's second part.
+    values.update({f"{name}_2": values[name] for name in _DESCRIBED})
+    of_transposed = (hopper_backward.backward_kernel, hopper_wide_backward.key_kernel)
     of_main = {**values, **of_keys}
-    return [each.launch(of_main if each.program.function is main else values) for each in fixed]
+    launches = []
+    for each in fixed:
+        function = each.program.function
+        given = of_main if function in of_transposed else values
+        launches.append(each.launch(given))
+    return launches
 
 
 def backward_programs(
@@ -285,9 +320,15 @@ def _launches(
     work: Work,
 ) -> list[Launch]:
     """`hopper_launches` with all that their kernels take."""
+    if is_wide(gluon.spec):
+        main = wide_launches(
+            gluon, call, grad.dout, grads, work.row_values, work.odd_keys, work.odd_rows
+        )
+    else:
+        main = [_main(gluon, call, grad.dout, grads, work)]
     return [
         _prepare(portable, call, saved, grad, work),
-        _main(gluon, call, grad.dout, grads, work),
+        *main,
         *([] if work.dq_sums is None else [_convert(portable, call, grads, work)]),
         _repair(portable, call, grad.dout, grads, work),
     ]
@@ -397,7 +438,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "dout": descriptor_type(dtype, values),
                 **dict.fromkeys(("key", "dk"), descriptor_type(dtype, of_keys)),
                 **dict.fromkeys(("value", "dv"), descriptor_type(dtype, of_values)),
-                "row_values": f"tensordesc<fp32[1, {block_m}],{_row_layout()!r}>",
+                "row_values": row_descriptor_type(block_m),
                 "dq_sums": descriptor_type(torch.float32, sums) if want_dq else "*fp32",
                 **dict.fromkeys(("odd_keys", "counter"), "*i32"),
                 **made.common_types,
@@ -433,7 +474,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
             "query": descriptor(call.query, queries), "dout": descriptor(dout, values),
             "key": descriptor(call.key, of_keys), "value": descriptor(call.value, of_values),
             "dk": descriptor(dk, of_keys), "dv": descriptor(dv, of_values),
-            "row_values": _row_descriptor(work.row_values, block_m),
+            "row_values": row_descriptor(work.row_values, block_m),
             "dq_sums": work.row_values if work.dq_sums is None
             else descriptor(work.dq_sums, sums),
             "odd_keys": work.odd_keys, "counter": work.counter, "totals": totals,
@@ -567,14 +608,3 @@ def _repair(made: Programs, call: Call, dout: Tensor, grads: Grads, work: Work) 
         },
         totals,
     )  # fmt: skip
-
-
-def _row_layout() -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-def _row_descriptor(row_values: Tensor, count: int) -> Any:
-    """Of all values' rows, one a head."""
-    length = row_values.shape[3]
-    rows = row_values.numel() // length
-    return Boxes(row_values, [rows, length], [length, 1], [1, count])

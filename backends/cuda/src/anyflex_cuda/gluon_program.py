@@ -21,6 +21,8 @@ __all__ = [
     "has_boxes",
     "is_aligned",
     "is_boxed",
+    "row_descriptor",
+    "row_descriptor_type",
 ]
 
 _BYTES = 16
@@ -55,6 +57,20 @@ def descriptor_type(dtype: torch.dtype, box: tuple[int, ...]) -> str:
 def descriptor(tensor: Tensor, box: tuple[int, ...]) -> Boxes:
     """A descriptor of a tensor that `is_boxed`. Loads give 0 outside of it, stores leave it."""
     return Boxes(tensor, *boxes_of(tensor.shape, tensor.stride(), tensor.element_size(), box))
+
+
+def row_descriptor(row_values: Tensor, count: int) -> Boxes:
+    """A descriptor of float32 rows, the last dimension's, that moves `count` of one's numbers."""
+    length = row_values.shape[-1]
+    rows = row_values.numel() // length
+    return Boxes(row_values, [rows, length], [length, 1], [1, count])
+
+
+@lru_cache
+def row_descriptor_type(count: int) -> str:
+    """As `descriptor_type`, of a `row_descriptor`."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return f"tensordesc<fp32[1, {count}],{layout!r}>"
 
 
 @lru_cache(4096)

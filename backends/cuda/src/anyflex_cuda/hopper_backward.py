@@ -28,6 +28,7 @@ from anyflex_cuda.largest import larger
 from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
+from anyflex_cuda.step_weights import weights_of
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -43,7 +44,6 @@ begun."""
 DS_STAGES = gl.constexpr(3)
 """Steps whose score gradients have a place: while one consumer writes a step's, the other may read
 those of two steps before."""
-LOG2E = gl.constexpr(1.4426950408889634)
 FULL_RUN = gl.constexpr(1)
 
 # Barriers: one a slot of query rows, of which there may be two; one a consumer and step, for score
@@ -306,54 +306,6 @@ def indices_of_step(
 
 
 @gluon.jit
-def weights_of(
-    raw, lse2, b, h, m0, n0, full, q_length, kv_length, shifts, scale, tables, ints, floats,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr,
-    S_LAYOUT: gl.constexpr,
-):
-    """(weights, weights times the score mod's derivative, scores as the mod is given them)
-    [64, BLOCK_M] of raw products, keys by query rows; the first two are 0 at dead pairs.
-
-    The derivative is linear in the gradient that comes in, and takes the weights here: what is
-    left, dweights - delta, is a factor, and raw products needn't be kept until that is there, but
-    for what is added to captured tensors' gradients and depends on them.
-    """
-    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-    rows = m0 + columns
-    keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
-    q_idx, kv_idx = indices_of_step(
-        m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
-    )
-    if SCORE_MOD is not None:
-        raw = raw * scale
-        scores = SCORE_MOD(raw, b, h, q_idx, kv_idx, tables, ints, floats)
-        unit = LOG2E
-    else:
-        scores = raw
-        unit = scale * LOG2E
-    if MASKED:
-        dead = float("-inf")
-        if MASK_MOD is not None:
-            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
-            if RAGGED:
-                live = live | full
-            scores = gl.where(live, scores, dead)
-        if RAGGED:
-            scores = gl.where(gl.expand_dims(keys < kv_length, 1), scores, dead)
-            if SCORE_MOD is not None:
-                scores = gl.where(gl.expand_dims(rows < q_length, 0), scores, dead)
-    weights = gl.exp2(scores * unit - lse2)
-    factor = weights
-    if SCORE_MOD_BACKWARD is not None:
-        factor = SCORE_MOD_BACKWARD(weights, raw, b, h, q_idx, kv_idx, tables, ints, floats)
-        if MASKED:
-            # The mod's derivative may be anything at dead pairs.
-            factor = gl.where(scores != float("-inf"), factor, 0.0)
-    return weights, factor, raw
-
-
-@gluon.jit
 def in_order_of_threads(x):
     """[64, 64] of the layout of a product as [128, 32], of which each thread has 4 neighbours, and
     8 threads a row: memory takes 16 bytes of each at a time. As rows and columns, two would meet
@@ -448,10 +400,15 @@ def add_step(
     mbarrier.wait(do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lse2 = lse_rows.index(slot).load(S_LAYOUT)
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
+    keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    q_idx, kv_idx = indices_of_step(
+        m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
+    )
     weights, factor, scores = weights_of(
-        raw, lse2, b + shifts[0], h + shifts[1], m0, n0, full,
-        q_length, kv_length, shifts, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD,
-        SCORE_MOD_BACKWARD, MASK_MOD, BLOCK_M, S_LAYOUT,
+        raw, lse2, gl.expand_dims(m0 + columns, 0), gl.expand_dims(keys, 1), q_idx, kv_idx, full,
+        b + shifts[0], h + shifts[1], q_length, kv_length, scale, tables, ints, floats, MASKED,
+        RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
     )
     # Before the wait: it also keeps ptxas from moving the exponentials behind it.
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))

@@ -7,13 +7,11 @@ step's keys beside the keys. Each consumer keeps 64 rows of the tile in register
 step's scores runs while the weights of the step before meet their values (FlashAttention-3: Shah
 et al., 2024), and the softmax of one consumer while the other's products run.
 
-Tiles of shared memory, and products, have a power of two of columns. Of 96 or 192 columns they
-have two parts, the wider one first: below, descriptors, buffers and sums are tuples of one or two.
+Descriptors, buffers and sums are tuples of parts: see `tile_parts`.
 """
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,20 +27,26 @@ from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
+from anyflex_cuda.tile_parts import (
+    ROWS,
+    awaited,
+    buffers,
+    descriptors,
+    layout_of_products,
+    load_parts,
+    place_parts,
+    products_of_values,
+    store_parts,
+    zeros_of,
+)
 from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row, strange
+from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row
 
-__all__ = ["ROWS", "forward_kernel"]
-
-# Triton 3.8 has new names for them.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+__all__ = ["forward_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
 
-ROWS = gl.constexpr(64)
-"""Of a consumer: what one warpgroup's product has."""
 QUARTERS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -50,14 +54,6 @@ QUARTERS = gl.constexpr(
     )
 )
 """Four threads share two rows of a product: [ROWS, 4], one element a row and thread."""
-
-
-@triton.constexpr_function
-def layout_of_products(columns):
-    """Of a warpgroup's, [ROWS, columns]."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16],
-    )
 
 
 @gluon.jit
@@ -152,14 +148,6 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
         mbarrier.wait(k_empty.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
     elif before == 2:
         mbarrier.wait(passed, (empties - 1) & 1)
-
-
-@gluon.jit
-def load_parts(descs, bufs, slot, full, b, h, first):
-    """Rows from `first` on, into a slot of each part's buffers."""
-    for p in gl.static_range(len(bufs)):
-        at = [b, h, first, p * bufs[0].shape[4]]
-        _load_box(descs[p], at, full, bufs[p].index(slot))
 
 
 @gluon.jit
@@ -418,38 +406,12 @@ def products_of_keys(q_bufs, k_bufs, ME: gl.constexpr, slot, S_LAYOUT: gl.conste
 
 
 @gluon.jit
-def product_of_values(weights, v_buf, acc):
-    """A part's, with a slot's values."""
-    COLUMNS: gl.constexpr = acc.shape[1]
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, layout_of_products(COLUMNS), 2)
-    weights = gl.convert_layout(weights, OPERAND, assert_trivial=True)
-    return warpgroup_mma(weights, v_buf.reshape([v_buf.shape[2], COLUMNS]), acc, is_async=True)
-
-
-@gluon.jit
-def products_of_values(handed, v_bufs, slot, acc, APART: gl.constexpr):
-    """Sums with the values of a step, on their way."""
+def products_of_handed(handed, v_bufs, slot, acc, APART: gl.constexpr):
+    """`products_of_values` of what was `handed_over`."""
     FIRST: gl.constexpr = layout_of_products(acc[0].shape[1])
-    weights = operand_of(handed, v_bufs[0].dtype, FIRST, APART)
-    later = acc[:0]
-    for p in gl.static_range(len(acc)):
-        later = later + (product_of_values(weights, v_bufs[p].index(slot), acc[p]),)
-    return later
-
-
-@gluon.jit
-def sums_of(later):
-    """What `products_of_values` returned, when all products are there."""
-    if len(later) == 1:
-        return (warpgroup_mma_wait(num_outstanding=0, deps=later),)
-    else:
-        return warpgroup_mma_wait(num_outstanding=0, deps=later)
-
-
-@gluon.jit
-def zeros_of(COLUMNS: gl.constexpr):
-    """A part's sums at first."""
-    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=layout_of_products(COLUMNS))
+    return products_of_values(
+        operand_of(handed, v_bufs[0].dtype, FIRST, APART), v_bufs, slot, acc,
+    )
 
 
 @gluon.jit
@@ -502,7 +464,7 @@ def advance(
     )
     raw_later = products_of_keys(q_bufs, k_bufs, ME, slot, S_LAYOUT)
     mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
-    acc_later = products_of_values(handed, v_bufs, before, acc, APART)
+    acc_later = products_of_handed(handed, v_bufs, before, acc, APART)
     raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     weights, alpha, top, base, totals, nans = weights_of(
@@ -510,31 +472,13 @@ def advance(
         tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, PINNED,
         CHAINS, S_LAYOUT, BLOCK_N,
     )
-    acc = sums_of(acc_later)
+    acc = awaited(acc_later, 0)
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = all_multiplied(acc, alpha, SKIPS)
     handed = handed_over(
         weights, v_bufs[0].dtype, layout_of_products(v_bufs[0].shape[4]), APART,
     )
     return handed, acc, top, base, totals, nans
-
-
-@gluon.jit
-def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
-    """acc, rounded, in shared memory; or (LOST) what rounding takes from it, and delta needs."""
-    for p in gl.static_range(len(acc)):
-        rounded = acc[p].to(bufs[p].dtype)
-        if LOST:
-            lost = acc[p] - rounded.to(gl.float32)
-            rounded = gl.where(strange(lost), 0.0, lost).to(bufs[p].dtype)
-        bufs[p].index(ME).reshape([ROWS, acc[p].shape[1]]).store(rounded)
-
-
-@gluon.jit
-def store_parts(descs, bufs, ME: gl.constexpr, b, h, first_row):
-    """What `place_parts` placed, on its way to memory."""
-    for p in gl.static_range(len(bufs)):
-        _store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
 
 
 @gluon.jit
@@ -630,7 +574,7 @@ def consume(
                     step += 1
             slot = (step - 1) % STAGES
             mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
-            acc = sums_of(products_of_values(handed, v_bufs, slot, acc, APART))
+            acc = awaited(products_of_handed(handed, v_bufs, slot, acc, APART), 0)
             mbarrier.arrive(v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
             mbarrier.arrive(passed, count=1)
@@ -681,33 +625,6 @@ def consume(
         mbarrier.wait(q_full.index(ME), turn & 1)
         first_row = said(tile_words, ME * WORDS)
     tma.store_wait(0)
-
-
-@gluon.jit
-def descriptors(first, second):
-    """The descriptors that are there."""
-    if first is None:
-        return ()
-    elif second is None:
-        return (first,)
-    else:
-        return (first, second)
-
-
-@gluon.jit
-def buffer(desc, ROOMS: gl.constexpr):
-    """Shared memory for so many boxes."""
-    SHAPE: gl.constexpr = desc.block_shape
-    return gl.allocate_shared_memory(desc.dtype, [ROOMS] + SHAPE, desc.layout)
-
-
-@gluon.jit
-def buffers(descs, ROOMS: gl.constexpr):
-    """`buffer` of each part."""
-    found = descs[:0]
-    for p in gl.static_range(len(descs)):
-        found = found + (buffer(descs[p], ROOMS),)
-    return found
 
 
 @gluon.jit

@@ -40,6 +40,7 @@ from anyflex_cuda.forward_call import (
 from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
+from anyflex_cuda.wide_backward_call import is_wide
 from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import mask_shape
@@ -98,7 +99,7 @@ class CudaKernel(TritonKernel):
     def describe(self, call: Call) -> str:
         """``hopper 128x128``, ``hopper decode programs=264``, or what the portable kernels say and
         why they are taken; where gradients are wanted, then the same of backward: ``backward
-        hopper``."""
+        hopper``, above head dim 128 ``backward hopper wide``."""
         forward = self._describe_forward(call)
         if not self.spec.needs_backward:
             return forward
@@ -106,7 +107,8 @@ class CudaKernel(TritonKernel):
         if reason is not None:
             return f"{forward}, backward portable (not Hopper's kernel: {reason})"
         rest = " and ".join(self._portable_gradients)
-        return f"{forward}, backward hopper" + (f", {rest} portable" if rest else "")
+        wide = " wide" if is_wide(self.spec) else ""
+        return f"{forward}, backward hopper{wide}" + (f", {rest} portable" if rest else "")
 
     def _describe_forward(self, call: Call) -> str:
         fit = self._fit(call)
@@ -219,7 +221,7 @@ class CudaKernel(TritonKernel):
         tensors, rest = cut(list(grads.workspace), len(ours))
         work = work_of(tensors)
         launches = hopper_launches(self._made, self._hopper, call, saved, grad, grads, work)
-        if work.dq_sums is None:
+        if work.odd_rows is None:
             finer, integers = cut(rest, len(self._finer_specs(call, "queries")))
             before, queries = self.query_launches(
                 call, grad.dout, work.row_values, grads, finer, integers, launches[:1]

@@ -12,9 +12,9 @@ WORDS = gl.constexpr(8)
 
 
 @gluon.jit
-def say(words, at, value):
-    """In a warp of its own."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def say(words, at, value, WARPS: gl.constexpr = 1):
+    """In a partition of WARPS warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     words.index(at).store(gl.full([1], value, gl.int32, layout=LAYOUT))
 
 

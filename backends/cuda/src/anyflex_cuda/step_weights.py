@@ -1,0 +1,58 @@
+"""A step's weights, made again in backward, in any layout."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from anyflex_triton.tiles import LOG2E
+
+__all__ = ["weights_of"]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+
+@gluon.jit
+def weights_of(
+    raw, lse2, rows, keys, q_idx, kv_idx, full, b, h, q_length, kv_length, scale, tables, ints,
+    floats, MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
+    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+):
+    """(weights, weights times the score mod's derivative, scores as the mod is given them) of raw
+    products; the first two are 0 at dead pairs.
+
+    The derivative is linear in the gradient that comes in, and takes the weights here: what is
+    left, dweights - delta, is a factor, and raw products needn't be kept until that is there, but
+    for what is added to captured tensors' gradients and depends on them.
+
+    Args:
+        lse2, rows, keys: of the pairs' query rows and keys; they broadcast with raw.
+        q_idx, kv_idx, b, h: as mods are given them.
+    """
+    if SCORE_MOD is not None:
+        raw = raw * scale
+        scores = SCORE_MOD(raw, b, h, q_idx, kv_idx, tables, ints, floats)
+        unit = LOG2E
+    else:
+        scores = raw
+        unit = scale * LOG2E
+    if MASKED:
+        dead = float("-inf")
+        if MASK_MOD is not None:
+            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+            if RAGGED:
+                live = live | full
+            scores = gl.where(live, scores, dead)
+        if RAGGED:
+            scores = gl.where(keys < kv_length, scores, dead)
+            if SCORE_MOD is not None:
+                scores = gl.where(rows < q_length, scores, dead)
+    weights = gl.exp2(scores * unit - lse2)
+    factor = weights
+    if SCORE_MOD_BACKWARD is not None:
+        factor = SCORE_MOD_BACKWARD(weights, raw, b, h, q_idx, kv_idx, tables, ints, floats)
+        if MASKED:
+            # The mod's derivative may be anything at dead pairs.
+            factor = gl.where(scores != float("-inf"), factor, 0.0)
+    return weights, factor, raw

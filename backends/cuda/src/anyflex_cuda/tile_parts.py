@@ -1,0 +1,139 @@
+"""Tiles of shared memory, and products, in parts: a power of two of columns each.
+
+Of 96 or 192 columns there are two parts, the wider one first: descriptors, buffers and sums are
+tuples of one or two.
+"""
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anyflex_triton.tiles import strange
+
+__all__ = [
+    "ROWS",
+    "awaited",
+    "buffers",
+    "descriptors",
+    "layout_of_products",
+    "load_parts",
+    "place_parts",
+    "products_of_values",
+    "store_parts",
+    "zeros_of",
+]
+
+# Argument lists would be a line an argument.
+# fmt: off
+
+ROWS = gl.constexpr(64)
+"""Of a consumer: what one warpgroup's product has."""
+
+# Triton 3.8 has new names for them.
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@triton.constexpr_function
+def layout_of_products(columns):
+    """Of a warpgroup's, [ROWS, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16],
+    )
+
+
+@gluon.jit
+def load_parts(descs, bufs, slot, full, b, h, first):
+    """Rows from `first` on, into a slot of each part's buffers."""
+    for p in gl.static_range(len(bufs)):
+        at = [b, h, first, p * bufs[0].shape[4]]
+        _load_box(descs[p], at, full, bufs[p].index(slot))
+
+
+@gluon.jit
+def product_of_values(weights, v_buf, acc):
+    """A part's, with a slot's values."""
+    COLUMNS: gl.constexpr = acc.shape[1]
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, layout_of_products(COLUMNS), 2)
+    weights = gl.convert_layout(weights, OPERAND, assert_trivial=True)
+    return warpgroup_mma(weights, v_buf.reshape([v_buf.shape[2], COLUMNS]), acc, is_async=True)
+
+
+@gluon.jit
+def products_of_values(weights, v_bufs, slot, acc):
+    """Sums with the values of a step, on their way.
+
+    Args:
+        weights: an operand of the first part's products.
+    """
+    later = acc[:0]
+    for p in gl.static_range(len(acc)):
+        later = later + (product_of_values(weights, v_bufs[p].index(slot), acc[p]),)
+    return later
+
+
+@gluon.jit
+def awaited(later, LEFT: gl.constexpr):
+    """Sums of `products_of_values`, when all but the last LEFT products are there."""
+    if len(later) == 1:
+        return (warpgroup_mma_wait(num_outstanding=LEFT, deps=later),)
+    else:
+        return warpgroup_mma_wait(num_outstanding=LEFT, deps=later)
+
+
+@gluon.jit
+def zeros_of(COLUMNS: gl.constexpr):
+    """A part's sums at first."""
+    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, layout=layout_of_products(COLUMNS))
+
+
+@gluon.jit
+def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
+    """acc, rounded, in shared memory; or (LOST) what rounding takes from it, and delta needs."""
+    for p in gl.static_range(len(acc)):
+        rounded = acc[p].to(bufs[p].dtype)
+        if LOST:
+            lost = acc[p] - rounded.to(gl.float32)
+            rounded = gl.where(strange(lost), 0.0, lost).to(bufs[p].dtype)
+        bufs[p].index(ME).reshape([ROWS, acc[p].shape[1]]).store(rounded)
+
+
+@gluon.jit
+def store_parts(descs, bufs, ME: gl.constexpr, b, h, first_row):
+    """What `place_parts` placed, on its way to memory."""
+    for p in gl.static_range(len(descs)):
+        _store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
+
+
+@gluon.jit
+def descriptors(first, second):
+    """The descriptors that are there."""
+    if first is None:
+        return ()
+    elif second is None:
+        return (first,)
+    else:
+        return (first, second)
+
+
+@gluon.jit
+def buffer(desc, ROOMS: gl.constexpr):
+    """Shared memory for so many boxes."""
+    SHAPE: gl.constexpr = desc.block_shape
+    return gl.allocate_shared_memory(desc.dtype, [ROOMS] + SHAPE, desc.layout)
+
+
+@gluon.jit
+def buffers(descs, ROOMS: gl.constexpr):
+    """`buffer` of each part."""
+    found = descs[:0]
+    for p in gl.static_range(len(descs)):
+        found = found + (buffer(descs[p], ROOMS),)
+    return found

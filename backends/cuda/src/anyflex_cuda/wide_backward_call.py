@@ -1,0 +1,164 @@
+"""What Hopper's backward above head dim 128 launches between rows' values and repairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from anyflex.plugin import Call, Grads, Spec
+from anyflex_cuda import hopper_wide_backward
+from anyflex_cuda.forward_call import parts_of
+from anyflex_cuda.gluon_program import (
+    descriptor,
+    descriptor_type,
+    row_descriptor,
+    row_descriptor_type,
+)
+from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.launch import Launch, Options, Types
+from anyflex_triton.mask_rows import MaskRows, mask_rows
+from anyflex_triton.programs import int32s, key_head_group
+
+__all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
+
+_ROWS = 128
+"""Of a tile of query rows: 64 for each consumer."""
+_STEP = 64
+"""Of a step, and keys of a tile."""
+WIDE_BLOCKS = (_ROWS, _STEP)
+"""What a mask's blocks are multiples of."""
+
+
+def is_wide(spec: Spec) -> bool:
+    """Whether some head dim is above 128."""
+    return max(spec.head_dim, spec.value_head_dim) > 128
+
+
+def _boxes(tensors: Mapping[str, tuple[Tensor, int]]) -> dict[str, tuple[Tensor, int] | None]:
+    """By names of descriptors their tensors and columns.
+
+    Args:
+        tensors: with their head dims.
+    """
+    found: dict[str, tuple[Tensor, int] | None] = {}
+    for name, (tensor, dim) in tensors.items():
+        first, *rest = parts_of(dim)
+        found[name] = tensor, first
+        found[f"{name}_2"] = (tensor, rest[0]) if rest else None
+    return found
+
+
+def wide_launches(
+    made: GluonPrograms,
+    call: Call,
+    dout: Tensor,
+    grads: Grads,
+    row_values: Tensor,
+    odd_keys: Tensor,
+    odd_rows: Tensor | None,
+) -> list[Launch]:
+    """What fills grads.dv and grads.dk, and, where there are `odd_rows`, grads.dq.
+
+    Args:
+        row_values, odd_keys, odd_rows: of `backward_call.Work`.
+    """
+    spec = made.spec
+    dq, dk, dv = grads.dq, grads.dk, grads.dv
+    assert dk is not None and dv is not None
+    dim, value_dim = spec.head_dim, spec.value_head_dim
+    given = {
+        "query": (call.query, dim), "key": (call.key, dim), "value": (call.value, value_dim),
+        "dout": (dout, value_dim),
+    }  # fmt: skip
+    batch, heads, length = call.query.shape[:3]
+    kv_batch, kv_heads, keys = call.key.shape[:3]
+    even = length % _STEP == 0 and keys % _STEP == 0
+    mods = made.mods(call, even)
+    # Rows past the end count where a score mod may make of them what isn't finite.
+    ragged = bool(keys % _STEP) or (mods.score_mod is not None and not even)
+    launches = [
+        _launch(
+            made, call, hopper_wide_backward.key_kernel, even, ragged,
+            None if call.mask is None else mask_rows(call.mask.transposed()),
+            {**given, "dk": (dk, dim), "dv": (dv, value_dim)},
+            {"row_values": row_descriptor_type(_STEP), "odd_keys": "*i32"},
+            {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys},
+            kv_batch * kv_heads, -(-keys // _STEP), key_head_group(call),
+        )
+    ]  # fmt: skip
+    if odd_rows is not None:
+        assert dq is not None
+        units = batch * heads
+        launches.append(
+            _launch(
+                made, call, hopper_wide_backward.query_kernel,
+                even and length % _ROWS == 0, bool(keys % _STEP),
+                None if call.mask is None else mask_rows(call.mask),
+                {**given, "dq": (dq, dim)},
+                {"row_values": "*fp32", "odd_rows": "*i32", "padded_length": "i32"},
+                {"row_values": row_values, "odd_rows": odd_rows,
+                 "padded_length": row_values.shape[3]},
+                units, -(-length // _ROWS), made.head_group(units, keys),
+            )
+        )  # fmt: skip
+    return launches
+
+
+def _launch(
+    made: GluonPrograms, call: Call, kernel: object, even: bool, ragged: bool,
+    rows: MaskRows | None, tensors: Mapping[str, tuple[Tensor, int]], types: Mapping[str, Types],
+    values: Mapping[str, object], units: int, tiles: int, head_group: int,
+) -> Launch:  # fmt: skip
+    spec = made.spec
+    of_queries = kernel is hopper_wide_backward.query_kernel
+    blocks = (_ROWS, _ROWS) if rows is None else rows.block_size
+    batch, heads, length = call.query.shape[:3]
+    kv_heads, keys = call.key.shape[1:3]
+    mods = made.mods(call, even)
+    boxes = {
+        name: None if each is None else (each[0], (1, 1, 64, each[1]))
+        for name, each in _boxes(tensors).items()
+    }
+    there = {name: each for name, each in boxes.items() if each is not None}
+    key = ("hopper wide backward", of_queries, blocks, ragged, mods.key)
+    program = made.existing.get(key)
+    if program is None:
+        program = made.program(
+            key,
+            kernel,
+            {
+                **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
+                **types,
+                **made.common_types,
+                **int32s("batch", "heads", "kv_heads", "units", "q_length", "kv_length", "tiles",
+                         "head_group"),
+            },
+            {
+                **{name: None for name, each in boxes.items() if each is None},
+                "SCORE_MOD": mods.score_mod,
+                "SCORE_MOD_BACKWARD": mods.score_mod_backward,
+                "MASK_MOD": mods.mask_mod,
+                "HAS_MASK": rows is not None,
+                "Q_BLOCK": blocks[0] if of_queries else blocks[1],
+                "KV_BLOCK": blocks[1] if of_queries else blocks[0],
+                "GROUP": spec.gqa_ratio,
+                "KV_SHARED": spec.kv_broadcast,
+                "RAGGED": ragged,
+                "D": sum(parts_of(spec.head_dim)),
+                "DV": sum(parts_of(spec.value_head_dim)),
+            },
+            (),
+            Options(4, 1),
+        )  # fmt: skip
+    return Launch(
+        program,
+        tiles * units,
+        {
+            **made.common_values(call, rows),
+            **{name: descriptor(tensor, box) for name, (tensor, box) in there.items()},
+            **values,
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "units": units,
+            "q_length": length, "kv_length": keys, "tiles": tiles, "head_group": head_group,
+        },
+    )  # fmt: skip
