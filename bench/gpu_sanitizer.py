@@ -7,11 +7,13 @@ well. They run once without the tool, which leaves their kernels in Triton's cac
 each of memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits
 with 1 if a tool reports an error, a result is wrong, or the tool doesn't end in its time.
 
-racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of two kinds are no
-errors, as long as it says the same of `racecheck_control.cu`, a ring of words that is right, which
-is built by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads, or
-of what Triton hands to the warps of `gl.warp_specialize`, which it puts at that call, at the
-kernel's name or at a condition around the call. They are printed.
+racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of three kinds are no
+errors, as long as it says the same of `racecheck_control.cu`, rings that are right, which is built
+by --nvcc and run too: both accesses are of words that `spoken_words.py` says or reads; or of what
+Triton hands to the warps of `gl.warp_specialize`, which it puts at that call, at the kernel's name
+or at a condition around the call; or of what one consumer of `hopper_wide_backward.py` places for
+the other, `factors`, by named barriers, of which the control has a ring of its own. They are
+printed.
 """
 
 from __future__ import annotations
@@ -74,13 +76,13 @@ def faults(tool: str, code: int, output: str, wanted: Sequence[int]) -> list[str
 
 def hazard_faults(output: str) -> list[str] | None:
     """A line for each pair of places between which racecheck reports a race that isn't one of the
-    two kinds; None where it reports no race, or one without its places."""
+    three kinds; None where it reports no race, or one without its places."""
     pairs = _races(output)
     return None if pairs is None else _told(pair for pair in pairs if not _is_excused(pair))
 
 
 def excused(output: str) -> list[str]:
-    """A line for each pair of places of one of the two kinds."""
+    """A line for each pair of places of one of the three kinds."""
     return _told(pair for pair in _races(output) or () if _is_excused(pair))
 
 
@@ -105,7 +107,13 @@ def _told(pairs: Iterable[_Pair]) -> list[str]:
 
 
 def _is_excused(pair: _Pair) -> bool:
-    return all(map(_is_word, pair)) or all(map(_is_handed_over, pair))
+    return any(all(map(kind, pair)) for kind in (_is_word, _is_handed_over, _is_placed))
+
+
+def controls(output: str) -> set[str]:
+    """Arguments of the control, for each kind of race that is no error: "" or "arrive"."""
+    excused_pairs = [pair for pair in _races(output) or () if _is_excused(pair)]
+    return {"arrive" if all(map(_is_placed, pair)) else "" for pair in excused_pairs}
 
 
 def _is_word(place: _Place) -> bool:
@@ -125,6 +133,14 @@ def _is_handed_over(place: _Place) -> bool:
         if isinstance(node, (ast.FunctionDef, ast.If)) and line == node.lineno:
             return any(_calls(inner, "warp_specialize") for inner in ast.walk(node))
     return False
+
+
+def _is_placed(place: _Place) -> bool:
+    name, line = place
+    return any(
+        _calls(node, "load", "store") and line in _lines(node) and "factors" in ast.dump(node)
+        for node in _nodes(name)
+    )
 
 
 def _calls(node: ast.AST, *names: str) -> bool:
@@ -151,8 +167,12 @@ def _nodes(name: str) -> list[ast.AST]:
     ]
 
 
-def control_fault(sanitizer: str, nvcc: str, timeout: float) -> str | None:
-    """Why the control doesn't excuse what racecheck says of words, or None where it does."""
+def control_fault(sanitizer: str, nvcc: str, timeout: float, argument: str) -> str | None:
+    """Why the control doesn't excuse what racecheck says, or None where it does.
+
+    Args:
+        argument: of `controls`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "control")
         try:
@@ -161,13 +181,17 @@ def control_fault(sanitizer: str, nvcc: str, timeout: float) -> str | None:
                 capture_output=True, text=True, timeout=timeout, check=True,
             )  # fmt: skip
             done = subprocess.run(
-                [sanitizer, "--tool", "racecheck", "--error-exitcode", str(REPORTED), program],
+                [sanitizer, "--tool", "racecheck", "--error-exitcode", str(REPORTED), program,
+                 *filter(None, [argument])],
                 capture_output=True, text=True, timeout=timeout, check=False,
             )  # fmt: skip
         except (OSError, subprocess.SubprocessError) as error:
             return f"racecheck: its control can't be built or run: {error}"
     if done.returncode != REPORTED or not _HAZARD.search(done.stdout + done.stderr):
-        return "racecheck: it reports nothing of its control, so what it reports of words counts"
+        called = f"its control {argument}".rstrip()
+        return (
+            f"racecheck: it reports nothing of {called}, so what it reports of such places counts"
+        )
     return None
 
 
@@ -208,8 +232,9 @@ def main() -> int:
             written = done.stdout + done.stderr
             found = faults(name, done.returncode, written, numbers)
             if tool == "racecheck" and done.returncode == REPORTED:
-                fault = control_fault(args.sanitizer, args.nvcc, args.timeout)
-                found += [] if fault is None else [fault]
+                for argument in sorted(controls(written)):
+                    fault = control_fault(args.sanitizer, args.nvcc, args.timeout, argument)
+                    found += [] if fault is None else [fault]
                 print("\n".join(f"no error: {line}" for line in excused(written)), flush=True)
         if args.log is not None:
             (args.log / f"{tool or 'plain'}.txt").write_text(written)

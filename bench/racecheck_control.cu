@@ -1,8 +1,10 @@
-// What racecheck says of a protocol that is right: a word in shared memory from one warp to four
-// others, over a ring of two slots, handed over and given back by mbarriers as Hopper's kernels do it.
+// What racecheck says of two protocols that are right, as Hopper's kernels have them, each over a
+// ring of two slots: a word in shared memory from one warp to four others, handed over and given
+// back by mbarriers; and (arrive) a number from each of four warps' threads to another four warps,
+// by named barriers at which those that have nothing to wait for only arrive.
 //
 //   nvcc -arch=sm_90a -lineinfo -o control racecheck_control.cu
-//   compute-sanitizer --tool racecheck ./control [tma]
+//   compute-sanitizer --tool racecheck ./control [tma|arrive]
 //
 // The four warps meet at a barrier of theirs before one thread of them gives a slot back. That all
 // 128 have read by then is what the tool (CUDA 13.0) doesn't see: it reports a hazard of each read
@@ -58,10 +60,37 @@ __global__ void ring(const int* from, int* out, int steps, int tma) {
         out[threadIdx.x] = sum;
     }
 }
-int main(int argc, char**) {
+__device__ void sync(int bar) { asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory"); }
+__device__ void arrive(int bar) { asm volatile("bar.arrive %0, 256;" ::"r"(bar) : "memory"); }
+__global__ void relay(int* out, int steps) {
+    __shared__ int data[2][128];
+    const int placed = 12, taken = 14;
+    if (threadIdx.x < 128) {
+        for (int i = 0; i < steps; ++i) {
+            int s = i & 1;
+            if (i >= 2) sync(taken + s);
+            data[s][threadIdx.x] = i;
+            arrive(placed + s);
+        }
+        for (int i = steps - 2; i < steps; ++i) sync(taken + (i & 1));
+    } else {
+        int sum = 0;
+        for (int i = 0; i < steps; ++i) {
+            int s = i & 1;
+            sync(placed + s);
+            sum += data[s][threadIdx.x - 128];
+            arrive(taken + s);
+        }
+        out[threadIdx.x - 128] = sum;
+    }
+}
+int main(int argc, char** argv) {
     int *from, *out;
     cudaMalloc(&from, 4096 * 4); cudaMalloc(&out, 512); cudaMemset(from, 0, 4096 * 4);
-    ring<<<1, 160>>>(from, out, 16, argc > 1);
+    if (argc > 1 && argv[1][0] == 'a')
+        relay<<<1, 256>>>(out, 16);
+    else
+        ring<<<1, 160>>>(from, out, 16, argc > 1);
     int r; cudaMemcpy(&r, out, 4, cudaMemcpyDeviceToHost);
-    printf("%s %d %s\n", argc > 1 ? "expect_tx" : "plain", r, cudaGetErrorString(cudaDeviceSynchronize()));
+    printf("%s %d %s\n", argc > 1 ? argv[1] : "plain", r, cudaGetErrorString(cudaDeviceSynchronize()));
 }

@@ -290,6 +290,23 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
     ]
 
 
+@pytest.mark.skipif(find_spec("anyflex_cuda") is None, reason="anyflex-cuda is not installed")
+def test_what_one_consumer_places_for_the_other_has_a_control_of_its_own() -> None:
+    sanitizer = program("gpu_sanitizer")
+    source = BENCH.parent / "backends/cuda/src/anyflex_cuda/hopper_wide_backward.py"
+    lines = source.read_text().splitlines()
+    placed, taken = (
+        next(i for i, text in enumerate(lines, 1) if f"factors.index(slot).{done}" in text)
+        for done in ("store", "load")
+    )
+    report = race(f"{source}:{placed}", f"{source}:{taken}")
+    assert sanitizer.hazard_faults(report) == []
+    assert sanitizer.controls(report) == {"arrive"}
+    words = race("/x/anyflex_cuda/spoken_words.py:24", "/x/anyflex_cuda/spoken_words.py:31")
+    assert sanitizer.controls(report + words) == {"arrive", ""}
+    assert sanitizer.hazard_faults(race(f"{source}:{placed}", f"{source}:{placed - 8}")) != []
+
+
 def test_a_control_of_which_a_sanitizer_says_nothing_excuses_nothing(tmp_path: Path) -> None:
     sanitizer = program("gpu_sanitizer")
     nvcc, tool = tmp_path / "nvcc", tmp_path / "tool"
@@ -301,8 +318,8 @@ def test_a_control_of_which_a_sanitizer_says_nothing_excuses_nothing(tmp_path: P
         tool.write_text(f"#!/bin/sh\ncat <<'end'\n{said}end\nexit {status}\n")
         for each in (nvcc, tool):
             each.chmod(0o755)
-        assert (sanitizer.control_fault(str(tool), str(nvcc), 60.0) is None) == excused
-    missing = sanitizer.control_fault(str(tool), str(tmp_path / "no compiler"), 60.0)
+        assert (sanitizer.control_fault(str(tool), str(nvcc), 60.0, "") is None) == excused
+    missing = sanitizer.control_fault(str(tool), str(tmp_path / "no compiler"), 60.0, "")
     assert missing is not None and "can't be built" in missing
 
 

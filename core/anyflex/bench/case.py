@@ -38,11 +38,12 @@ class BenchCase:
     Args:
         name: says what it is.
         q_shape: [B, Hq, L, E].
-        kv_shape: [B, Hkv, S, E]; value has key's shape.
+        kv_shape: [B, Hkv, S, E], of key.
         dtype: of query, key and value: ``"bfloat16"``.
         masks, mods: as the command line spells them; masks all hold, mods follow one another.
         directions: of `DIRECTIONS`. ``"both"`` is a forward and its backward.
         block_size: of the block mask.
+        value_head_dim: Ev; 0: as E.
     """
 
     name: str
@@ -53,6 +54,17 @@ class BenchCase:
     mods: tuple[str, ...] = ()
     directions: tuple[Direction, ...] = ("forward",)
     block_size: int = 128
+    value_head_dim: int = 0
+
+    @property
+    def v_shape(self) -> tuple[int, int, int, int]:
+        """[B, Hkv, S, Ev]."""
+        return (*self.kv_shape[:3], self.value_head_dim or self.kv_shape[3])
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """[B, Hq, L, Ev]."""
+        return (*self.q_shape[:3], self.v_shape[3])
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -86,13 +98,17 @@ class BenchCase:
             share: of the pairs that are live, 0 to 1.
         """
         batch, heads, q_length, width = self.q_shape
-        product = 2.0 * batch * heads * q_length * self.kv_shape[2] * width * share
-        return product * {"forward": 2, "backward": 5, "both": 7}[direction]
+        of_column = 2.0 * batch * heads * q_length * self.kv_shape[2] * share
+        # Scores and weights times values; scores again, dQ and dK, dout times values and dV.
+        forward = width + self.v_shape[3]
+        backward = 3 * width + 2 * self.v_shape[3]
+        columns = {"forward": forward, "backward": backward, "both": forward + backward}
+        return of_column * columns[direction]
 
     def kv_bytes(self) -> int:
         """Bytes of key and value, which a decoding step has to read."""
-        batch, heads, length, width = self.kv_shape
-        return 2 * batch * heads * length * width * self.torch_dtype.itemsize
+        elements = math.prod(self.kv_shape) + math.prod(self.v_shape)
+        return elements * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -131,7 +147,7 @@ def make_inputs(
     Raises:
         ArgumentError, ArgumentTypeError: from the functions that the case names.
     """
-    shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
+    shapes = (case.q_shape, case.kv_shape, case.v_shape, case.out_shape)
     # What is large would take the host seconds.
     large = max(math.prod(shape) for shape in shapes) > _DRAWN_ON_HOST
     source = device if large and not on_host else torch.device("cpu")

@@ -32,20 +32,23 @@ def _square(
     width: int,
     *,
     kv_heads: int = 0,
+    value_width: int = 0,
     dtype: str = "bfloat16",
     directions: tuple[Direction, ...] = _TRAINING,
 ) -> BenchCase:
     masks, mods = _PATTERNS[name]
     kv_heads = kv_heads or heads
     shared = f" GQA {heads}/{kv_heads}" if kv_heads != heads else ""
+    values = f"/{value_width}" if value_width else ""
     return BenchCase(
-        f"{name} B{batch} H{heads} S{length} D{width}{shared} {dtype}",
+        f"{name} B{batch} H{heads} S{length} D{width}{values}{shared} {dtype}",
         (batch, heads, length, width),
         (batch, kv_heads, length, width),
         dtype,
         masks,
         mods,
         directions,
+        value_head_dim=value_width,
     )
 
 
@@ -82,6 +85,8 @@ _WIDTHS = (
         for width in (256, 192, 96)
         for pattern in ("full", "causal")
     ),
+    # Latent attention's, as DeepSeek's models train it.
+    *(_square(pattern, 4, 16, 4096, 192, value_width=128) for pattern in ("full", "causal")),
     *(
         _square(pattern, 4, _HEADS[width], 4096, width)
         for width in (256, 96)

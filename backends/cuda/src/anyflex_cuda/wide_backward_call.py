@@ -17,8 +17,8 @@ from anyflex_cuda.gluon_program import (
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Launch, Options, Types
-from anyflex_triton.mask_rows import MaskRows, mask_rows
-from anyflex_triton.programs import int32s, key_head_group
+from anyflex_triton.mask_rows import mask_rows
+from anyflex_triton.programs import MaskRows, int32s, key_head_group
 
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
 
