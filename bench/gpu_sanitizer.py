@@ -34,7 +34,7 @@ from pathlib import Path
 
 from kernel_calls import OF_EACH_KERNEL
 
-__all__ = ["TOOLS", "control_fault", "excused", "faults", "hazard_faults", "main"]
+__all__ = ["TOOLS", "control_fault", "controls", "excused", "faults", "hazard_faults", "main"]
 
 _Place = tuple[str, int]
 """A file's name and a line."""
@@ -42,6 +42,7 @@ _Pair = tuple[_Place, _Place]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 REPORTED = 9
 """Exit status of a tool that has found something."""
+WIDE = "hopper_wide_backward.py"
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 _HAZARD = re.compile(r"Race reported between(.*)\n=+ +and (.*)")
 _PLACE = re.compile(r"([\w.-]+\.(?:py|cu|h)):(\d+)")
@@ -113,7 +114,10 @@ def _is_excused(pair: _Pair) -> bool:
 def controls(output: str) -> set[str]:
     """Arguments of the control, for each kind of race that is no error: "" or "arrive"."""
     excused_pairs = [pair for pair in _races(output) or () if _is_excused(pair)]
-    return {"arrive" if all(map(_is_placed, pair)) else "" for pair in excused_pairs}
+    found = {"arrive" if all(map(_is_placed, pair)) else "" for pair in excused_pairs}
+    # One of the words goes from consumer to consumer by such a barrier.
+    wide = WIDE in output and any(all(map(_is_word, pair)) for pair in excused_pairs)
+    return found | ({"arrive"} if wide else set())
 
 
 def _is_word(place: _Place) -> bool:
@@ -137,8 +141,10 @@ def _is_handed_over(place: _Place) -> bool:
 
 def _is_placed(place: _Place) -> bool:
     name, line = place
-    return any(
-        _calls(node, "load", "store") and line in _lines(node) and "factors" in ast.dump(node)
+    return name == WIDE and any(
+        _calls(node, "load", "store")
+        and line in _lines(node)
+        and any(isinstance(inner, ast.Name) and inner.id == "factors" for inner in ast.walk(node))
         for node in _nodes(name)
     )
 

@@ -43,7 +43,7 @@ def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object
     # Nothing is written to them: of large ones the system gives no memory.
     tensors = [
         torch.empty(shape, dtype=case.torch_dtype).requires_grad_(learns)
-        for shape in (case.q_shape, case.kv_shape, case.kv_shape)
+        for shape in (case.q_shape, case.kv_shape, case.v_shape)
     ]
     with isolated():
         register("cuda", hopper.OnHopper)

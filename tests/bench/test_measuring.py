@@ -37,6 +37,22 @@ def recording(name: str, calls: list[str]) -> Contender:
     return Contender(name, "backend", "tests 1", lambda case: None, prepare)
 
 
+def test_values_may_have_another_head_dim() -> None:
+    case = dataclasses.replace(
+        CASE, q_shape=(1, 4, 40, 8), value_head_dim=24, masks=(), directions=("backward",)
+    )
+    inputs = make_inputs(case, CPU)
+    assert inputs.key.shape == (1, 2, 40, 8) and inputs.value.shape == (1, 2, 40, 24)
+    assert inputs.dout.shape == case.out_shape == (1, 4, 40, 24)
+    assert case.kv_bytes() == 4 * 2 * 40 * (8 + 24)
+    # Of each pair and column a multiplication and an addition.
+    pairs = 2.0 * 4 * 40 * 40
+    assert case.flops("forward", 1.0) == pairs * (8 + 24)
+    assert case.flops("backward", 1.0) == pairs * (3 * 8 + 2 * 24)
+    assert case.flops("both", 0.5) == pairs * (4 * 8 + 3 * 24) / 2
+    assert case.small().v_shape[3] == 24
+
+
 def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyflex.bench.measure._CALLS", 1)
     runs = []

@@ -210,10 +210,10 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given.get("CAPTURED_GRADIENTS") is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = [largest, memory_views, named_barriers, spoken_words, step_weights]
+    more = [largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts]
     module, name = hopper_backward, program.function.__name__
     if name != "backward_kernel":
-        module, more = hopper_wide_backward, [*more, tile_parts, hopper_backward]
+        module, more = hopper_wide_backward, [*more, hopper_backward]
     programs = min(grid, 3) if module is hopper_backward else grid
     run_kernel(module, name, programs, given, 0, more=more, given={"LOG2E": LOG2E})
 

@@ -217,12 +217,15 @@ def seen(value: Any, places: dict[int, int]) -> Any:
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("wanted", ["qkv", "kv", "q", "v"])
 @pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dims", [(64, 128), (136, 160)])
 def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
-    wanted: str, masked: bool, learns: bool, with_lse: bool, hopper: bool
+    dims: tuple[int, int], wanted: str, masked: bool, learns: bool, with_lse: bool, hopper: bool
 ) -> None:
     options = {"cuda.recorded": {"hopper": hopper}}
     mask = anyflex.create_block_mask(causal, None, None, 300, 300) if masked else None
-    shapes = {"q": (2, 4, 300, 64), "k": (2, 2, 300, 64), "v": (2, 2, 300, 128)}
+    shapes = {
+        "q": (2, 4, 300, dims[0]), "k": (2, 2, 300, dims[0]), "v": (2, 2, 300, dims[1]),
+    }  # fmt: skip
     found = []
     with recorded() as launched:
         for scale, make in (

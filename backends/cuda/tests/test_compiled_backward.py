@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from scripts_beside import every_case, printed_by
 
@@ -18,9 +20,9 @@ WITHOUT_DQ = 550
 BY_PAIR = 64
 """Of the portable pass over query rows where biases by distance learn, an address a pair; with
 Triton 3.6 at most 32, with 3.9 52. The table's entry for head dim 64 has 4 KiB."""
-WIDE = 150
-"""Of dQ's above head dim 128; with Triton 3.6 at most 104, with 3.9 112. That of dK and dV has
-none."""
+WIDE = 350
+"""Of dQ's above head dim 128; with Triton 3.6 at most 104, with 3.9 304, of which the loop of steps
+that have a mask has some. That of dK and dV has none."""
 REPAIRED = 500, 4000
 """Of the kernel that makes again what isn't finite, which is seldom, and above head dim 128; with
 Triton 3.6 at most 408 and 3244."""
@@ -47,10 +49,11 @@ def test_backward_fits_hopper_and_its_products_do_not_wait_for_each_other() -> N
         # Where many tensors and their strides stand is kept in memory.
         if not case.startswith("many"):
             main = WITHOUT_DQ if case.startswith("distances") else SPILLED
+            above_128 = max(map(int, re.findall(r"\d+", case))) > 128
             limit = {
                 "backward_kernel": main,
                 "query_kernel": BY_PAIR,
                 "wide_key_kernel": 0,
                 "wide_query_kernel": WIDE,
-            }.get(kernel, REPAIRED["256" in case or "192" in case])
+            }.get(kernel, REPAIRED[above_128])
             assert int(spilled) <= limit, (case, kernel, spilled)

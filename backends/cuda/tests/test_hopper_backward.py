@@ -21,6 +21,7 @@ from anyflex_cuda import (
     named_barriers,
     spoken_words,
     step_weights,
+    tile_parts,
 )
 
 LOG2E = 1.4426950408889634
@@ -103,7 +104,7 @@ class Case:
             },
             self.seed,
             changed,
-            (largest, memory_views, named_barriers, spoken_words, step_weights),
+            (largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts),
             {"LOG2E": LOG2E},
         )  # fmt: skip
         yield "dk", dk, problem.wanted["dk"]

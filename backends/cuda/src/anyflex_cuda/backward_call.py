@@ -2,7 +2,8 @@
 
 dQ and captured tensors' gradients are added up in float32 by whichever program comes first, so
 that they may differ from run to run in their last bits. Where sums must repeat the portable pass
-over query rows makes them instead: one program a tile, in one order.
+over query rows makes them instead: one program a tile, in one order. Above head dim 128 a kernel
+of its own makes dQ (`wide_backward_call`), and always so.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def refused_backward(spec: Spec) -> str | None:
     dims = f"head dims {spec.head_dim} and {spec.value_head_dim}"
     wide = is_wide(spec)
     if not wide and {padded(spec.head_dim), padded(spec.value_head_dim)} - set(_WIDTHS):
-        return f"{dims}, for it takes 33 to 256"
+        return f"{dims}, for it takes 33 to 128, or one of 129 to 256"
     if spec.head_dim % 8 or spec.value_head_dim % 8:
         return f"{dims}, for TMA takes multiples of 8"
     if not {"k", "v"} <= set(spec.gradients):
@@ -100,7 +101,7 @@ def refused_backward(spec: Spec) -> str | None:
 def makes_dq(spec: Spec) -> bool:
     """Whether the kernel adds up dQ itself, and gradients of captured tensors beside it: nothing
     asks for sums that repeat, and `_adds_captured`. Above head dim 128, where a kernel of its own
-    makes dQ and always repeats: whether captured tensors have none."""
+    makes dQ and sums always repeat: whether no captured tensor learns."""
     if is_wide(spec):
         return "q" in spec.gradients and not any(facts.needs_grad for facts in spec.captured)
     return "q" in spec.gradients and spec.determinism == "off" and _adds_captured(spec)
@@ -115,9 +116,9 @@ def _adds_captured(spec: Spec) -> bool:
     those that the row decides, whose sums go through all warps, 1.3 to 2.1. Of those that query
     and key both decide, an address a pair, 1.4 (an H200) and 2.2. (`bench/learning_tables.py`)
     """
-    wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     return not any(
-        each.at & {"q_idx", "score"} or (wide and "score" in each.of)
+        each.at & {"q_idx", "score"} or (of_128 and "score" in each.of)
         for each in captured_additions(spec)
     )
 
@@ -138,22 +139,23 @@ def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-_HANDED_OVER, _HANDED_OVER_WIDE = 384, 2400
+_HANDED_OVER, _HANDED_OVER_WIDE = 512, 2688
 """`_handed_over` beside steps of 128 query rows, and beside tiles of 256 columns."""
 _DESCRIBED = ("query", "key", "value", "dout", "dq", "dk", "dv")
 """Of tiles with two parts each has two descriptors."""
 
 
 def _handed_over(spec: Spec) -> int:
-    """Bytes that a kernel hands to its partitions of captured tensors."""
-    return sum(16 * facts.rank for facts in spec.captured)
+    """Bytes that a kernel hands to its partitions of captured tensors, at most: a pointer and,
+    of each dimension, length and stride."""
+    return sum(8 + 16 * facts.rank for facts in spec.captured)
 
 
 def _rows_of_step(spec: Spec) -> int:
     """BLOCK_M: what registers hold, and a multiple of it is the mask's block."""
-    wide = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
+    of_128 = max(padded(spec.head_dim), padded(spec.value_head_dim)) == 128
     # With a score mod 128 rows spill: ALiBi 2.7 kB, a soft cap 0.5 kB.
-    if wide or spec.score_graph is not None:
+    if of_128 or spec.score_graph is not None:
         return 64
     # What a kernel hands to its partitions is in shared memory, of which 128 rows leave 540 bytes.
     if _handed_over(spec) > _HANDED_OVER:
@@ -167,9 +169,9 @@ class Work(NamedTuple):
     Args:
         row_values: float32 [4, B, Hq, L padded].
         odd_keys: int32 [Bkv * Hkv, `_key_tiles`].
-        counter: int32 [1].
+        counter: int32 [1]; above head dim 128 nothing takes tiles by it.
         dq_sums: float32 [B * Hq, L padded * D / 32, 32], or None where dQ isn't added up there.
-        odd_rows: int32 [B * Hq, L padded / 64], or None where the portable pass makes dQ.
+        odd_rows: int32 [B * Hq, L padded / 64], or None where no kernel of Hopper's makes dQ.
     """
 
     row_values: Tensor
@@ -278,9 +280,9 @@ def _launches_again(
         odd_rows=or_else(odd_rows, odd_keys), counter=counter,
         dq_sums=or_else(dq_sums, row_values), totals=_totals(grads, work),
     )  # fmt: skip
-    # It reads the mask's transposed rows under the names that others have for its rows.
     # Descriptors of a tile's second part.
     values.update({f"{name}_2": values[name] for name in _DESCRIBED})
+    # They read the mask's transposed rows under the names that others have for its rows.
     of_transposed = (hopper_backward.backward_kernel, hopper_wide_backward.key_kernel)
     of_main = {**values, **of_keys}
     launches = []

@@ -29,6 +29,7 @@ from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.step_weights import weights_of
+from anyflex_cuda.tile_parts import load_box, store_box
 
 __all__ = ["KEYS", "backward_kernel"]
 
@@ -50,10 +51,6 @@ FULL_RUN = gl.constexpr(1)
 # gradients that the other has written, of every other step the same.
 OF_ROWS = gl.constexpr(8)
 OF_DS = gl.constexpr(10)
-
-# Names before Triton 3.8.
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 if hasattr(tma, "async_atomic_add"):
     _add = tma.async_atomic_add
@@ -84,7 +81,7 @@ def now(x):
 
 @gluon.jit
 def tile_of(index, tiles, units, head_group):
-    """(tile of keys, key head): a few heads at a time, whose query rows and sums the second cache
+    """(tile, head), of keys: a few heads at a time, whose query rows and sums the second cache
     holds, and of those the first tiles first, which under causal masks are the longest."""
     group = index // (head_group * tiles)
     first = group * head_group
@@ -153,10 +150,11 @@ def head_of_stream(stream, kv_b, kv_head, GROUP: gl.constexpr, KV_SHARED: gl.con
 
 @gluon.jit
 def runs_of(
-    offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, KV_BLOCK: gl.constexpr,
+    offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, TILES_A_BLOCK: gl.constexpr,
 ):
+    """(first, end) of a tile's runs."""
     if HAS_MASK:
-        at = b * mask_strides[0] + h * mask_strides[1] + tile // (KV_BLOCK // 128)
+        at = b * mask_strides[0] + h * mask_strides[1] + tile // TILES_A_BLOCK
         return gl.load(offsets + at), gl.load(ends + at)
     else:
         return gl.to_tensor(0), gl.to_tensor(1)
@@ -180,12 +178,12 @@ def load_step(
     if it >= STAGES:
         await_rows(slot)
     mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
-    _load(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
-    _load(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
+    load_box(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
+    load_box(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
     # Its slot was let go together with the query rows'.
     mbarrier.expect(do_full.index(slot), BLOCK_M * DV * 2 + BLOCK_M * 4)
-    _load(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
-    _load(rows_desc, [3 * batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
+    load_box(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
+    load_box(rows_desc, [3 * batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
 
 
 @gluon.jit
@@ -247,14 +245,16 @@ def produce(
         say(tile_words, 0, index)
         mbarrier.expect(kv_full, 128 * (D + DV) * 2)
         for half in gl.static_range(2):
-            _load(k_desc, [kv_b, kv_head, tile * 128 + half * 64, 0], kv_full, k_tiles.index(half))
+            at = [kv_b, kv_head, tile * 128 + half * 64, 0]
+            load_box(k_desc, at, kv_full, k_tiles.index(half))
         for half in gl.static_range(2):
-            _load(v_desc, [kv_b, kv_head, tile * 128 + half * 64, 0], kv_full, v_tiles.index(half))
+            at = [kv_b, kv_head, tile * 128 + half * 64, 0]
+            load_box(v_desc, at, kv_full, v_tiles.index(half))
         streams = GROUP * batch if KV_SHARED else GROUP
         for stream in range(streams):
             b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
             run, last_run = runs_of(
-                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK,
+                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK // 128,
             )
             if HAS_MASK_MOD or RAGGED:
                 it = load_pass(
@@ -601,7 +601,7 @@ def consume(
         for stream in range(streams):
             b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
             run, last_run = runs_of(
-                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK,
+                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK // 128,
             )
             if HAS_MASK_MOD or RAGGED:
                 dk, dv, last_bh, last_rows, it = consume_pass(
@@ -632,7 +632,7 @@ def consume(
         # that the next tile's keys come meanwhile.
         v.store(dv.to(dtype))
         fence_async_shared()
-        _store(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
+        store_box(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
@@ -649,11 +649,11 @@ def consume(
             dk_tile = reinterpret(dq_tiles.index(ME), dtype, [1, 1, 64, D], KEY_LAYOUT)
             dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
             fence_async_shared()
-            _store(dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
+            store_box(dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
         else:
             k.store((dk * scale).to(dtype))
             fence_async_shared()
-            _store(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
+            store_box(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
             tma.store_wait(0)
             mbarrier.arrive(kv_empty, count=1)
         count += 1

@@ -31,6 +31,7 @@ from anyflex_cuda.hopper_backward import (
     is_finite,
     now,
     run_at,
+    runs_of,
     steps_of,
     tile_of,
 )
@@ -42,6 +43,7 @@ from anyflex_cuda.tile_parts import (
     buffers,
     descriptors,
     layout_of_products,
+    load_box,
     load_parts,
     place_parts,
     products_of_values,
@@ -60,14 +62,13 @@ STAGES = gl.constexpr(2)
 """Steps whose first tensor, of which scores are made, is in shared memory; for dK and dV the
 second, dout, too: for dQ there is room for one step's values."""
 
-# Barriers of every other step: one for the slot of a step's first tensor and one for its second;
-# one when dV's consumer has placed what dK's takes, and one when that has it.
+# Barriers, two of each, one a slot: of a step's first tensor and of its second; when dV's consumer
+# has placed what dK's takes, and when that has it. At a tile's end dK's consumer says by the first
+# of PLACED whether dK is fine.
 OF_FIRST = gl.constexpr(8)
 OF_SECOND = gl.constexpr(10)
 PLACED = gl.constexpr(12)
 TAKEN = gl.constexpr(14)
-
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 # What producer and consumers agree on: runs, steps
@@ -78,27 +79,17 @@ def whole_steps(
     tile, q_length, kv_length, RAGGED: gl.constexpr, HAS_SCORE_MOD: gl.constexpr,
     OF_QUERIES: gl.constexpr,
 ):
-    """(steps of a head, of which so many at the beginning have no row or key past the end)."""
+    """(steps of a head, of which so many at the beginning have no row or key past the end that
+    could matter)."""
     steps = gl.cdiv(kv_length if OF_QUERIES else q_length, STEP)
     if not RAGGED:
         return steps, steps
     elif OF_QUERIES:
         return steps, kv_length // STEP
     else:
-        # As of `hopper_backward`.
+        # Rows past the end have weights of 0, for their lse is +inf, but for what a mod makes.
         whole = q_length // STEP if HAS_SCORE_MOD else steps
         return steps, gl.where((tile + 1) * 64 > kv_length, 0, whole)
-
-
-@gluon.jit
-def runs_of(
-    offsets, ends, mask_strides, b, h, tile, HAS_MASK: gl.constexpr, TILES_A_BLOCK: gl.constexpr,
-):
-    if HAS_MASK:
-        at = b * mask_strides[0] + h * mask_strides[1] + tile // TILES_A_BLOCK
-        return gl.load(offsets + at), gl.load(ends + at)
-    else:
-        return gl.to_tensor(0), gl.to_tensor(1)
 
 
 # Producer
@@ -109,7 +100,7 @@ def load_slot(
     it, first, b, h, OF_SLOT: gl.constexpr, descs, tiles, full, SLOTS: gl.constexpr,
     BYTES: gl.constexpr,
 ):
-    """A step's first tensor, or its second."""
+    """A step's first tensor, or its second, when both consumers have let its slot go."""
     slot = it % SLOTS
     if it >= SLOTS:
         named_barrier("sync", OF_SLOT + slot, 288, 1)
@@ -134,7 +125,7 @@ def load_step(it, first, b, h, at_rows, descs, memory, D: gl.constexpr, DV: gl.c
         slot = it % SECOND_SLOTS
         for i in gl.static_range(2):
             # lse2 and delta.
-            _load(rows_desc, [at_rows[i], first], second_full.index(slot), rows[i].index(slot))
+            load_box(rows_desc, [at_rows[i], first], second_full.index(slot), rows[i].index(slot))
 
 
 @gluon.jit
@@ -173,7 +164,7 @@ def produce(
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
     TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
     STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if HAS_MASK else 1
-    tile, own_b, own_h = tile_of_program(
+    tile, own_b, own_h = tile_of_this(
         tiles, units, heads if OF_QUERIES else kv_heads, head_group, OF_QUERIES,
     )
     steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, OF_QUERIES)
@@ -211,7 +202,7 @@ def produce(
 
 
 @gluon.jit
-def tile_of_program(tiles, units, heads, head_group, OF_QUERIES: gl.constexpr):
+def tile_of_this(tiles, units, heads, head_group, OF_QUERIES: gl.constexpr):
     """(tile, batch entry, head), the longest under causal masks first."""
     tile, unit = tile_of(gl.program_id(0), tiles, units, head_group)
     if OF_QUERIES:
@@ -260,7 +251,7 @@ def begin_products(
 
 
 @gluon.jit
-def step_weights(
+def weights_of_step(
     raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED: gl.constexpr,
     RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
     MASK_MOD: gl.constexpr, S_LAYOUT: gl.constexpr, OF_QUERIES: gl.constexpr,
@@ -314,7 +305,7 @@ def add_to_dv(
     named_barrier("arrive", OF_FIRST + slot, 288)
     mbarrier.wait(second_full.index(slot), (it // STAGES) & 1)
     lse2 = rows[0].index(slot).load(S_LAYOUT)
-    weights, factor = step_weights(
+    weights, factor = weights_of_step(
         raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED, RAGGED, SCORE_MOD,
         SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT, False,
     )
@@ -342,7 +333,7 @@ def add_to_dk(dk, raw, more, it, memory, S_LAYOUT: gl.constexpr):
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     dweights = raw - rows[1].index(slot).load(S_LAYOUT)
     named_barrier("arrive", OF_SECOND + slot, 288)
-    # Where the other one has scores query rows are there.
+    # The other one has had this step's scores by then, so the query rows are there.
     named_barrier("sync", PLACED + slot, 256)
     ds = factors.index(slot).load(S_LAYOUT) * dweights
     named_barrier("arrive", TAKEN + slot, 256)
@@ -374,11 +365,12 @@ def add_to_dq(
     dweights = begin_products(
         it, True, own_later_tiles, second_tiles, second_full, ME, S_LAYOUT,
     )
-    _, factor = step_weights(
+    _, factor = weights_of_step(
         raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED, RAGGED, SCORE_MOD,
         SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT, True,
     )
     dweights = warpgroup_mma_wait(num_outstanding=0, deps=(dweights,))
+    # Of the one slot.
     named_barrier("arrive", OF_SECOND, 288)
     ds = operand_of(factor * (dweights - delta), dq, first_tiles[0].dtype)
     later = products_of_values(ds, first_tiles, slot, dq)
@@ -484,7 +476,7 @@ def consume(
     S_LAYOUT: gl.constexpr = layout_of_products(STEP)
     HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
     own_heads = heads if OF_QUERIES else kv_heads
-    tile, own_b, own_h = tile_of_program(tiles, units, own_heads, head_group, OF_QUERIES)
+    tile, own_b, own_h = tile_of_this(tiles, units, own_heads, head_group, OF_QUERIES)
     unit = own_b * own_heads + own_h
     own_first = tile * ROWS + ME * 64
     steps, whole = whole_steps(
@@ -516,8 +508,8 @@ def consume(
         # No barrier is left half full.
         for last in range(gl.maximum(it - STAGES, 0), it):
             named_barrier("sync", TAKEN + last % STAGES, 256)
-    if OF_QUERIES and SCORE_MOD is not None:
-        # Of rows past the end a mod may make what isn't finite.
+    if OF_QUERIES:
+        # What isn't finite in a value, and a mod, may make anything of rows past the end.
         acc = all_inside(acc, own_first, q_length)
     # Whether `repair_kernel` has to take these rows again.
     fine = is_finite(acc[0])
@@ -529,14 +521,16 @@ def consume(
     found = gl.where(fine, 0, 1)
     if GRADIENT == "k":
         say(words, 0, found, 4)
-        # The other one has no use for it any more.
+        # The other one, which has seen the last steps taken, places nothing any more.
         named_barrier("arrive", PLACED, 256)
     elif GRADIENT == "v":
         named_barrier("sync", PLACED, 256)
         gl.store(odd + unit * tiles + tile, found | said(words, 0))
     else:
         gl.store(odd + (unit * tiles + tile) * 2 + ME, found)
-    # No product of this consumer reads any more what was there.
+    # Where dK goes the other one reads keys: for scores, the last of which came before it placed
+    # the last factors, and ahead of no step, for products of anything. Where dV goes values are
+    # read, and the other one has just said that it is done.
     place_parts(acc if GRADIENT == "v" else scaled(acc, mod_values[1]), out_tiles, ME, False)
     fence_async_shared()
     store_parts(out_descs, out_tiles, ME, own_b, own_h, own_first)

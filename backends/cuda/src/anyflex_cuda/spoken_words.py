@@ -1,4 +1,5 @@
-"""Words of shared memory by which one warp says what it loads, so that the others needn't ask."""
+"""Words of shared memory by which some warps say to others what those needn't find out: one what
+it loads, four what came of their rows."""
 
 from __future__ import annotations
 

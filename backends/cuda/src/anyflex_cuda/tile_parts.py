@@ -23,9 +23,11 @@ __all__ = [
     "buffers",
     "descriptors",
     "layout_of_products",
+    "load_box",
     "load_parts",
     "place_parts",
     "products_of_values",
+    "store_box",
     "store_parts",
     "zeros_of",
 ]
@@ -37,8 +39,8 @@ ROWS = gl.constexpr(64)
 """Of a consumer: what one warpgroup's product has."""
 
 # Triton 3.8 has new names for them.
-_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @triton.constexpr_function
@@ -54,7 +56,7 @@ def load_parts(descs, bufs, slot, full, b, h, first):
     """Rows from `first` on, into a slot of each part's buffers."""
     for p in gl.static_range(len(bufs)):
         at = [b, h, first, p * bufs[0].shape[4]]
-        _load_box(descs[p], at, full, bufs[p].index(slot))
+        load_box(descs[p], at, full, bufs[p].index(slot))
 
 
 @gluon.jit
@@ -109,7 +111,7 @@ def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
 def store_parts(descs, bufs, ME: gl.constexpr, b, h, first_row):
     """What `place_parts` placed, on its way to memory."""
     for p in gl.static_range(len(descs)):
-        _store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
+        store_box(descs[p], [b, h, first_row, p * bufs[0].shape[4]], bufs[p].index(ME))
 
 
 @gluon.jit
