@@ -21,8 +21,8 @@ BY_PAIR = 64
 """Of the portable pass over query rows where biases by distance learn, an address a pair; with
 Triton 3.6 at most 32, with 3.9 52. The table's entry for head dim 64 has 4 KiB."""
 WIDE = 350
-"""Of dQ's above head dim 128; with Triton 3.6 at most 104, with 3.9 304, of which the loop of steps
-that have a mask has some. That of dK and dV has none."""
+"""Of dQ's above head dim 128; with Triton 3.6 at most 104, with 3.9 304, of which the loop of
+steps that have a mask has some. That of dK and dV has none."""
 REPAIRED = 500, 4000
 """Of the kernel that makes again what isn't finite, which is seldom, and above head dim 128; with
 Triton 3.6 at most 408 and 3244."""
