@@ -25,11 +25,7 @@ from anyflex_cuda.gluon_program import (
     row_descriptor_type,
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_cuda.wide_backward_call import (
-    WIDE_BLOCKS,
-    is_wide,
-    wide_launches,
-)
+from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_launches
 from anyflex_triton.arguments import layout_of, row_strides
 from anyflex_triton.backward_call import (
     backward_values,
@@ -285,12 +281,10 @@ def _launches_again(
     # They read the mask's transposed rows under the names that others have for its rows.
     of_transposed = (hopper_backward.backward_kernel, hopper_wide_backward.key_kernel)
     of_main = {**values, **of_keys}
-    launches = []
-    for each in fixed:
-        function = each.program.function
-        given = of_main if function in of_transposed else values
-        launches.append(each.launch(given))
-    return launches
+    return [
+        each.launch(of_main if each.program.function in of_transposed else values)
+        for each in fixed
+    ]
 
 
 def backward_programs(

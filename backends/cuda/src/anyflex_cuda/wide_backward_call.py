@@ -18,7 +18,7 @@ from anyflex_cuda.gluon_program import (
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Launch, Options, Types
 from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import MaskRows, int32s, key_head_group
+from anyflex_triton.programs import MaskRows, Mods, int32s, key_head_group
 
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
 
@@ -35,17 +35,13 @@ def is_wide(spec: Spec) -> bool:
     return max(spec.head_dim, spec.value_head_dim) > 128
 
 
-def _boxes(tensors: Mapping[str, tuple[Tensor, int]]) -> dict[str, tuple[Tensor, int] | None]:
-    """By names of descriptors their tensors and columns.
-
-    Args:
-        tensors: with their head dims.
-    """
-    found: dict[str, tuple[Tensor, int] | None] = {}
-    for name, (tensor, dim) in tensors.items():
-        first, *rest = parts_of(dim)
-        found[name] = tensor, first
-        found[f"{name}_2"] = (tensor, rest[0]) if rest else None
+def _boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
+    """By names of descriptors their tensors and boxes; None of a second part that isn't there."""
+    found: dict[str, tuple[Tensor, tuple[int, ...]] | None] = {}
+    for name, tensor in tensors.items():
+        first, *rest = parts_of(tensor.shape[3])
+        found[name] = tensor, (1, 1, 64, first)
+        found[f"{name}_2"] = (tensor, (1, 1, 64, rest[0])) if rest else None
     return found
 
 
@@ -63,14 +59,9 @@ def wide_launches(
     Args:
         row_values, odd_keys, odd_rows: of `backward_call.Work`.
     """
-    spec = made.spec
     dq, dk, dv = grads.dq, grads.dk, grads.dv
     assert dk is not None and dv is not None
-    dim, value_dim = spec.head_dim, spec.value_head_dim
-    given = {
-        "query": (call.query, dim), "key": (call.key, dim), "value": (call.value, value_dim),
-        "dout": (dout, value_dim),
-    }  # fmt: skip
+    given = {"query": call.query, "key": call.key, "value": call.value, "dout": dout}
     batch, heads, length = call.query.shape[:3]
     kv_batch, kv_heads, keys = call.key.shape[:3]
     even = length % _STEP == 0 and keys % _STEP == 0
@@ -79,9 +70,9 @@ def wide_launches(
     ragged = bool(keys % _STEP) or (mods.score_mod is not None and not even)
     launches = [
         _launch(
-            made, call, hopper_wide_backward.key_kernel, even, ragged,
+            made, call, hopper_wide_backward.key_kernel, mods, ragged,
             None if call.mask is None else mask_rows(call.mask.transposed()),
-            {**given, "dk": (dk, dim), "dv": (dv, value_dim)},
+            {**given, "dk": dk, "dv": dv},
             {"row_values": row_descriptor_type(_STEP), "odd_keys": "*i32"},
             {"row_values": row_descriptor(row_values, _STEP), "odd_keys": odd_keys},
             kv_batch * kv_heads, -(-keys // _STEP), key_head_group(call),
@@ -93,9 +84,9 @@ def wide_launches(
         launches.append(
             _launch(
                 made, call, hopper_wide_backward.query_kernel,
-                even and length % _ROWS == 0, bool(keys % _STEP),
+                made.mods(call, even and length % _ROWS == 0), bool(keys % _STEP),
                 None if call.mask is None else mask_rows(call.mask),
-                {**given, "dq": (dq, dim)},
+                {**given, "dq": dq},
                 {"row_values": "*fp32", "odd_rows": "*i32", "padded_length": "i32"},
                 {"row_values": row_values, "odd_rows": odd_rows,
                  "padded_length": row_values.shape[3]},
@@ -106,8 +97,8 @@ def wide_launches(
 
 
 def _launch(
-    made: GluonPrograms, call: Call, kernel: object, even: bool, ragged: bool,
-    rows: MaskRows | None, tensors: Mapping[str, tuple[Tensor, int]], types: Mapping[str, Types],
+    made: GluonPrograms, call: Call, kernel: object, mods: Mods, ragged: bool,
+    rows: MaskRows | None, tensors: Mapping[str, Tensor], types: Mapping[str, Types],
     values: Mapping[str, object], units: int, tiles: int, head_group: int,
 ) -> Launch:  # fmt: skip
     spec = made.spec
@@ -115,11 +106,7 @@ def _launch(
     blocks = (_ROWS, _ROWS) if rows is None else rows.block_size
     batch, heads, length = call.query.shape[:3]
     kv_heads, keys = call.key.shape[1:3]
-    mods = made.mods(call, even)
-    boxes = {
-        name: None if each is None else (each[0], (1, 1, 64, each[1]))
-        for name, each in _boxes(tensors).items()
-    }
+    boxes = _boxes(tensors)
     there = {name: each for name, each in boxes.items() if each is not None}
     key = ("hopper wide backward", of_queries, blocks, ragged, mods.key)
     program = made.existing.get(key)
