@@ -36,6 +36,7 @@ from anyflex_cuda import (
 )
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import GluonProgram
+from anyflex_triton import tiles
 from anyflex_triton.launch import Program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
@@ -112,7 +113,6 @@ def packed(b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:
     return (q // 70 == k // 70) | (q // 70 + k // 70 == 1)
 
 
-LOG2E = 1.4426950408889634
 LOWEST = torch.finfo(torch.float32).min
 PORTABLE_DQ = ("prepare_kernel", "backward_kernel", "repair_kernel", "query_kernel")
 WIDE = ("prepare_kernel", "key_kernel", "query_kernel", "repair_kernel")
@@ -210,12 +210,12 @@ def in_python(case: Case, program: Program, grid: int, values: Mapping[str, Any]
     if given.get("CAPTURED_GRADIENTS") is not None:
         given["CAPTURED_GRADIENTS"] = mod_in_python(given["CAPTURED_GRADIENTS"])
     given |= in_numpy({name: values[name] for name in program.types})
-    more = [largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts]
+    more = [tiles, largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts]
     module, name = hopper_backward, program.function.__name__
     if name != "backward_kernel":
         module, more = hopper_wide_backward, [*more, hopper_backward]
     programs = min(grid, 3) if module is hopper_backward else grid
-    run_kernel(module, name, programs, given, 0, more=more, given={"LOG2E": LOG2E})
+    run_kernel(module, name, programs, given, 0, more=more)
 
 
 def gradients(case: Case, hopper: bool) -> tuple[list[Tensor], list[str]]:

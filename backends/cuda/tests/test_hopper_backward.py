@@ -23,8 +23,9 @@ from anyflex_cuda import (
     step_weights,
     tile_parts,
 )
+from anyflex_triton import tiles
 
-LOG2E = 1.4426950408889634
+MORE = (tiles, largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts)
 
 
 class Case:
@@ -104,8 +105,7 @@ class Case:
             },
             self.seed,
             changed,
-            (largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts),
-            {"LOG2E": LOG2E},
+            MORE,
         )  # fmt: skip
         yield "dk", dk, problem.wanted["dk"]
         yield "dv", dv, problem.wanted["dv"]

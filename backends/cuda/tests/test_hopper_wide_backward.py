@@ -25,11 +25,12 @@ from anyflex_cuda import (
     step_weights,
     tile_parts,
 )
+from anyflex_triton import tiles
 
 MORE = (
-    largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts, hopper_backward,
+    tiles, largest, memory_views, named_barriers, spoken_words, step_weights, tile_parts,
+    hopper_backward,
 )  # fmt: skip
-LOG2E = 1.4426950408889634
 Widths = tuple[int, ...]
 
 
@@ -136,7 +137,6 @@ class Case:
     ) -> None:
         run_kernel(
             hopper_wide_backward, name, programs, arguments, self.seed, changed, MORE,
-            {"LOG2E": LOG2E},
         )  # fmt: skip
 
 
