@@ -9,6 +9,8 @@
 // The four warps meet at a barrier of theirs before one thread of them gives a slot back. That all
 // 128 have read by then is what the tool (CUDA 13.0) doesn't see: it reports a hazard of each read
 // but that thread's with the next write, with TMA and without.
+// Of (arrive) it reports each read with the next write and each write with the read, but nothing
+// while one block runs whose threads hand over a word each: hence 64 blocks and four words.
 #include <cstdint>
 #include <cstdio>
 __device__ uint32_t addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
@@ -63,13 +65,13 @@ __global__ void ring(const int* from, int* out, int steps, int tma) {
 __device__ void sync(int bar) { asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory"); }
 __device__ void arrive(int bar) { asm volatile("bar.arrive %0, 256;" ::"r"(bar) : "memory"); }
 __global__ void relay(int* out, int steps) {
-    __shared__ int data[2][128];
+    __shared__ int data[2][4][128];
     const int placed = 12, taken = 14;
     if (threadIdx.x < 128) {
         for (int i = 0; i < steps; ++i) {
             int s = i & 1;
             if (i >= 2) sync(taken + s);
-            data[s][threadIdx.x] = i;
+            for (int j = 0; j < 4; ++j) data[s][j][threadIdx.x] = i;
             arrive(placed + s);
         }
         for (int i = steps - 2; i < steps; ++i) sync(taken + (i & 1));
@@ -78,7 +80,7 @@ __global__ void relay(int* out, int steps) {
         for (int i = 0; i < steps; ++i) {
             int s = i & 1;
             sync(placed + s);
-            sum += data[s][threadIdx.x - 128];
+            for (int j = 0; j < 4; ++j) sum += data[s][j][threadIdx.x - 128];
             arrive(taken + s);
         }
         out[threadIdx.x - 128] = sum;
@@ -88,7 +90,7 @@ int main(int argc, char** argv) {
     int *from, *out;
     cudaMalloc(&from, 4096 * 4); cudaMalloc(&out, 512); cudaMemset(from, 0, 4096 * 4);
     if (argc > 1 && argv[1][0] == 'a')
-        relay<<<1, 256>>>(out, 16);
+        relay<<<64, 256>>>(out, 64);
     else
         ring<<<1, 160>>>(from, out, 16, argc > 1);
     int r; cudaMemcpy(&r, out, 4, cudaMemcpyDeviceToHost);
