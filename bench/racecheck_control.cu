@@ -9,7 +9,7 @@
 // The four warps meet at a barrier of theirs before one thread of them gives a slot back. That all
 // 128 have read by then is what the tool (CUDA 13.0) doesn't see: it reports a hazard of each read
 // but that thread's with the next write, with TMA and without.
-// Of (arrive) it reports each read with the next write and each write with the read, but nothing
+// Of (arrive) it reports reads and writes that a barrier has between them, but nothing
 // while one block runs whose threads hand over a word each: hence 64 blocks and four words.
 #include <cstdint>
 #include <cstdio>
