@@ -50,7 +50,7 @@ test-random:
 # Of what `make test` has the time for a part: each reads its own variable.
 soak:
 	$(READY) test
-	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py $(ARGS)
+	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py backends/cpu/tests/test_jit_random.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
 	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
 	@ANYFLEX_ALL_COMPILES=1 $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)

@@ -5,9 +5,11 @@
 
 One process a thread count, 16 heads, batch 1. Each case is measured in rounds in which everybody
 takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is held by the
-geometric mean of its rows, and no row may be below 0.85 of it. Exits with 1 if one isn't met, and
-with 2, before anything is measured, where no target is set, for a processor of another kind or for
-any of the chosen groups. `--without-targets` measures there all the same, and holds nothing.
+geometric mean of its rows, and no row may be below 0.85 of it; a row of which a peer that counts
+was neither measured nor refused has no best peer, and is printed. Exits with 1 if a target isn't
+met, and with 2, before anything is measured, where no target is set, for a processor of another
+kind or for any of the chosen groups. `--without-targets` measures there all the same, and holds
+nothing.
 
 A processor with AMX can be measured as one without (`--without-amx`), ours and torch's kernels
 alike. Where other programs occupy the machine, `--cpu-time` counts what the calling thread spends:
@@ -353,7 +355,7 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
     print(f"\n{processor()}{said}, threads {args.threads}, {clock.name}:")
     print("x best peer, geometric mean and least row")
     for verdict in verdicts:
-        print("  " + _line(verdict))
+        print("\n    ".join(["  " + _line(verdict), *verdict["missing"]]))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(verdict["met"] is False for verdict in verdicts))
@@ -398,6 +400,7 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
     """Return the group's ratios, and whether they hold its target; None where it has none."""
     target = group.target.get(kind)
     ratios: dict[str, float | None] = {}
+    missing = []
     for case in group.cases:
         # Forward's case, and that of forward and backward, have one name.
         of_case = [
@@ -412,6 +415,12 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
             if row["contender"] in group.peers and row["median_ms"]
         ]
         ratios[case.name] = min(theirs) / ours[0] if ours and ours[0] and theirs else None
+        # Who failed might have been the fastest.
+        came = {row["contender"]: row.get("status", "measured") for row in of_case}
+        for name in ("cpu", *group.peers):
+            if came.get(name) not in ("measured", "refused"):
+                missing.append(f"{case.name}: {name}: {came.get(name, 'not there')}")
+                ratios[case.name] = None
     found = [ratio for ratio in ratios.values() if ratio is not None]
     mean = math.exp(math.fsum(map(math.log, found)) / len(found)) if found else None
     met = None
@@ -429,6 +438,7 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
         "mean": mean,
         "least": min(found, default=None),
         "rows": ratios,
+        "missing": missing,
         "met": met,
     }
 

@@ -20,7 +20,7 @@ TRACES = {"test_bytecode.py": {"anyflex.mod_graph.trace"}}
 FILES = sorted([*CPU.glob("src/**/*.py"), *CPU.glob("tests/*.py")])
 
 
-def run_tests(folder: Path, *arguments: str) -> str:
+def run_tests(folder: Path, *arguments: str, cwd: Path = CPU) -> str:
     """Run the backend's tests as `make test` has installed it; return what pytest prints."""
     if not any(point.name == "cpu" for point in entry_points(group="anyflex.backends.v1")):
         pytest.skip("anyflex-cpu is not installed: make test, or pip install -e backends/cpu")
@@ -28,7 +28,7 @@ def run_tests(folder: Path, *arguments: str) -> str:
     environment |= {"ANYFLEX_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=CPU,
+        cwd=cwd,
         env=environment,
         capture_output=True,
         text=True,
@@ -47,6 +47,13 @@ def test_the_quick_subset_of_the_kit_passes(tmp_path: Path) -> None:
     printed = run_tests(tmp_path, "-k", "TestConformance or TestInterpreted", "-o", "addopts=")
     passed = re.search(r"(\d+) passed", printed)
     assert passed is not None and int(passed[1]) > 500
+
+
+def test_compiled_mods_compute_what_random_expressions_say(tmp_path: Path) -> None:
+    # The expressions are those of the tests here, which the backend's own don't see.
+    path = CPU.relative_to(ROOT) / "tests" / "test_jit_random.py"
+    printed = run_tests(tmp_path, "-o", "addopts=", str(path), cwd=ROOT)
+    assert re.search(r"\b100 passed", printed) and "skipped" not in printed
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

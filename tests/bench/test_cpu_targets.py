@@ -21,9 +21,15 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def rows_of(group: Any, direction: str, ours: float, theirs: float) -> list[dict[str, Any]]:
     return [
-        {"case": case.name, "direction": direction, "contender": name, "median_ms": time}
+        {
+            "case": case.name,
+            "direction": direction,
+            "contender": name,
+            "status": "measured",
+            "median_ms": time,
+        }
         for case in group.cases
-        for name, time in (("cpu", ours), (group.peers[0], theirs))
+        for name, time in (("cpu", ours), *((peer, theirs) for peer in group.peers))
     ]
 
 
@@ -49,6 +55,23 @@ def test_a_row_below_its_share_of_the_target_or_without_a_time_misses_it(
     assert targets._verdict(group, "avx512_bf16", rows)["met"] is False
     # Which is told from where a processor has no target.
     assert targets._verdict(group, "other", rows)["met"] is None
+
+
+def test_a_peer_that_failed_is_not_left_out(targets: ModuleType) -> None:
+    (group,) = (group for group in targets.GROUPS if group.name == "full float32 forward")
+    rows = rows_of(group, "forward", 1.0, 1.5)
+    flex = next(row for row in rows if row["contender"] == "torch.flex")
+    flex |= {"status": "refused", "median_ms": None}
+    assert targets._verdict(group, "avx512_bf16", rows)["met"] is True
+    for status in ("failed", "wrong"):
+        flex["status"] = status
+        verdict = targets._verdict(group, "avx512_bf16", rows)
+        assert verdict["met"] is False
+        assert verdict["missing"] == [f"{group.cases[0].name}: torch.flex: {status}"]
+    rows.remove(flex)
+    assert targets._verdict(group, "avx512_bf16", rows)["missing"] == [
+        f"{group.cases[0].name}: torch.flex: not there"
+    ]
 
 
 @pytest.fixture
