@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -72,6 +73,26 @@ def test_a_peer_that_failed_is_not_left_out(targets: ModuleType) -> None:
     assert targets._verdict(group, "avx512_bf16", rows)["missing"] == [
         f"{group.cases[0].name}: torch.flex: not there"
     ]
+
+
+def test_memory_is_read_beside_each_sample_and_its_fastest_operation_counts(
+    targets: ModuleType,
+) -> None:
+    class Scripted(targets.WallClock):
+        """A sample of the case takes 5 s, reads 4, 2, 3, 6 s, and all twice as long next time."""
+
+        def __init__(self) -> None:
+            super().__init__(torch.device("cpu"))
+            self.times = iter([5.0, 4.0, 2.0, 3.0, 6.0, 10.0, 8.0, 4.0, 6.0, 12.0])
+
+        def seconds(self, timed: Any, count: int) -> float:
+            timed.call(None)
+            return next(self.times)
+
+    clock = targets.ReadingClock(Scripted(), torch.ones(1 << 13))
+    case = targets.Timed(lambda _: None)
+    assert [clock.seconds(case, 3), clock.seconds(case, 3)] == [5.0, 10.0]
+    assert clock.bandwidth() == pytest.approx((1 << 15) / 3.0)
 
 
 @pytest.fixture
