@@ -26,7 +26,7 @@ help:
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
 	@echo "make conformance-cpu  every case for the CPU backend at each level of this processor, a minute a level"
-	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend; each fault by every quick case; all compiles"
+	@echo "make soak         2,000 random mods, 20,000 random masks, 100,000 calls of the CPU backend and its whole build; each fault by every quick case; all compiles"
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make test-nvidia  on a machine with a Hopper GPU: kit, random calls, sanitizer, first calls; bench-nvidia: all peers"
@@ -55,6 +55,7 @@ soak:
 	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
 	@ANYFLEX_ALL_COMPILES=1 $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
 	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
+	@CI=1 ANYFLEX_WHOLE_BUILD=1 $(RUN) -m pytest tests/packaging/test_cpu_backend.py $(ARGS)
 	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 
 conformance:
