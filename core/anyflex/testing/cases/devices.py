@@ -12,7 +12,7 @@ import anyflex
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.comparison import by_backend
+from anyflex.testing.comparison import by_backend, mask_of
 from anyflex.testing.guarded import same_bytes
 from anyflex.testing.recording import recorded
 from anyflex.testing.session import Session
@@ -145,15 +145,29 @@ def _second_device(session: Session) -> str | None:
 def _no_synchronisation(session: Session) -> str | None:
     if session.device.type == "cpu":
         return _NO_ACCELERATOR
-    case = _call(session)
+    sizes = [128, 1] if session.backend.capabilities.decode else [128]
+    for q_length in sizes:
+        for mask in (None, "causal"):
+            _require_no_wait(
+                session,
+                plain(session, "devices", q_length=q_length, kv_length=128, mask_mod=mask),
+            )
+    return None
+
+
+def _require_no_wait(session: Session, case: AttentionCase) -> None:
+    """Call it while the device is busy with what was queued before. What a mask's first call
+    derives from it, once, is there by then."""
     drawn = case.draw(session.device)
     tensors: dict[str, Any] = {
         name: tensor.requires_grad_() for name, tensor in drawn.tensors.items()
     }
     dout = drawn.weights["dout"]
+    mask = mask_of(case, drawn, session.device)
+    called = f"{case.q_length} queries, {'no mask' if mask is None else 'a mask'}"
 
     def forward() -> Any:
-        return anyflex.flex_attention(**tensors, backend=session.name)
+        return anyflex.flex_attention(**tensors, block_mask=mask, backend=session.name)
 
     with session.unwatched():
         out = forward()
@@ -175,9 +189,9 @@ def _no_synchronisation(session: Session) -> str | None:
             _keep_busy(session.device)
         behind = torch.accelerator.current_stream(session.device).record_event()
         out = forward()
-        session.require(not behind.query(), "forward waits for what was queued before it")
+        late = "waits for what was queued before it"
+        session.require(not behind.query(), f"forward {late}: {called}")
         if case.gradients:
             out.backward(dout)
-            session.require(not behind.query(), "backward waits for what was queued before it")
+            session.require(not behind.query(), f"backward {late}: {called}")
         torch.accelerator.synchronize()
-    return None
