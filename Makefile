@@ -53,6 +53,7 @@ soak:
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py backends/cpu/tests/test_jit_random.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
 	@cd backends/triton && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -rP tests/test_conformance.py $(ARGS)
+	@cd backends/cpu && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -n 2 tests/test_conformance.py -k Interpreted $(ARGS)
 	@ANYFLEX_ALL_COMPILES=1 $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
 	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
 	@CI=1 ANYFLEX_WHOLE_BUILD=1 $(RUN) -m pytest tests/packaging/test_cpu_backend.py $(ARGS)
