@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -24,7 +25,9 @@ FILES = sorted([*FOLDER.glob("triton/src/**/*.py"), *FOLDER.glob("triton/tests/*
 def test_its_own_tests_pass(tmp_path: Path) -> None:
     """All but those of test_triton_compiles.py."""
     compiled = "--ignore-glob=*/test_compiled_*.py"
-    assert " passed" in run_tests("triton", tmp_path, compiled)
+    passed = re.search(r"(\d+) passed", run_tests("triton", tmp_path, compiled))
+    # Where the backend refused its machine the kit would be skipped.
+    assert passed is not None and int(passed[1]) > 1500
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
