@@ -2,6 +2,8 @@
 
     python bench/gpu_first_calls.py [--backend cuda] [--repeat 3] [--json FILE]
 
+--json writes every process's seconds and the counts, with commit, machine and versions.
+
 First, in one process, calls of many lengths and batches, with every compilation counted by
 Triton's listener. Then a causal soft cap, bfloat16, B2 H8 S2048 D128, forward and then backward,
 each time in a process of its own, in which torch has its context of the device and has made a
@@ -16,6 +18,7 @@ Exits with 1 if a limit isn't met, or a kernel is compiled twice for one class o
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import os
@@ -187,6 +190,27 @@ def faults(
     return lines
 
 
+def report_of(
+    seconds: Mapping[str, Sequence[Mapping[str, float]]],
+    compiled: Mapping[str, Mapping[str, int]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Return what was found, with where and of what: as in `anyflex bench`'s reports."""
+    # Not above: a fresh process imports anyflex when the clock runs.
+    from anyflex.bench.machine import machine_facts, source_commit, version_facts
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "backend": args.backend,
+        "date": now.replace(microsecond=0).isoformat(),
+        "commit": source_commit(),
+        "machine": machine_facts(torch.device(args.device)),
+        "versions": version_facts(),
+        "seconds": seconds,
+        "compiled": compiled,
+    }
+
+
 def main() -> int:
     """Measure, print, compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -226,7 +250,7 @@ def main() -> int:
         each = ", ".join(f"{kernel} {count}" for kernel, count in counted.items())
         print(f"compiled for {len(classes_of(args.backend)[name])} calls, {name}: {each}")
     if args.json is not None:
-        text = json.dumps({"seconds": seconds, "compiled": compiled}, indent=1)
+        text = json.dumps(report_of(seconds, compiled, args), indent=1)
         args.json.write_text(text + "\n")
     lines = faults(seconds, compiled)
     print("\n".join(["not met:", *lines] if lines else ["all met"]))

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from anyflex.bench.machine import machine_facts, source_commit, version_facts
+from anyflex.bench.plot import svg_plot
+
 BENCH = Path(__file__).parents[2] / "bench"
 REPORT = BENCH / "results" / "h200_cuda.json"
 
@@ -178,6 +181,64 @@ def test_the_committed_table_is_of_the_committed_report(device: str, backend: st
     assert "\n".join(targets.table(rows, backend)) in page
 
 
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_the_committed_rates_are_of_the_committed_report(device: str) -> None:
+    targets = program("gpu_targets")
+    report = REPORT.with_name(f"{device}_cuda.json")
+    page = report.with_suffix(".md").read_text()
+    rows = targets.rows_of(targets.reports_of([report]))
+    assert "\n".join(targets.missed_table(rows, "cuda")) + "\n" in page
+    assert "\n".join(targets.fastest_table(rows, "cuda")) + "\n" in page
+
+
+def test_the_peers_committed_rates_are_of_their_committed_report() -> None:
+    targets = program("gpu_targets")
+    report = REPORT.with_name("h200_peers.json")
+    rows = targets.rows_of(targets.reports_of([report]))
+    page = report.with_suffix(".md").read_text()
+    assert "\n".join(targets.fastest_table(rows, "cuda")) + "\n" in page
+    assert len(targets.missed_table(rows, "cuda")) == 2
+
+
+def test_what_a_missed_row_would_take_is_the_fastest_peer_s_rate_times_its_target() -> None:
+    targets = program("gpu_targets")
+    case = "window B4 H16 S8192 D128 bfloat16"
+
+    def row(gflops: float) -> dict[str, Any]:
+        ms = 1e6 / gflops
+        return {"median_ms": ms, "samples_ms": [ms], "gflops": gflops, "status": "measured"}
+
+    found = {name: row(2e5) for name in targets.EVERY} | {"cuda": row(3.3e5)}
+    found["cuda.flash4"] = row(3e5)
+    found["torch.sdpa.cudnn"] |= {"median_ms": None, "samples_ms": [], "status": "refused"}
+    rows = {(case, "forward"): found}
+    (line,) = targets.missed_table(rows, "cuda")[2:]
+    name = case.replace(" bfloat16", "")
+    assert line == f"| {name} | forward | 330 | FA4 | 300 | 1.10 | 1.20 | 360 |"
+    # Not a row that reaches its target.
+    assert not targets.missed_table({(case, "backward"): found}, "cuda")[2:]
+
+
+PICTURES = {
+    "h100_cuda_plain": ("h100_cuda", "h200-plain"),
+    "h100_cuda_mods": ("h100_cuda", "h200-mods"),
+    "h200_cuda_plain": ("h200_cuda", "h200-plain"),
+    "h200_cuda_mods": ("h200_cuda", "h200-mods"),
+    "h200_peers": ("h200_peers", "h200"),
+}
+"""Committed pictures: of which file's report, and of which preset."""
+
+
+def test_the_committed_pictures_are_of_the_committed_reports() -> None:
+    targets = program("gpu_targets")
+    results = REPORT.parent
+    assert {path.stem for path in results.glob("*.svg")} == set(PICTURES)
+    for name, (file, preset) in PICTURES.items():
+        reports = targets.reports_of([results / f"{file}.json"])
+        (report,) = [report for report in reports if report["preset"] == preset]
+        assert svg_plot(report) == (results / f"{name}.svg").read_text(), name
+
+
 def random_calls(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
@@ -210,6 +271,29 @@ def test_a_first_call_above_its_limit_and_a_second_compile_fail() -> None:
         "decoding: sums was compiled 2 times"
     ]
     assert calls.faults(fast, {**once, "training": {}}) == ["training: nothing was compiled"]
+
+
+def test_first_calls_are_written_with_commit_machine_and_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = program("gpu_first_calls")
+    file = tmp_path / "first_calls.json"
+    fast = {"forward": 0.01, "backward": 0.02, "torch's backward": 0.3}
+    once = {name: {"forward_kernel": 1} for name in calls.CLASSES}
+
+    def found(kind: str, *others: Any) -> Any:
+        return once if kind == "classes" else fast
+
+    monkeypatch.setattr(calls, "in_a_process", found)
+    arguments = ["--backend", "cuda.triton", "--device", "cpu", "--repeat", "2"]
+    monkeypatch.setattr(sys, "argv", ["gpu_first_calls.py", *arguments, "--json", str(file)])
+    assert calls.main() == 0
+    report = json.loads(file.read_text())
+    assert report["seconds"] == {kind: [fast] * 2 for kind in calls.LIMITS}
+    assert report["compiled"] == once and report["backend"] == "cuda.triton"
+    assert report["commit"] == source_commit() and report["date"].endswith("+00:00")
+    assert report["machine"] == json.loads(json.dumps(machine_facts(torch.device("cpu"))))
+    assert report["versions"] == version_facts()
 
 
 def test_hoppers_classes_are_of_all_calls() -> None:
