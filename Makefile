@@ -30,7 +30,7 @@ help:
 	@echo "make sanitize     the CPU backend's native library under sanitizers; test-arm: on 64-bit ARM; test-clang: by clang"
 	@echo "make test-xpu     on a machine with an Intel GPU: its tests, and the conformance kit on it"
 	@echo "make test-nvidia  on a machine with a Hopper GPU: kit, random calls, sanitizer, first calls; bench-nvidia: all peers"
-	@echo "make test-newest-triton  what the newest Triton that was tried makes of Hopper's kernels, without a GPU"
+	@echo "make test-newest-triton  what the newest Triton that was tried makes of the GPU kernels, without a GPU"
 	@echo "make triton-compiles  what Triton makes of every configuration, without a GPU; fails where forward spills"
 	@echo "make setup | lint | format | types | imports | docs | docs-serve | wheels | clean"
 
@@ -48,7 +48,7 @@ test-random:
 	@ANYFLEX_RANDOM_CONFIGURATIONS=500 $(RUN) -m pytest tests/random_configurations $(ARGS)
 
 # Of what `make test` has the time for a part: each reads its own variable.
-soak:
+soak: $(NEWEST_TRITON)
 	$(READY) test
 	@ANYFLEX_RANDOM_EXPRESSIONS=2000 $(RUN) -m pytest tests/spellings/test_random_expressions.py backends/cpu/tests/test_jit_random.py $(ARGS)
 	@ANYFLEX_RANDOM_MASKS=20000 $(RUN) -m pytest tests/block_masks $(ARGS)
@@ -56,6 +56,8 @@ soak:
 	@cd backends/cpu && ANYFLEX_WHOLE_KIT=1 ../../$(RUN) -m pytest -n 2 tests/test_conformance.py -k Interpreted $(ARGS)
 	@ANYFLEX_ALL_COMPILES=1 $(RUN) -m pytest -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
 	@cd backends/cpu && ANYFLEX_FUZZED_CALLS=100000 ../../$(RUN) -m pytest -rP tests/test_fuzz.py $(ARGS)
+	@$(RUN) bench/triton_compiles.py --compare
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --compare
 	@CI=1 ANYFLEX_WHOLE_BUILD=1 $(RUN) -m pytest tests/packaging/test_cpu_backend.py $(ARGS)
 	@ANYFLEX_FAULTS_BY_ALL=1 $(RUN) -m pytest -rP tests/testing/test_numerical_faults.py $(ARGS)
 
@@ -94,17 +96,18 @@ bench-nvidia:
 	$(READY) test
 	@bash scripts/nvidia_checks.sh $(RUN) measure build/nvidia/measure
 
-# Hopper's and Blackwell's kernels, and the portable ones' forward: with the pinned Triton `make test` compiles more.
+# Hopper's and Blackwell's kernels, and the portable ones' forward and decoding: with the pinned Triton `make test`
+# compiles more.
 test-newest-triton: $(NEWEST_TRITON)
 	$(READY) test
 	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) -m pytest -q -n 2 $(wildcard backends/cuda/tests/test_compiled_*.py) $(ARGS)
-	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper --types bfloat16 --dims 64,128 --patterns plain,causal --kernels forward --compare --brief
+	@PYTHONPATH=$(NEWEST_TRITON) $(RUN) bench/triton_compiles.py --targets hopper,blackwell,amd --types bfloat16,float32 --dims 64,128 --patterns causal --kernels forward,decode --compare --brief
 
 $(NEWEST_TRITON):
 	$(READY) test
 	@$(RUN) -m pip install -qq --no-deps --target $@ triton==$(notdir $@)
 
-# Twenty minutes; ARGS="--record" writes bench/results/triton_compiles.*.
+# Three quarters of an hour; ARGS="--record" writes bench/results/triton_compiles.*.
 triton-compiles:
 	$(READY) test
 	@$(RUN) bench/triton_compiles.py $(ARGS)
