@@ -1,11 +1,12 @@
 """NVIDIA's compute-sanitizer over a few calls of each of a GPU backend's kernels.
 
-    python bench/gpu_sanitizer.py [--backend cuda] [--tool memcheck] [--timeout 300]
+    python bench/gpu_sanitizer.py [--backend cuda] [--tool memcheck] [--timeout 900]
 
-The calls are those of `kernel_calls.py`, each of which is compared with the float64 formula as
-well. They run once without the tool, which leaves their kernels in Triton's cache, and then under
-each of memcheck, racecheck and synccheck, with every tensor in an allocation of its own. Exits
-with 1 if a tool reports an error, a result is wrong, or the tool doesn't end in its time.
+The calls are those of `kernel_calls.py`, random ones and presets' rows, each of which is compared
+with the float64 formula as well. They run once without the tool, which leaves their kernels in
+Triton's cache, and then under each of memcheck, racecheck and synccheck, with every tensor in an
+allocation of its own. Exits with 1 if a tool reports an error, a result is wrong, or the tool
+doesn't end in its time.
 
 racecheck doesn't follow what mbarriers hand from one thread to many. Hazards of three kinds are no
 errors, as long as it says the same of `racecheck_control.cu`, rings that are right, which is built
@@ -210,7 +211,7 @@ def main() -> int:
     parser.add_argument("--number", type=int, action="append", help="only these calls")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="where it is")
     parser.add_argument("--nvcc", default="nvcc", help="what builds racecheck's control")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, of each tool")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds, of each tool")
     parser.add_argument("--log", type=Path, help="a folder for what the tools print")
     args = parser.parse_args()
     numbers = args.number or list(OF_EACH_KERNEL)

@@ -2,7 +2,8 @@
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
 #   check        the whole conformance kit on `cuda`, on `cuda.triton`, and on that with the
 #                configurations of Intel's GPUs; 500 random calls of `cuda`; calls of each of its
-#                kernels 1,000 times, and under compute-sanitizer; the device tests
+#                kernels, the presets' among them, 1,000 times, and under compute-sanitizer; the
+#                device tests
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)

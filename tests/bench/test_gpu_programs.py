@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import anyflex
 from anyflex.bench.machine import machine_facts, source_commit, version_facts
 from anyflex.bench.plot import svg_plot
 
@@ -253,6 +255,33 @@ def test_random_calls_of_the_reference_are_right() -> None:
     done = random_calls("--number", "1", "--number", "4", "--number", "10", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 calls, 0 failed, 0 refused" in done.stdout
+
+
+def test_shrunk_rows_of_a_preset_are_right_of_the_reference() -> None:
+    done = random_calls("--number", "1000020", "--number", "1000024", "--jobs", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 calls, 0 failed, 0 refused" in done.stdout
+
+
+def test_a_gradient_that_a_repetition_has_otherwise_is_told() -> None:
+    random = program("gpu_random")
+    case, cpu = random.case_of(1000024), torch.device("cpu")
+    case = dataclasses.replace(case, heads=1, kv_heads=1, q_length=64, kv_length=64)
+    drawn = case.draw(cpu)
+    found = random.by_backend(case, drawn, "reference", cpu)
+    budgets = random.by_oracle(case, drawn)
+
+    def doubled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
+                **settings: Any) -> Any:  # fmt: skip
+        """Of the same bits, and with twice value's gradient."""
+        return anyflex.flex_attention(query, key, 2 * value - value.detach(), *args, **settings)
+
+    for attention, wanted in (
+        (anyflex.flex_attention, []),
+        (doubled, ["dv is another in a repetition"]),
+    ):
+        changes = random._changes(case, drawn, "reference", cpu, attention, found, budgets, 1)
+        assert changes == wanted
 
 
 def test_a_random_call_that_does_not_end_fails_the_run() -> None:

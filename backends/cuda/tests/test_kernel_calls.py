@@ -1,10 +1,12 @@
-"""The calls that are repeated and run under sanitizers take each kernel for Hopper."""
+"""The calls that are repeated and run under sanitizers take each kernel for Hopper, and those of
+the presets with the constants that are timed."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +18,55 @@ pytest.importorskip("triton", reason="there is no Triton to launch with")
 from recording import OnHopper, recording
 
 import anyflex
+from anyflex.bench.case import BenchCase, Direction
+from anyflex.bench.patterns import make_mask_mod, make_score_mod
+from anyflex.bench.presets import PRESETS
 from anyflex.plugin import BackendRefused, isolated, register
+from anyflex_triton.launch import Program
 
 BENCH = Path(__file__).parents[3] / "bench"
+CPU = torch.device("cpu")
+
+
+Launched = tuple[Program, int, Mapping[str, object]]
 
 
 class Asked(Exception):
     """Explain has said what it is asked for."""
 
 
+@contextlib.contextmanager
+def hopper() -> Iterator[list[Launched]]:
+    """Yields what is launched."""
+    with isolated():
+        register("cuda", OnHopper)
+        with recording() as launched:
+            yield launched
+
+
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(BENCH))
-    with isolated():
-        register("cuda", OnHopper)
-        with recording():
-            yield
+    with hopper():
+        yield
 
 
 def variant_of(number: int) -> str:
-    """What explain says of a random call, without numbers of programs and without reasons."""
+    """What explain says of a call, without numbers of programs and without reasons."""
     import gpu_random  # type: ignore[import-not-found]
 
-    case = gpu_random.drawn_case(number)
+    case = gpu_random.case_of(number)
     said: list[str] = []
 
     def ask(*args: Any, **settings: Any) -> Any:
         said.append(anyflex.explain(*args, **settings).variant)
         raise Asked
 
-    cpu = torch.device("cpu")
     with (
         gpu_random.deterministic(gpu_random.is_deterministic(number)),
         contextlib.suppress(Asked, BackendRefused),
     ):
-        gpu_random.by_backend(case, case.draw(cpu), "cuda", cpu, ask)
+        gpu_random.by_backend(case, case.draw(CPU), "cuda", CPU, ask)
     without = re.sub(r" \(not .*?\)(?=$|,)", "", said[0] if said else "refused")
     return re.sub(r" programs=\d+|(?<=prefill) \d+x\d+", "", without)
 
@@ -74,3 +90,66 @@ def test_whatever_hoppers_kernel_a_random_call_takes_some_are_listed() -> None:
     listed = set().union(*map(parts, KERNELS))
     taken = set().union(*(parts(variant_of(number)) for number in range(100)))
     assert listed == taken and len(listed) == 11
+
+
+def kernels_of(launched: Iterable[Launched]) -> set[str]:
+    """Each kernel's module and name, and what it is compiled with, mods by their text."""
+    found = set()
+    for program, _, _ in launched:
+        function = program.function.fn
+        compiled = {
+            name: getattr(value, "src", value) for name, value in program.constants.items()
+        }
+        found.add(
+            f"{function.__module__}.{function.__name__} {sorted(compiled.items())} "
+            f"{sorted(program.types.items())} {sorted(program.aligned)} {program.options}"
+        )
+    return found
+
+
+def run_row(case: BenchCase, direction: Direction) -> None:
+    """Call as `anyflex bench` does what it times."""
+    lengths = (case.q_shape[2], case.kv_shape[2])
+    mask_mod = make_mask_mod(case.masks, lengths, CPU)
+    mask = None if mask_mod is None else anyflex.create_block_mask(mask_mod, None, None, *lengths)
+    learns = direction == "backward"
+    # Nothing is written to them: of large ones the system gives no memory.
+    tensors = [
+        torch.empty(shape, dtype=case.torch_dtype).requires_grad_(learns)
+        for shape in (case.q_shape, case.kv_shape, case.v_shape)
+    ]
+    score_mod = make_score_mod(case.mods, case.q_shape[1], CPU)
+    out = anyflex.flex_attention(*tensors, score_mod, mask, enable_gqa=case.gqa, backend="cuda")
+    if learns:
+        assert isinstance(out, torch.Tensor)
+        torch.autograd.grad(out, tensors, torch.empty_like(out))
+
+
+def test_the_kernels_of_a_preset_s_rows_are_launched_by_the_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import gpu_random
+    import preset_calls  # type: ignore[import-not-found]
+    from kernel_calls import OF_EACH_KERNEL
+
+    rows: dict[str, str] = {}
+    with hopper() as launched:
+        for preset_row in PRESETS["h200"]:
+            # Else kernels differ in the number that they compare with.
+            row = dataclasses.replace(preset_row, masks=preset_calls.nearer(preset_row.masks))
+            for direction in row.directions:
+                launched.clear()
+                run_row(row, direction)
+                for kernel in kernels_of(launched):
+                    rows.setdefault(kernel, f"{row.name}, {direction}")
+        # Behind the rows: random calls have other numbers in their mods, and from the second on a
+        # number is compiled otherwise.
+        launched.clear()
+        for number in OF_EACH_KERNEL:
+            case = gpu_random.case_of(number)
+            with gpu_random.deterministic(gpu_random.is_deterministic(number)):
+                gpu_random.by_backend(case, case.draw(CPU), "cuda", CPU)
+        called = kernels_of(launched)
+    lacking = [f"{name}: {kernel}" for kernel, name in rows.items() if kernel not in called]
+    assert not lacking, "\n".join(lacking)
