@@ -52,20 +52,22 @@ class Mistaken(Exception):
 
 
 def results_of(call: Call, seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Make the call: out, lse where it is asked for, and gradients."""
+    """Make the call: out, lse and max_scores where they are asked for, and gradients."""
     arguments, leaves = arguments_of(call)
     found = attempt(arguments)
-    out, lse = (found[0], found[1].lse) if call.aux else (found, None)
-    dout, dlse = arriving(call, out, out[..., 0] if lse is None else lse, seed)
+    results = [found[0], found[1].lse, found[1].max_scores] if call.aux else [found]
+    out = results[0]
+    lse = results[1] if call.aux else out[..., 0]
+    dout, dlse = arriving(call, out, lse, seed)
     gradients: list[Tensor] = []
     if leaves and out.requires_grad:
-        outputs, arrive = ([out], [dout]) if lse is None else ([out, lse], [dout, dlse])
+        outputs, arrive = ([out, lse], [dout, dlse]) if call.aux else ([out], [dout])
         gradients = list(torch.autograd.grad(outputs, leaves, arrive, allow_unused=True))
         gradients = [
             torch.zeros_like(leaf) if each is None else each
             for leaf, each in zip(leaves, gradients, strict=True)
         ]
-    return [out] if lse is None else [out, lse], gradients
+    return results, gradients
 
 
 def judge(seed: int) -> str:
@@ -110,11 +112,11 @@ def compare_all(
     dtype = call.inputs["query"].dtype
     for place, found in enumerate(results):
         wanted, judged = expected.results[place], expected.judged[place]
-        # lse is of float32, whatever the inputs are.
+        # lse and max_scores are of float32, whatever the inputs are.
         limit = Limit(expected.largest_score, (found.dtype,))
-        compare(found, wanted, judged, call, ("out", "lse")[place], limit)
+        compare(found, wanted, judged, call, ("out", "lse", "max_scores")[place], limit)
     for place, found in enumerate(gradients):
-        wanted, judged = expected.gradients[place], expected.judged[2 + place]
+        wanted, judged = expected.gradients[place], expected.judged[3 + place]
         # A table's gradient has its type.
         limit = Limit(expected.largest_score, (dtype, found.dtype))
         parts = functools.partial(expected.parts, place)
@@ -154,6 +156,8 @@ def compare(
     if not found.numel():
         return
     zero = torch.zeros((), dtype=torch.float64)
+    if bool((judged & wanted.isinf() & (found != wanted)).any()):
+        raise Mistaken(f"{name} isn't infinite where it should be: {call}")
     judged = judged & wanted.isfinite()
     found, wanted = (torch.where(judged, each.detach().double(), zero) for each in (found, wanted))
     worst = float((found - wanted).abs().max())

@@ -19,7 +19,7 @@ class Expected:
     """What the formula says.
 
     Args:
-        results: out and lse, in float64.
+        results: out, lse and max_scores, in float64.
         gradients: of the leaves, in float64.
         parts: returns what gradient number n would be if no two parts of dS cancelled.
         largest_score: of those that carry weight.
@@ -93,8 +93,11 @@ def expected_of(call: Call, seed: int) -> Expected:
         weights = torch.exp(scores - finite_lse[..., None]).masked_fill(~live, 0)
         return gradients_of(scores, leaves, (weights * sizes).detach())[place]
 
+    top = torch.full(live.shape[:3], -torch.inf, dtype=torch.float64)
+    if keys:
+        top = scores.detach().expand(live.shape).masked_fill(~live, -torch.inf).amax(-1)
     return Expected(
-        [out.detach(), lse.detach()],
+        [out.detach(), lse.detach(), top],
         gradients,
         parts,
         float(finite_lse.detach().abs().max()) if lse.numel() else 0.0,
@@ -118,11 +121,11 @@ def gradients_of(
 
 
 def judged_of(call: Call, live: Tensor, leaves: int) -> list[Tensor]:
-    """Elements of out, lse and the leaves' gradients that no bad number reaches."""
+    """Elements of out, lse, max_scores and the leaves' gradients that no bad number reaches."""
     rows = live.any(-1) | True
     everything = torch.ones((), dtype=torch.bool)
     if not call.spoilt:
-        return [everything] * (2 + leaves)
+        return [everything] * (3 + leaves)
     ratio = live.shape[1] // call.inputs["key"].shape[1]
 
     def bad(name: str) -> Tensor:
@@ -139,6 +142,6 @@ def judged_of(call: Call, live: Tensor, leaves: int) -> list[Tensor]:
     if kv_batch != keys.shape[0]:
         keys = keys.all(0, keepdim=True)
     of_inputs = {"query": rows[..., None], "key": keys[..., None], "value": keys[..., None]}
-    judged = [rows[..., None], rows]
+    judged = [rows[..., None], rows, rows]
     judged += [of_inputs[name] for name in call.inputs if name in call.learned]
-    return judged + [torch.zeros((), dtype=torch.bool)] * (2 + leaves - len(judged))
+    return judged + [torch.zeros((), dtype=torch.bool)] * (3 + leaves - len(judged))

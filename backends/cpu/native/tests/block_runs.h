@@ -17,41 +17,45 @@ struct block_runs {
                     kind[q / q_block * columns + k / kv_block] |= m.live(h, q, k) ? 1 : 2;
             // 1: all live, 3: some, 2: none.
             for (int& each : kind) each = each == 3 ? 2 : each == 1 ? 1 : 0;
-            list(kind, rows, columns, columns, 1, forward_offsets, forward);
-            list(kind, columns, rows, 1, columns, backward_offsets, backward);
+            forward.add(kind, rows, columns, columns, 1);
+            backward.add(kind, columns, rows, 1, columns);
         }
     }
     af_runs of_queries() const {
-        return {forward_offsets.data(), forward.data(), 1, heads, rows,
-                count(forward)};
+        return {forward.offsets.data(), forward.runs.data(), 1, heads, rows, forward.count()};
     }
     af_runs of_keys() const {
-        return {backward_offsets.data(), backward.data(), 1, heads, columns,
-                count(backward)};
+        return {backward.offsets.data(), backward.runs.data(), 1, heads, columns,
+                backward.count()};
     }
 
-   private:
-    static int64_t count(const std::vector<int32_t>& runs) {
-        return static_cast<int64_t>(runs.size() / 3);
-    }
-    static void list(const std::vector<int>& kind, int64_t rows, int64_t columns, int64_t by_row,
-                     int64_t by_column, std::vector<int32_t>& offsets, std::vector<int32_t>& to) {
-        offsets.push_back(static_cast<int32_t>(to.size() / 3));
-        for (int64_t r = 0; r < rows; ++r) {
-            for (int32_t c = 0; c < columns; ++c) {
-                const int k = kind[r * by_row + c * by_column];
-                if (k == 0) continue;
-                const bool first = static_cast<int32_t>(to.size() / 3) == offsets.back();
-                if (!first && to[to.size() - 2] == c && to.back() == k)
-                    to[to.size() - 2] = c + 1;
-                else
-                    to.insert(to.end(), {c, c + 1, k});
+    struct side {
+        void add(const std::vector<int>& kind, int64_t rows, int64_t columns, int64_t by_row,
+                 int64_t by_column) {
+            offsets.push_back(count());
+            for (int64_t r = 0; r < rows; ++r) {
+                for (int32_t c = 0; c < columns; ++c) {
+                    const int k = kind[r * by_row + c * by_column];
+                    if (k == 0) continue;
+                    const bool first = count() == offsets.back();
+                    const bool beside = !first && runs[runs.size() - 2] == c;
+                    gaps |= !first && !beside;
+                    mixed |= !first && runs.back() != k;
+                    if (beside && runs.back() == k)
+                        runs[runs.size() - 2] = c + 1;
+                    else
+                        runs.insert(runs.end(), {c, c + 1, k});
+                }
+                offsets.push_back(count());
             }
-            offsets.push_back(static_cast<int32_t>(to.size() / 3));
         }
-    }
+        int32_t count() const { return static_cast<int32_t>(runs.size() / 3); }
+        std::vector<int32_t> offsets, runs;
+        // Whether some row has runs that are apart, or runs of both kinds.
+        bool gaps = false, mixed = false;
+    };
     int64_t heads, rows, columns;
-    std::vector<int32_t> forward_offsets, forward, backward_offsets, backward;
+    side forward, backward;
 };
 
 }  // namespace native_test

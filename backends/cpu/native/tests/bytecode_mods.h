@@ -95,7 +95,10 @@ inline uint16_t position_of(assembler& a, const mods& m, uint16_t q, uint16_t k)
 
 inline std::vector<uint64_t> mask_code(const mods& m) {
     assembler a(AF_MASK);
-    uint16_t least = a.add(ONCE, AF_OP_neg_i, a.add(ONCE, AF_OP_l_to_i, a.add(ONCE, AF_OP_int_l)));
+    const auto whole = [&](uint16_t which) {
+        return a.add(ONCE, AF_OP_l_to_i, a.add(ONCE, AF_OP_int_l, 0, 0, which));
+    };
+    uint16_t least = a.add(ONCE, AF_OP_neg_i, whole(WINDOW));
     if (m.by_head) {
         const uint16_t one = a.constant(AF_OP_const_i, int32_t(1));
         const uint16_t seven = a.constant(AF_OP_const_i, int32_t(7));
@@ -103,10 +106,15 @@ inline std::vector<uint64_t> mask_code(const mods& m) {
         least = a.add(ONCE, AF_OP_sub_i, least, a.add(ONCE, AF_OP_mul_i, odd, seven));
     }
     const uint16_t zero = a.constant(AF_OP_const_i, int32_t(0));
+    const uint16_t shift = whole(SHIFT), stripe = whole(STRIPE);
     const uint16_t q = a.add(A_ROW, AF_OP_q_i), k = a.add(A_COLUMN, AF_OP_kv_i);
-    const uint16_t kept = a.add(A_COLUMN, AF_OP_load_p, 0, 0, KEPT);
+    const uint16_t striped = a.add(A_ROW, AF_OP_ne_i, a.add(A_ROW, AF_OP_and_i, q, stripe), zero);
+    const uint16_t last = a.add(A_ROW, AF_OP_add_i, q, shift);
+    const uint16_t kept_key = a.add(A_COLUMN, AF_OP_load_p, 0, 0, KEPT);
     a.index(A_COLUMN, k, false, AF_STEP);
-    const uint16_t apart = a.add(A_PAIR, AF_OP_sub_iS, k, q);
+    const uint16_t kept =
+        a.add(A_PAIR, AF_OP_or_p, kept_key, a.add(A_PAIR, AF_OP_spread_p, striped));
+    const uint16_t apart = a.add(A_PAIR, AF_OP_sub_iS, k, last);
     const uint16_t before = a.add(A_PAIR, AF_OP_le_iS, apart, zero);
     const uint16_t near = a.add(A_PAIR, AF_OP_gt_iS, apart, least);
     a.add_to(A_PAIR, AF_OP_and_p, AF_LIVE_ROW, a.add(A_PAIR, AF_OP_and_p, before, near), kept);

@@ -3,9 +3,9 @@
 // interpreter.
 //
 //   score = cap * tanh(s / cap) + slope * (kv - q) + table[h][index[kv] + (q & 3)]
-//   live  = kept[kv] and 0 <= q - kv < window + 7 * (h & 1)
+//   live  = (kept[kv] or q & stripe) and 0 <= q + shift - kv < window + 7 * (h & 1)
 //
-// with any of the terms left out. Keys that aren't kept may have an index far outside.
+// with any of the terms left out. Keys that no row keeps may have an index far outside.
 #pragma once
 #include <atomic>
 #include <cmath>
@@ -69,12 +69,13 @@ struct captured_tensor {
 };
 
 enum { SLOPE, TABLE, INDEX, KEPT, CAPTURED };
+enum { WINDOW, SHIFT, STRIPE, INTS };
 
 struct mods {
     double cap = 0;  // 0: none
     bool sloped = false, tabled = false, masked = false;
-    int64_t window = 0;
     bool by_head = false;
+    int64_t ints[INTS] = {};
     captured_tensor slope, table, index, kept;
     // Of the formula: gradients of slope and table, and the sizes that rounding is of.
     std::vector<double> slope_grad{0}, slope_size{0}, table_grad, table_size;
@@ -87,8 +88,10 @@ struct mods {
 
     bool live(int64_t h, int64_t q, int64_t k) const {
         if (!masked) return true;
-        const int64_t wide = window + (by_head ? 7 * (h & 1) : 0);
-        return k <= q && q - k < wide && kept.at(k * kept.stride[0]) != 0;
+        const int64_t wide = ints[WINDOW] + (by_head ? 7 * (h & 1) : 0);
+        const int64_t behind = q + ints[SHIFT] - k;
+        if (behind < 0 || behind >= wide) return false;
+        return (q & ints[STRIPE]) != 0 || kept.at(k * kept.stride[0]) != 0;
     }
     int64_t position(int64_t q, int64_t k) const {
         return static_cast<int64_t>(index.at(k * index.stride[0])) + (q & 3);

@@ -69,11 +69,12 @@ int main(int count, char** arguments) {
         const size_t end = std::min(levels.find(',', at), levels.size());
         const std::string level = levels.substr(at, end - at);
         if (af_set_isa(level.c_str()) != AF_OK) return 1;
+        covered.has_tiles |= native_test::has_tiles(level);
         for (const native_test::workspace& each : native_test::workspaces(level))
             if (each.found > each.most || each.found < each.least) {
                 ++failures;
-                std::printf("%s: a workspace of %" PRId64 " bytes, stated are %" PRId64 " to %" PRId64
-                            "\n",
+                std::printf("%s: a workspace of %" PRId64 " bytes, stated are %" PRId64
+                            " to %" PRId64 "\n",
                             each.what.c_str(), each.found, each.least, each.most);
             }
         std::atomic<int64_t> next{0};
@@ -95,6 +96,10 @@ int main(int count, char** arguments) {
     }
     covered.calls_on_teams = native_test::teams.load();
     covered.each([&](const char* what, int64_t found) {
+        if (found < 0) {
+            std::printf("       -  %s: no level here has them\n", what);
+            return;
+        }
         std::printf("%8" PRId64 "  %s\n", found, what);
         if (problems >= 100) compare(what, -1, double(found > 0), 1, 0);
     });

@@ -1,4 +1,5 @@
-// The formula in double: attention of one problem, forward and backward, by loops.
+// The formula in double: attention of one problem, forward and backward, by loops over live pairs.
+// NaN and infinity in the inputs go where IEEE 754's arithmetic takes them.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -20,7 +21,14 @@ struct shape {
 
 // All arrays are dense, in the order of their indices.
 struct wanted {
-    std::vector<double> out, lse, dq, dk, dv;
+    std::vector<double> out, lse, top, dq, dk, dv;
+
+    bool has_nan() const {
+        for (const auto* each : {&out, &dq, &dk, &dv})
+            for (double x : *each)
+                if (std::isnan(x)) return true;
+        return false;
+    }
 };
 
 // Gradients of captured tensors go into `mod`.
@@ -32,34 +40,41 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
     wanted w;
     w.out.assign(n.rows() * V, 0);
     w.lse.assign(n.rows(), -INFINITY);
+    w.top.assign(n.rows(), -INFINITY);
     w.dq.assign(n.rows() * E, 0);
     w.dk.assign(n.keys() * E, 0);
     w.dv.assign(n.keys() * V, 0);
     std::vector<double> raw(n.kv_length), weight(n.kv_length);
+    std::vector<int64_t> live;
     for (int64_t b = 0; b < n.batch; ++b)
         for (int64_t h = 0; h < n.q_heads; ++h)
             for (int64_t q = 0; q < n.q_length; ++q) {
                 const int64_t row = n.row(b, h, q);
                 double top = -INFINITY, sum = 0, delta = 0;
+                live.clear();
                 for (int64_t k = 0; k < n.kv_length; ++k) {
+                    if (!mod.live(h, q, k)) continue;
+                    live.push_back(k);
                     double dot = 0;
                     for (int64_t e = 0; e < E; ++e)
                         dot += query[row * E + e] * key[n.key(b, h, k) * E + e];
                     raw[k] = dot * scale;
-                    weight[k] = mod.live(h, q, k) ? mod.value(raw[k], h, q, k) : -INFINITY;
-                    top = std::max(top, weight[k]);
+                    weight[k] = mod.value(raw[k], h, q, k);
+                    // NaN wins, and stays.
+                    if (weight[k] > top || std::isnan(weight[k])) top = weight[k];
                 }
+                w.top[row] = top;
                 if (top == -INFINITY) continue;
-                for (double& x : weight) sum += x = std::exp(x - top);
+                for (int64_t k : live) sum += weight[k] = std::exp(weight[k] - top);
                 w.lse[row] = top + std::log(sum);
-                for (double& x : weight) x /= sum;
-                for (int64_t k = 0; k < n.kv_length; ++k)
+                for (int64_t k : live) {
+                    weight[k] /= sum;
                     for (int64_t e = 0; e < V; ++e)
                         w.out[row * V + e] += weight[k] * value[n.key(b, h, k) * V + e];
+                }
                 for (int64_t e = 0; e < V; ++e) delta += dout[row * V + e] * w.out[row * V + e];
                 delta -= dlse[row];
-                for (int64_t k = 0; k < n.kv_length; ++k) {
-                    if (weight[k] == 0) continue;
+                for (int64_t k : live) {
                     const int64_t at = n.key(b, h, k);
                     double dp = 0;
                     for (int64_t e = 0; e < V; ++e) {

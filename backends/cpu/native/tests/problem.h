@@ -3,19 +3,18 @@
 #include "block_runs.h"
 #include "bytecode_mods.h"
 #include "coverage.h"
+#include "drawing.h"
+#include "workspaces.h"
 
 namespace native_test {
 
-class problem {
+class problem : drawing {
    public:
     problem(int64_t number, uint64_t seed)
-        : number_(number), random_(seed * 1000003 + uint64_t(number)) {
-        draw_shape();
-        draw_mods();
-    }
+        : drawing(seed * 1000003 + uint64_t(number)), number_(number) {}
 
     void run(coverage& covered) {
-        const int32_t dtype = draw({0, 0, 1, 2}) == 0 ? AF_F32 : draw({0, 1}) ? AF_BF16 : AF_F16;
+        const int32_t dtype = static_cast<int32_t>(draw({AF_F32, AF_BF16, AF_F16}));
         const int64_t kv_batch = shared_ ? 1 : n_.batch;
         const int layouts[] = {layout_of(layout_count), layout_of(layout_count),
                                layout_of(layout_count), layout_of(layout_count)};
@@ -23,7 +22,9 @@ class problem {
         tensor key(kv_batch, n_.kv_heads, n_.kv_length, n_.head_dim, dtype, layouts[1]);
         tensor value(kv_batch, n_.kv_heads, n_.kv_length, n_.value_head_dim, dtype, layouts[2]);
         tensor dout(n_.batch, n_.q_heads, n_.q_length, n_.value_head_dim, dtype, layouts[3]);
-        for (tensor* each : {&query, &key, &value, &dout}) each->fill(random_);
+        tensor* const inputs[INPUTS] = {&query, &key, &value, &dout};
+        for (int64_t i = 0; i < INPUTS; ++i)
+            inputs[i]->fill(random_, i == spoilt_ ? draw({1, 1, 3}) : 0);
         if (shared_) key.view.stride[0] = value.view.stride[0] = 0;
         tensor out(n_.batch, n_.q_heads, n_.q_length, n_.value_head_dim, dtype,
                    layout_of(row_layouts));
@@ -36,9 +37,8 @@ class problem {
         const af_program mask_program = program(interpreted, mask, native_mask);
         const af_program score_program = program(interpreted, score, native_score);
         const af_program backward_program = program(interpreted, slopes, native_backward);
-        const int64_t q_block = draw({16, 32, 48, 128}), kv_block = draw({16, 48, 64, 128});
         const bool by_head = mods_.by_head || draw({0, 0, 1});
-        const block_runs blocks(n_, mods_, by_head ? n_.q_heads : 1, q_block, kv_block);
+        const block_runs blocks(n_, mods_, by_head ? n_.q_heads : 1, q_block_, kv_block_);
 
         af_forward_args forward = {};
         af_problem& p = forward.problem;
@@ -59,8 +59,8 @@ class problem {
         p.kv_batch_is_shared = shared_;
         if (mods_.masked) {
             p.has_mask = 1;
-            p.q_block = static_cast<int32_t>(q_block);
-            p.kv_block = static_cast<int32_t>(kv_block);
+            p.q_block = static_cast<int32_t>(q_block_);
+            p.kv_block = static_cast<int32_t>(kv_block_);
             p.mask_is_per_call = !mods_.by_head;
             p.runs = blocks.of_queries();
             p.transposed = blocks.of_keys();
@@ -72,7 +72,7 @@ class problem {
         }
         const af_captured captured[CAPTURED] = {mods_.slope.view, mods_.table.view,
                                                 mods_.index.view, mods_.kept.view};
-        p.inputs = {captured, &mods_.window, &mods_.cap, {0, 0, 0, 0}};
+        p.inputs = {captured, mods_.ints, &mods_.cap, {0, 0, 0, 0}};
         forward.out = out.view;
         forward.lse = lse.data();
         forward.max_scores = top.data();
@@ -80,7 +80,6 @@ class problem {
         forward.workspace_bytes = af_forward_workspace(&p);
         memory workspace(forward.workspace_bytes);
         forward.workspace = workspace.data;
-        const bool decodes = std::strcmp(af_forward_variant(&p), "decode") == 0;
         af_error error;
         const int32_t status = af_forward(&forward, &error);
         const bool outside = reads_outside();
@@ -94,8 +93,7 @@ class problem {
         covered.halves += dtype == AF_F16;
         covered.bf16s += dtype == AF_BF16;
         for (int each : layouts) covered.strides += each == every_second || each == columns;
-        covered.grouped_decodes += decodes && n_.group() > 1 && n_.rows() > 0;
-        covered.split_decodes += decodes && n_.kv_length > 1024 && n_.rows() > 0;
+        if (n_.rows() > 0) count_forward(covered, p, blocks);
         covered.shared_batches += shared_ && n_.batch > 1;
         covered.masks_by_head += mods_.masked && by_head;
         covered.reads_outside += outside;
@@ -113,10 +111,16 @@ class problem {
             for (float& each : dlse) each = normal(random_);
         const wanted w = formula(n_, query.values, of_all_batches(key), of_all_batches(value),
                                  dout.values, dlse, p.scale, mods_);
+        const bool spoilt = spoilt_ != INPUTS && inputs[spoilt_]->size > 0;
+        if (spoilt && n_.rows() > 0 && n_.kv_length > 0)
+            ++(w.has_nan() ? covered.bad_seen : covered.bad_unseen);
         const double limit = dtype == AF_F32 ? 2e-5 : dtype == AF_BF16 ? 4e-2 : 5e-3;
-        for (int64_t i = 0; i < n_.rows(); ++i)
+        for (int64_t i = 0; i < n_.rows(); ++i) {
             compare("lse", number_, lse[i], w.lse[i],
                     (dtype == AF_F32 ? 1e-5 : 1e-4) * (1 + std::fabs(w.lse[i]) / 8));
+            // Nothing of it is rounded to 16 bits.
+            compare("max_scores", number_, top[i], w.top[i], 1e-6 * (8 + std::fabs(w.top[i])));
+        }
         for (int64_t i = 0; i < out.size; ++i) compare("out", number_, out.at(i), w.out[i], limit);
 
         af_backward_args backward = {};
@@ -160,6 +164,7 @@ class problem {
         if (p.wanted & 1) compare_gradient("dq", dq, w.dq);
         if (p.wanted & 2) compare_gradient("dk", dk, of_kept_batches(w.dk, dk.size));
         if (p.wanted & 4) compare_gradient("dv", dv, of_kept_batches(w.dv, dv.size));
+        if (n_.rows() > 0) count_backward(covered, p);
         covered.scatters += learns && interpreted && modified && mods_.tabled;
         covered.several_threads += mods_.several_threads;
         if (!learns) return;
@@ -184,70 +189,37 @@ class problem {
         std::vector<float> floats;
     };
 
-    int64_t draw(std::vector<int64_t> from) { return from[random_() % from.size()]; }
-    // Half of the tensors are contiguous.
-    int layout_of(int count) {
-        return draw({0, 1}) ? static_cast<int>(random_() % uint64_t(count)) : contiguous;
-    }
-
-    void draw_shape() {
-        n_.batch = draw({1, 2});
-        n_.kv_heads = draw({1, 2});
-        n_.q_heads = n_.kv_heads * draw({1, 1, 2, 4, 8});
-        n_.q_length = draw({0, 1, 1, 3, 4, 17, 40, 65, 130});
-        n_.kv_length = draw({0, 1, 31, 32, 33, 70, 129, 300, 520});
-        n_.head_dim = draw({1, 7, 16, 33, 64, 96, 100, 128});
-        n_.value_head_dim = draw({1, 8, 20, 64, 96, 100, 128, 160, n_.head_dim});
-        // The formula is slow.
-        if (n_.q_length > 17 && n_.q_heads > 4) n_.q_heads = n_.kv_heads;
-        if (n_.batch * n_.q_heads * n_.q_length <= 16)
-            n_.kv_length = draw({n_.kv_length, 1100, 2100});
-        shared_ = draw({0, 0, 1});
-    }
-
-    void draw_mods() {
-        mods_.cap = double(draw({0, 0, 3}));
-        mods_.sloped = draw({0, 1});
-        mods_.tabled = draw({0, 1});
-        mods_.masked = draw({0, 1});
-        mods_.by_head = mods_.masked && draw({0, 0, 1});
-        mods_.window = draw({1, 20, 1000, 3000});
-        const std::vector<int64_t> floats = {AF_T_F16, AF_T_BF16, AF_T_F32, AF_T_F64};
-        const std::vector<int64_t> integers = {AF_T_I8, AF_T_I16, AF_T_I32, AF_T_I64};
-        const int64_t entries = draw({5, 16, 40});
-        mods_.slope.make(static_cast<int32_t>(draw(floats)), {}, 1);
-        mods_.slope.set(0, 0.03);
-        mods_.table.make(static_cast<int32_t>(draw(floats)), {n_.q_heads, entries},
-                         draw({1, 1, 3}));
-        mods_.index.make(static_cast<int32_t>(draw(integers)), {n_.kv_length}, draw({1, 1, 2}));
-        mods_.kept.make(AF_T_BOOL, {n_.kv_length}, draw({1, 2}));
-        std::normal_distribution<double> normal;
-        for (int64_t i = 0; i < n_.q_heads * entries; ++i)
-            mods_.table.set(i * mods_.table.stride[1], normal(random_));
-        // In -N..N-4, to which up to 3 is added; far outside where nobody looks.
-        int64_t wrong = -1;
-        if (draw({0, 0, 0, 0, 1}) && n_.kv_length > 0) wrong = draw({0, n_.kv_length / 2});
-        const int64_t far = mods_.index.type == AF_T_I8    ? 100
-                            : mods_.index.type == AF_T_I16 ? 30000
-                                                           : 1 << 30;
-        for (int64_t k = 0; k < n_.kv_length; ++k) {
-            const bool kept = draw({0, 1, 1, 1, 1, 1});
-            int64_t index = int64_t(random_() % uint64_t(2 * entries - 3)) - entries;
-            if ((mods_.masked && !kept) || k == wrong) index = draw({-far, far});
-            mods_.kept.set(k * mods_.kept.stride[0], kept);
-            mods_.index.set(k * mods_.index.stride[0], double(index));
-        }
-        mods_.table_grad.assign(n_.q_heads * entries, 0);
-        mods_.table_size.assign(n_.q_heads * entries, 0);
-    }
-
     af_program program(bool interpreted, const std::vector<uint64_t>& code,
                        af_tile_function native) {
         if (!interpreted) return {native, &mods_, sizeof mods_, 0};
         const int64_t bytes = int64_t(code.size()) * 8;
-        compare("a program's check", number_, af_check_program(code.data(), bytes, CAPTURED, 1, 1),
-                AF_OK, 0);
+        compare("a program's check", number_,
+                af_check_program(code.data(), bytes, CAPTURED, INTS, 1), AF_OK, 0);
         return {af_interpret, code.data(), bytes, af_program_scratch(code.data(), bytes)};
+    }
+
+    void count_forward(coverage& covered, const af_problem& p, const block_runs& blocks) const {
+        if (p.has_mask) {
+            covered.row_gaps += blocks.forward.gaps;
+            covered.mixed_rows += blocks.forward.mixed;
+            covered.column_gaps += blocks.backward.gaps;
+            covered.mixed_columns += blocks.backward.mixed;
+        }
+        if (std::strcmp(af_forward_variant(&p), "decode") != 0) return;
+        covered.grouped_decodes += n_.group() > 1;
+        covered.split_decodes += n_.kv_length > 1024;
+        if (n_.kv_length == 0 || (p.dtype == AF_BF16 && has_pairs(af_isa()))) return;
+        // Heads whose masks differ are decoded one by one.
+        const bool alone = p.has_mask && p.runs.heads > 1;
+        const int64_t rows = (alone ? 1 : n_.group()) * n_.q_length;
+        covered.decodes_in_lanes += rows > 16;
+        covered.decodes_in_panels += rows > 32;
+    }
+
+    void count_backward(coverage& covered, const af_problem& p) const {
+        const bool parted = backward_partitions(p, af_isa()) > 1;
+        covered.parted_backwards += parted && (p.wanted & 1) != 0;
+        covered.wide_tiles += backward_tile_keys(p, af_isa()) > 128 && n_.kv_length > 128;
     }
 
     bool reads_outside() const {
@@ -292,10 +264,6 @@ class problem {
     }
 
     int64_t number_;
-    std::mt19937_64 random_;
-    shape n_;
-    bool shared_;
-    mods mods_;
 };
 
 }  // namespace native_test

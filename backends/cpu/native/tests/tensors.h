@@ -54,6 +54,8 @@ inline float of_bf16(uint16_t x) { return of_bits(uint32_t(x) << 16); }
 // Towards 0 and with subnormals as 0: it only makes values that have 16 bits.
 inline uint16_t half(float x) {
     const uint32_t u = bits_of(x), size = u & 0x7fffffff;
+    if (size >= bits_of(0x1p16f))
+        return static_cast<uint16_t>((u >> 16 & 0x8000) | (x == x ? 0x7c00 : 0x7e00));
     if (size < bits_of(0x1p-14f)) return static_cast<uint16_t>(u >> 16 & 0x8000);
     return static_cast<uint16_t>((u >> 16 & 0x8000) | (size - (112u << 23)) >> 13);
 }
@@ -97,7 +99,8 @@ constexpr int row_layouts = every_second;      // those of out, whose last strid
 struct tensor {
     tensor(int64_t batch, int64_t heads, int64_t length, int64_t dim, int32_t dtype, int how)
         : size(batch * heads * length * dim), dtype(dtype), shape{batch, heads, length, dim},
-          stride{heads * length * dim, length * dim, dim, 1}, first(how == shifted ? 1 : 0) {
+          stride{heads * length * dim, length * dim, dim, 1}, first(how == shifted ? 1 : 0),
+          dense(how == contiguous || how == shifted) {
         if (how == heads_inside) stride[1] = dim, stride[2] = heads * dim;
         if (how == every_second)
             for (int64_t& each : stride) each *= 2;
@@ -111,15 +114,22 @@ struct tensor {
         view = {data.data() + first * bytes_of(dtype),
                 {stride[0], stride[1], stride[2], stride[3]}};
     }
-    void fill(std::mt19937_64& random) {
+    // `spoilt`: how many elements become NaN or infinite.
+    void fill(std::mt19937_64& random, int64_t spoilt) {
         std::normal_distribution<float> normal;
         const int64_t elements = int64_t(data.size()) / bytes_of(dtype);
         for (int64_t i = 0; i < elements; ++i)
             put(data.data() + i * bytes_of(dtype), dtype, normal(random));
+        const float bad[] = {__builtin_nanf(""), __builtin_inff(), -__builtin_inff()};
+        for (int64_t i = 0; i < spoilt && size > 0; ++i) {
+            const int64_t at = place(int64_t(random() % uint64_t(size)));
+            put(data.data() + at * bytes_of(dtype), dtype, bad[random() % 3]);
+        }
         values.resize(size);
         for (int64_t i = 0; i < size; ++i) values[i] = at(i);
     }
     int64_t place(int64_t i) const {
+        if (dense) return first + i;
         int64_t found = first;
         for (int dim = 3; dim >= 0; --dim) {
             found += i % shape[dim] * stride[dim];
@@ -141,6 +151,7 @@ struct tensor {
     int32_t dtype;
     int64_t shape[4], stride[4];
     int64_t first;
+    bool dense;
     std::vector<double> values;
     std::vector<char> data;
     af_tensor view;

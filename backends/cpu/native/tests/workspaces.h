@@ -22,17 +22,30 @@ inline bool has_tiles(const std::string& level) {
     return level == "amx_bf16" || level == "avx512_fp16";
 }
 
-// src/backward_plan.h. A unit is a (batch, kv head) here.
+// src/backward_plan.h. A unit is a (batch, kv head), or a kv head where batches share keys.
+inline int64_t backward_units(const af_problem& p) {
+    return (p.kv_batch_is_shared ? 1 : p.batch) * p.kv_heads;
+}
+inline int64_t backward_tile_keys(const af_problem& p, const std::string& level) {
+    const int64_t dims = up(p.head_dim, 32) + up(p.value_head_dim, 32);
+    return p.dtype == AF_BF16 && has_tiles(level) && dims >= 192 ? 256 : 128;
+}
+inline int64_t backward_partitions(const af_problem& p, const std::string& level) {
+    const int64_t units = backward_units(p), rows = p.batch * p.q_heads * up(p.q_length, 128);
+    const int64_t keys = backward_tile_keys(p, level), kv_tiles = up(p.kv_length, keys) / keys;
+    const int64_t all_dq = rows * 4 * up(p.head_dim, 32);
+    const int64_t most = (int64_t(1) << 30) / std::max<int64_t>(all_dq, 1);
+    return std::max<int64_t>(std::min({up(64, units) / units, kv_tiles / 2, most}), 1);
+}
+
 inline workspace backward_workspace(const af_problem& p, const std::string& level,
                                     const std::string& what) {
     const bool pairs = p.dtype == AF_BF16 && has_pairs(level);
     const int64_t E = up(p.head_dim, 32), Ev = up(p.value_head_dim, 32), w = pairs ? 2 : 4;
-    const int64_t R = pairs && has_tiles(level) && E + Ev >= 192 ? 256 : 128;
-    const int64_t units = p.batch * p.kv_heads, streams = p.q_heads / p.kv_heads;
-    const int64_t q_tiles = up(p.q_length, 128) / 128, kv_tiles = up(p.kv_length, R) / R;
-    const int64_t all_dq = units * streams * q_tiles * 512 * E;
-    int64_t partitions = std::min(up(64, units) / units, kv_tiles / 2);
-    partitions = std::max<int64_t>(std::min(partitions, (int64_t(1) << 30) / all_dq), 1);
+    const int64_t R = backward_tile_keys(p, level), kv_tiles = up(p.kv_length, R) / R;
+    const int64_t units = backward_units(p), streams = p.batch * p.q_heads / units;
+    const int64_t q_tiles = up(p.q_length, 128) / 128;
+    const int64_t partitions = backward_partitions(p, level);
     const int64_t jobs = p.threads > 1 ? 8 * p.threads : 1;
     const int64_t in_flight = std::min(units, up(jobs, partitions) / partitions);
     const int64_t a_unit =
@@ -49,8 +62,8 @@ inline workspace backward_workspace(const af_problem& p, const std::string& leve
 inline workspace forward_workspace(const af_problem& p, const std::string& what) {
     const int64_t E = up(p.head_dim, 32), Ev = up(p.value_head_dim, 32);
     const int64_t head = up(p.kv_length, 32) * ((E + Ev) * 4 + 1) + 256;
-    const int64_t packed =
-        p.threads == 1 ? head : std::max(head, std::min(int64_t(64) << 20, p.batch * p.kv_heads * head));
+    const int64_t all = std::min(int64_t(64) << 20, p.batch * p.kv_heads * head);
+    const int64_t packed = p.threads == 1 ? head : std::max(head, all);
     const int64_t q_tiles = up(p.q_length, 128) / 64;
     const int64_t live = p.has_mask ? std::min<int64_t>(16384 * q_tiles, 4 << 20) : 0;
     const int64_t a_thread = 128 * (E + Ev) * 4 + 192 * 1024;
