@@ -365,7 +365,14 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
         measurements += measure_case(case, contenders, device, beside, args.rounds, _say)
         if isinstance(beside, ReadingClock):
             median = case.kv_bytes() / beside.bandwidth() * 1e3
-            reading.append({"case": case.name, "contender": MEMORY, "median_ms": median})
+            reading.append(
+                {
+                    "case": case.name,
+                    "contender": MEMORY,
+                    "status": "measured",
+                    "median_ms": median,
+                }
+            )
     report = make_report(
         list(peers_of),
         measurements,
@@ -432,7 +439,7 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
         ]
         ratios[case.name] = min(theirs) / ours[0] if ours and ours[0] and theirs else None
         # Who failed might have been the fastest.
-        came = {row["contender"]: row.get("status", "measured") for row in of_case}
+        came = {row["contender"]: row["status"] for row in of_case}
         for name in ("cpu", *group.peers):
             if came.get(name) not in ("measured", "refused"):
                 missing.append(f"{case.name}: {name}: {came.get(name, 'not there')}")
