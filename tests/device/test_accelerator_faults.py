@@ -35,4 +35,5 @@ def test_an_example_that_does_not_wait_passes_their_cases(tmp_path: Path) -> Non
         open_session("cuda.example", backend_class=backend) as session,
     ):
         for name in sorted({fault.case for fault in FAULTS}):
-            assert run_case(session, every_case()[name]).status == "passed"
+            outcome = run_case(session, every_case()[name])
+            assert outcome.status == "passed", outcome.detail
