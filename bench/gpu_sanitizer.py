@@ -244,6 +244,7 @@ def main() -> int:
                     found += [] if fault is None else [fault]
                 print("\n".join(f"no error: {line}" for line in excused(written)), flush=True)
         if args.log is not None:
+            args.log.mkdir(parents=True, exist_ok=True)
             (args.log / f"{tool or 'plain'}.txt").write_text(written)
         seconds = time.perf_counter() - began
         print(f"{name}: {len(numbers)} calls, {seconds:.0f} s, {len(found)} faults", flush=True)

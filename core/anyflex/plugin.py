@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from anyflex.block_mask.listing import IndexLists
 from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
+from anyflex.collector import collector_paused
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.backend import Backend, Kernel
@@ -84,6 +85,7 @@ __all__ = [
     "Scatter",
     "Spec",
     "TensorSpec",
+    "collector_paused",
     "differentiate",
     "evaluate",
     "free_in_child",

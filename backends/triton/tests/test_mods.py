@@ -274,7 +274,9 @@ SOFT_CAP = "input f32 - score;const f32 - 30.0;truediv f32 0,1 -;tanh f32 2 -;mu
         (f"{SOFT_CAP}exp f32 4 -;=5", ()),
         (f"{SOFT_CAP}add f32 4,3 -;=5", ()),
         ("input f32 - score;tanh f32 0 -;mul f32 0,1 -;=2", ()),
-        ("input f32 - score;tanh f32 0 -;=1", ()),
+        ("input f32 - score;tanh f32 0 -;=1", (1.0,)),
+        ("input f32 - score;tanh f32 0 -;add f32 1,0 -;=2", (1.0,)),
+        ("input f32 - score;tanh f32 0 -;exp f32 1 -;=2", ()),
         ("input f32 - score;exp f32 0 -;=1", ()),
     ],
 )

@@ -50,6 +50,7 @@ MODS = {
     "30": Capped(soft(30.0), (30.0,), 1.0),
     "-30": Capped(soft(-30.0), (-30.0,), 1.0),
     "a half": Capped(soft(0.5), (0.5,), 1.0),
+    "1": Capped(soft(1.0), (1.0,), 1.0),
     "a divisor for each head": Capped(
         lambda s, b, h, q, k: 30 * torch.tanh(s / DIVISORS[h]), (30.0,), 60.0
     ),

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from anyflex.plugin import Call, Grads, Spec
-from anyflex_cuda import hopper_wide_backward
 from anyflex_cuda.forward_call import parts_of
 from anyflex_cuda.gluon_program import (
     descriptor,
@@ -20,7 +19,7 @@ from anyflex_triton.launch import Launch, Options, Types
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import MaskRows, Mods, int32s, key_head_group
 
-__all__ = ["WIDE_BLOCKS", "is_wide", "wide_launches"]
+__all__ = ["WIDE_BLOCKS", "is_wide", "wide_kernel", "wide_launches"]
 
 _ROWS = 128
 """Of a tile of query rows: 64 for each consumer."""
@@ -33,6 +32,14 @@ WIDE_BLOCKS = (_ROWS, _STEP)
 def is_wide(spec: Spec) -> bool:
     """Whether some head dim is above 128."""
     return max(spec.head_dim, spec.value_head_dim) > 128
+
+
+def wide_kernel(of_queries: bool) -> object:
+    """What makes dQ, or dK and dV."""
+    # Here, as few processes want them: Triton reads the source of each of its functions.
+    from anyflex_cuda import hopper_wide_backward as kernels
+
+    return kernels.query_kernel if of_queries else kernels.key_kernel
 
 
 def _boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
@@ -70,7 +77,7 @@ def wide_launches(
     ragged = bool(keys % _STEP) or (mods.score_mod is not None and not even)
     launches = [
         _launch(
-            made, call, hopper_wide_backward.key_kernel, mods, ragged,
+            made, call, False, mods, ragged,
             None if call.mask is None else mask_rows(call.mask.transposed()),
             {**given, "dk": dk, "dv": dv},
             {"row_values": row_descriptor_type(_STEP), "odd_keys": "*i32"},
@@ -83,7 +90,7 @@ def wide_launches(
         units = batch * heads
         launches.append(
             _launch(
-                made, call, hopper_wide_backward.query_kernel,
+                made, call, True,
                 made.mods(call, even and length % _ROWS == 0), bool(keys % _STEP),
                 None if call.mask is None else mask_rows(call.mask),
                 {**given, "dq": dq},
@@ -97,12 +104,11 @@ def wide_launches(
 
 
 def _launch(
-    made: GluonPrograms, call: Call, kernel: object, mods: Mods, ragged: bool,
+    made: GluonPrograms, call: Call, of_queries: bool, mods: Mods, ragged: bool,
     rows: MaskRows | None, tensors: Mapping[str, Tensor], types: Mapping[str, Types],
     values: Mapping[str, object], units: int, tiles: int, head_group: int,
 ) -> Launch:  # fmt: skip
     spec = made.spec
-    of_queries = kernel is hopper_wide_backward.query_kernel
     blocks = (_ROWS, _ROWS) if rows is None else rows.block_size
     batch, heads, length = call.query.shape[:3]
     kv_heads, keys = call.key.shape[1:3]
@@ -113,7 +119,7 @@ def _launch(
     if program is None:
         program = made.program(
             key,
-            kernel,
+            wide_kernel(of_queries),
             {
                 **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
                 **types,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from anyflex.plugin import Call, Outputs, Spec
-from anyflex_triton import decode, forward
+from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.compiling import begin_compiling
 from anyflex_triton.configs import Config
@@ -293,6 +293,9 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     key = ("decode", config, mods.key, packed, rows, described, *classes(layouts))
     program = made.existing.get(key)
     if program is None:
+        # Here, as most processes don't decode: Triton reads the source of each of its functions.
+        from anyflex_triton import decode
+
         program = made.program(
             key,
             decode.decode_kernel,
@@ -363,6 +366,8 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
+        from anyflex_triton import decode  # here, as above
+
         program = made.program(
             key,
             decode.combine_kernel,

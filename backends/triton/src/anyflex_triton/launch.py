@@ -21,7 +21,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from anyflex.plugin import free_in_child
+from anyflex.plugin import collector_paused, free_in_child
 from anyflex_triton.arguments import enter_device, make_context
 from anyflex_triton.cache_keys import ask_for_keys, has_key
 from anyflex_triton.compiling import compile_missing
@@ -215,7 +215,8 @@ class Program:
             with self._lock:
                 found = self._compiled.get(device)
                 if found is None:
-                    found = self._compiled[device] = self._compile_for(device)
+                    with collector_paused():
+                        found = self._compiled[device] = self._compile_for(device)
                 # Of a thread that has waited meanwhile: it holds on to a call's tensors.
                 self.meanwhile = None
         return found
@@ -230,7 +231,7 @@ class Program:
         """
         import triton
 
-        with self._lock:
+        with self._lock, collector_paused():
             if not self._compiled and self._ahead is None:
                 source = self.source()
                 if meanwhile is not None:

@@ -684,6 +684,9 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     for position, node in enumerate(nodes):
         if node.operation != "tanh" or node.dtype is not torch.float32:
             continue
+        if adds_up(position):  # a soft cap of 1, whose product is its tanh
+            factors.append(1.0)
+            continue
         for reader, slot in readers[position]:
             product = nodes[reader]
             other = nodes[product.arguments[1 - slot]] if product.operation == "mul" else node

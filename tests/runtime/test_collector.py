@@ -1,0 +1,136 @@
+"""Python's collector of cycles is paused while a plan is made, and only then."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import anyflex
+from anyflex.plugin import (
+    Accepted,
+    Artifacts,
+    Backend,
+    Call,
+    Capabilities,
+    Decision,
+    Kernel,
+    Outputs,
+    Spec,
+    collector_paused,
+    isolated,
+    register,
+)
+
+__all__: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def collector_on() -> Iterator[None]:
+    gc.enable()
+    yield
+    gc.enable()
+
+
+def test_it_is_off_within_and_on_again_after() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_one_that_was_off_stays_off() -> None:
+    gc.disable()
+    with collector_paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_an_error_turns_it_on_again() -> None:
+    with pytest.raises(ValueError, match="within"), collector_paused():
+        raise ValueError("within")
+    assert gc.isenabled()
+
+
+def test_the_last_of_several_threads_turns_it_on() -> None:
+    began, ends = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            began.set()
+            assert ends.wait(60)
+
+    thread = threading.Thread(target=pause)
+    with collector_paused():
+        thread.start()
+        assert began.wait(60)
+    assert not gc.isenabled()
+    ends.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_child_has_no_pauses_of_other_threads() -> None:
+    began, ends = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with collector_paused():
+            began.set()
+            assert ends.wait(60)
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    assert began.wait(60)
+    child = os.fork()
+    if child == 0:
+        right = gc.isenabled()
+        with collector_paused():
+            right = right and not gc.isenabled()
+        os._exit(0 if right and gc.isenabled() else 1)
+    ends.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_pause_around_a_fork_ends_in_the_child_too() -> None:
+    with collector_paused():
+        child = os.fork()
+    if child == 0:
+        with collector_paused():
+            pass
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.isenabled()
+
+
+def test_a_plan_is_made_in_a_pause_and_a_kernel_runs_outside_of_it() -> None:
+    seen: dict[str, bool] = {}
+
+    class ZeroKernel(Kernel):
+        def forward(self, call: Call, out: Outputs) -> None:
+            seen["forward"] = gc.isenabled()
+            out.out.zero_()
+
+    class Zero(Backend):
+        capabilities = Capabilities(dtypes=frozenset({torch.float32}), head_dim_max=64)
+
+        def probe(self) -> Decision:
+            return Accepted()
+
+        def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
+            seen["compile"] = gc.isenabled()
+            return ZeroKernel()
+
+    q = torch.randn(1, 1, 8, 16)
+    with isolated():
+        register("cpu.zero", Zero)
+        anyflex.flex_attention(q, q, q, backend="cpu.zero")
+    assert seen == {"compile": False, "forward": True}
