@@ -310,6 +310,9 @@ def fastest_table(rows: Rows, backend: str) -> list[str]:
                 for (case, way), found in rows.items()
                 if way == direction and _timed(found, name)
             }
+            if not rates:  # it was there for decoding alone
+                cells.append("")
+                continue
             case = max(rates, key=rates.__getitem__)
             cells.append(f"{rates[case]:.0f}: {case.replace(' bfloat16', '')}")
         lines.append(f"| {' | '.join(cells)} |")
