@@ -1,8 +1,8 @@
 """Python's collector of reference cycles, paused while code is loaded or compiled.
 
 Both allocate many objects that stay. Python takes that for garbage that piles up and walks through
-all objects of the process, of which torch alone has hundreds of thousands: 0.15 s each time, half
-of what loading a backend takes, and nothing to be found.
+all objects of the process, of which torch alone has hundreds of thousands: a tenth of a second and
+more each time, as long as loading a backend takes else, and nothing to be found.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ def collector_paused() -> Iterator[None]:
     A collector that was off before stays off.
     """
     global _pauses, _was_on
-    with _lock:
-        if _pauses == 0:
-            _was_on = gc.isenabled()
-            gc.disable()
-        _pauses += 1
+    entered = False
     try:
+        with _lock:
+            _pauses += 1
+            entered = True
+            if _pauses == 1:
+                _was_on = gc.isenabled()
+                gc.disable()
         yield
     finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses <= 0:
-                _resume()
+        if entered:
+            with _lock:
+                _pauses -= 1
+                if _pauses <= 0:
+                    _resume()
 
 
 def _resume() -> None:
     global _pauses, _was_on
     _pauses = 0
     if _was_on:
-        _was_on = False
         gc.enable()
+        # After it: another thread may fork in between, and the child comes here too.
+        _was_on = False
 
 
 if hasattr(os, "register_at_fork"):

@@ -6,11 +6,13 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import anyflex
+from anyflex import collector
 from anyflex.plugin import (
     Accepted,
     Artifacts,
@@ -27,6 +29,10 @@ from anyflex.plugin import (
 )
 
 __all__: list[str] = []
+
+
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+pytestmark = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded")
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +82,7 @@ def test_the_last_of_several_threads_turns_it_on() -> None:
     assert gc.isenabled()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@FORKS
 def test_a_child_has_no_pauses_of_other_threads() -> None:
     began, ends = threading.Event(), threading.Event()
 
@@ -100,6 +105,7 @@ def test_a_child_has_no_pauses_of_other_threads() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@FORKS
 def test_a_pause_around_a_fork_ends_in_the_child_too() -> None:
     with collector_paused():
         child = os.fork()
@@ -109,6 +115,29 @@ def test_a_pause_around_a_fork_ends_in_the_child_too() -> None:
         os._exit(0 if gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert gc.isenabled()
+
+
+@FORKS
+def test_a_child_of_the_moment_when_it_is_turned_on_has_it_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    children: list[int] = []
+    asked = []
+
+    def enable() -> None:
+        gc.enable()
+        asked.append(True)
+        if len(asked) == 1:
+            gc.disable()  # as if the child had come before
+            children.append(os.fork())
+            if children[0] == 0:
+                os._exit(0 if gc.isenabled() else 1)
+            gc.enable()
+
+    monkeypatch.setattr(collector, "gc", SimpleNamespace(**{**vars(gc), "enable": enable}))
+    with collector_paused():
+        pass
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
 
 
 def test_a_plan_is_made_in_a_pause_and_a_kernel_runs_outside_of_it() -> None:

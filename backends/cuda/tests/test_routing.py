@@ -361,7 +361,7 @@ def small_blocks() -> anyflex.BlockMask:
     [
         None,
         lambda s, b, h, q, k: 2 * s,
-        lambda s, b, h, q, k: torch.tanh(s) + q,
+        lambda s, b, h, q, k: torch.tanh(s) * s,
         lambda s, b, h, q, k: 300.0 * torch.tanh(s / 300.0),
     ],
 )

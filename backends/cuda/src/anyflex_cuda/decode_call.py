@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec, TensorSpec
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec, collector_paused
 from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
@@ -272,7 +272,8 @@ def decode_program(
     if program is not None:
         return program
     # Here, as most processes don't decode: Triton reads the source of each of its functions.
-    from anyflex_cuda import hopper_decode
+    with collector_paused():
+        from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
@@ -410,7 +411,8 @@ def _sums_program(
     program = made.existing.get(key)
     if program is not None:
         return program
-    from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
+    with collector_paused():
+        from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
     spec = made.spec
     return made.program(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from anyflex.plugin import Call, Grads, Spec
+from anyflex.plugin import Call, Grads, Spec, collector_paused
 from anyflex_cuda.forward_call import parts_of
 from anyflex_cuda.gluon_program import (
     descriptor,
@@ -37,7 +37,8 @@ def is_wide(spec: Spec) -> bool:
 def wide_kernel(of_queries: bool) -> object:
     """What makes dQ, or dK and dV."""
     # Here, as few processes want them: Triton reads the source of each of its functions.
-    from anyflex_cuda import hopper_wide_backward as kernels
+    with collector_paused():
+        from anyflex_cuda import hopper_wide_backward as kernels
 
     return kernels.query_kernel if of_queries else kernels.key_kernel
 

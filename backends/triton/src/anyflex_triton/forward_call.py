@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec
+from anyflex.plugin import Call, Outputs, Spec, collector_paused
 from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.compiling import begin_compiling
@@ -294,7 +294,8 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     program = made.existing.get(key)
     if program is None:
         # Here, as most processes don't decode: Triton reads the source of each of its functions.
-        from anyflex_triton import decode
+        with collector_paused():
+            from anyflex_triton import decode
 
         program = made.program(
             key,
@@ -366,7 +367,8 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
-        from anyflex_triton import decode  # here, as above
+        with collector_paused():
+            from anyflex_triton import decode  # here, as above
 
         program = made.program(
             key,

@@ -231,7 +231,8 @@ class Program:
         """
         import triton
 
-        with self._lock, collector_paused():
+        # The collector isn't paused: this goes on after the call has returned.
+        with self._lock:
             if not self._compiled and self._ahead is None:
                 source = self.source()
                 if meanwhile is not None:

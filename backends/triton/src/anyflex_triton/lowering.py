@@ -657,8 +657,8 @@ def _read(captured: int, axis: int, index: Node) -> DirectRead | None:
 
 def cap_factors(spec: Spec) -> tuple[float | str, ...]:
     """What each tanh of a float32 in the score mod is multiplied with before it adds to the score:
-    a number, or the name of a number's slot. Empty if a value of one goes elsewhere, or if the
-    score is wanted with float32's digits."""
+    a number, or the name of a number's slot; 1 where it is added as it is. Empty if a value of one
+    goes elsewhere, or if the score is wanted with float32's digits."""
     if spec.score_graph is None or spec.dtype.itemsize != 2:
         return ()
     graph = simplify(spec.score_graph)
@@ -670,24 +670,26 @@ def cap_factors(spec: Spec) -> tuple[float | str, ...]:
 
     def adds_up(position: int) -> bool:
         # Once: a sum with itself would make its factor larger.
-        return len(readers[position]) <= 1 and all(
+        return len(readers[position]) <= 1 and all(passes(*reader) for reader in readers[position])
+
+    def passes(reader: int, slot: int) -> bool:
+        operation = nodes[reader].operation
+        return (
             nodes[reader].dtype is torch.float32
-            and (
-                nodes[reader].operation in ("add", "sub")
-                or (nodes[reader].operation == "where" and slot > 0)
-            )
+            and (operation in ("add", "sub") or (operation == "where" and slot > 0))
             and adds_up(reader)
-            for reader, slot in readers[position]
         )
 
     factors: list[float | str] = []
     for position, node in enumerate(nodes):
         if node.operation != "tanh" or node.dtype is not torch.float32:
             continue
-        if adds_up(position):  # a soft cap of 1, whose product is its tanh
+        if not readers[position]:  # it is the score: a soft cap of 1 loses its product
             factors.append(1.0)
-            continue
         for reader, slot in readers[position]:
+            if passes(reader, slot):
+                factors.append(1.0)
+                continue
             product = nodes[reader]
             other = nodes[product.arguments[1 - slot]] if product.operation == "mul" else node
             if other.operation not in ("const", "number") or not adds_up(reader):
