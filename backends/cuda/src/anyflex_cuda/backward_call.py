@@ -25,7 +25,7 @@ from anyflex_cuda.gluon_program import (
     row_descriptor_type,
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_kernel, wide_launches
+from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
 from anyflex_triton.arguments import layout_of, row_strides
 from anyflex_triton.backward_call import (
     backward_values,
@@ -279,7 +279,7 @@ def _launches_again(
     # Descriptors of a tile's second part.
     values.update({f"{name}_2": values[name] for name in _DESCRIBED})
     # It reads the mask's transposed rows under the names that others have for its rows.
-    main = wide_kernel(False) if is_wide(made.spec) else hopper_backward.backward_kernel
+    main = wide_function(False) if is_wide(made.spec) else hopper_backward.backward_kernel
     of_main = {**values, **of_keys}
     return [each.launch(of_main if each.program.function is main else values) for each in fixed]
 

@@ -19,7 +19,7 @@ from anyflex_triton.launch import Launch, Options, Types
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import MaskRows, Mods, int32s, key_head_group
 
-__all__ = ["WIDE_BLOCKS", "is_wide", "wide_kernel", "wide_launches"]
+__all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
 
 _ROWS = 128
 """Of a tile of query rows: 64 for each consumer."""
@@ -34,7 +34,7 @@ def is_wide(spec: Spec) -> bool:
     return max(spec.head_dim, spec.value_head_dim) > 128
 
 
-def wide_kernel(of_queries: bool) -> object:
+def wide_function(of_queries: bool) -> object:
     """What makes dQ, or dK and dV."""
     # Here, as few processes want them: Triton reads the source of each of its functions.
     with collector_paused():
@@ -120,7 +120,7 @@ def _launch(
     if program is None:
         program = made.program(
             key,
-            wide_kernel(of_queries),
+            wide_function(of_queries),
             {
                 **{name: descriptor_type(spec.dtype, box) for name, (_, box) in there.items()},
                 **types,
