@@ -2,8 +2,8 @@
 # What a machine with NVIDIA GPUs can tell: `nvidia_checks.sh PYTHON check|first-calls|measure FOLDER`.
 #   check        the whole conformance kit on `cuda`, on `cuda.triton`, and on that with the
 #                configurations of Intel's GPUs; 500 random calls of `cuda`; calls of each of its
-#                kernels, the presets' among them, 1,000 times, and under compute-sanitizer; the
-#                device tests
+#                kernels, the presets' among them, 1,000 times, and under compute-sanitizer; errors
+#                beside the peers'; the device tests
 #   first-calls  what first calls of both backends take, with and without kernels on disk
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
@@ -78,6 +78,8 @@ others_on() {
   step device "$1" "$python" -m pytest -q -n 6 tests/device
   step kit-triton "$1" "$python" -m anyflex conformance --backend cuda.triton --jobs "$jobs"
   step kit-intel "$1" "$python" backends/xpu/tests/on_nvidia.py --jobs "$jobs"
+  step precision "$1" "$python" bench/gpu_precision.py --backend "cuda,cuda.triton,$peers" \
+    --jobs "$jobs" --json "$folder/precision.json"
   step repeats "$1" "$python" bench/gpu_random.py --backend cuda --each-kernel --repeat 1000 \
     --jobs 10
   step sanitizer "$1" "$python" bench/gpu_sanitizer.py

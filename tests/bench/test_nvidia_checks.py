@@ -95,6 +95,7 @@ def test_a_failing_step_fails_the_whole_after_all_have_run(tmp_path: Path) -> No
         == whole.keys()
         == {
             *("kit", "kit-triton", "kit-intel", "device", "random", "repeats", "sanitizer"),
+            "precision",
         }
     )
     assert "random: status 7" in (tmp_path / "out/summary.txt").read_text()

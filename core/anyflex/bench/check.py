@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.bench.case import BenchCase, Inputs, make_inputs
+from anyflex.bench.case import SMALL, BenchCase, Inputs, make_inputs
 from anyflex.bench.contenders import Contender
 from anyflex.testing.oracle import dense_attention, dense_mask
 
 __all__ = ["LIMITS", "Errors", "Formula", "errors_of"]
 
+_CPU = torch.device("cpu")
 LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10}
 """Largest error that passes, relative to the largest right value, by dtype."""
 
@@ -22,24 +23,35 @@ class Formula:
 
     Args:
         case: the one that is measured.
-        device: that contenders run on; the formula is evaluated on the CPU.
+        device: that contenders run on.
+        longest: of the small form's lengths.
+        evaluated_on: where the formula is; what it gives is on the CPU.
     """
 
-    def __init__(self, case: BenchCase, device: torch.device) -> None:
-        self.inputs = make_inputs(case.small(), device, on_host=True)
-        self.wanted = self._evaluated()
+    def __init__(
+        self,
+        case: BenchCase,
+        device: torch.device,
+        *,
+        longest: int = SMALL,
+        evaluated_on: torch.device = _CPU,
+    ) -> None:
+        self.inputs = make_inputs(case.small(longest), device, on_host=True)
+        self.wanted = self._evaluated(evaluated_on)
 
-    def _evaluated(self) -> dict[str, Tensor]:
-        # The same functions, made again, with captured tensors on the CPU.
-        inputs = make_inputs(self.inputs.case, torch.device("cpu"))
+    def _evaluated(self, device: torch.device) -> dict[str, Tensor]:
+        # The same functions, made again, with captured tensors there.
+        inputs = make_inputs(self.inputs.case, device, on_host=True)
         query, key, value = (
             tensor.detach().double().requires_grad_(tensor.requires_grad)
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
         sizes = (*inputs.case.q_shape[:3], inputs.case.kv_shape[2])
-        live = None if inputs.mask_mod is None else dense_mask(inputs.mask_mod, *sizes)
-        out = dense_attention(query, key, value, inputs.score_mod, live).out
-        return _results(out, (query, key, value), inputs.dout.double())
+        with device:  # of the oracle's indices
+            live = None if inputs.mask_mod is None else dense_mask(inputs.mask_mod, *sizes)
+            out = dense_attention(query, key, value, inputs.score_mod, live).out
+        found = _results(out, (query, key, value), inputs.dout.double())
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 class Errors(NamedTuple):
