@@ -64,8 +64,8 @@ DIMS = (
 HEADS = ((4, 4), (8, 2), (6, 2), (32, 8), (8, 1), (1, 1))
 """Of query and of key."""
 PAIRS = 1 << 26
-"""Of query and key in all heads, at most: the formula keeps some ten times as many float64 numbers,
-and several calls run at once."""
+"""Of query and key in all heads, at most: the formula keeps ten times as many float64 numbers and
+more, and several calls run at once."""
 
 
 @dataclass(frozen=True)
