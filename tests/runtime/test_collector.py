@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -64,26 +65,8 @@ def test_an_error_turns_it_on_again() -> None:
     assert gc.isenabled()
 
 
-def test_the_last_of_several_threads_turns_it_on() -> None:
-    began, ends = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with collector_paused():
-            began.set()
-            assert ends.wait(60)
-
-    thread = threading.Thread(target=pause)
-    with collector_paused():
-        thread.start()
-        assert began.wait(60)
-    assert not gc.isenabled()
-    ends.set()
-    thread.join()
-    assert gc.isenabled()
-
-
-@FORKS
-def test_a_child_has_no_pauses_of_other_threads() -> None:
+@contextlib.contextmanager
+def paused_by_another_thread() -> Iterator[None]:
     began, ends = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -93,15 +76,32 @@ def test_a_child_has_no_pauses_of_other_threads() -> None:
 
     thread = threading.Thread(target=pause)
     thread.start()
-    assert began.wait(60)
-    child = os.fork()
-    if child == 0:
-        right = gc.isenabled()
-        with collector_paused():
-            right = right and not gc.isenabled()
-        os._exit(0 if right and gc.isenabled() else 1)
-    ends.set()
-    thread.join()
+    try:
+        assert began.wait(60)
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def test_the_last_of_several_threads_turns_it_on() -> None:
+    mine = contextlib.ExitStack()
+    mine.enter_context(collector_paused())
+    with paused_by_another_thread():
+        mine.close()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+@FORKS
+def test_a_child_has_no_pauses_of_other_threads() -> None:
+    with paused_by_another_thread():
+        child = os.fork()
+        if child == 0:
+            right = gc.isenabled()
+            with collector_paused():
+                right = right and not gc.isenabled()
+            os._exit(0 if right and gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
