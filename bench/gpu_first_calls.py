@@ -19,7 +19,6 @@ Exits with 1 if a limit isn't met, or a kernel is compiled twice for one class o
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import itertools
 import json
@@ -207,15 +206,11 @@ def report_of(
 ) -> dict[str, Any]:
     """Return what was found, with where and of what: as in `anyflex bench`'s reports."""
     # Not above: a fresh process imports anyflex when the clock runs.
-    from anyflex.bench.machine import machine_facts, source_commit, version_facts
+    from anyflex.bench.machine import provenance
 
-    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "backend": args.backend,
-        "date": now.replace(microsecond=0).isoformat(),
-        "commit": source_commit(),
-        "machine": machine_facts(torch.device(args.device)),
-        "versions": version_facts(),
+        **provenance(torch.device(args.device)),
         "seconds": seconds,
         "compiled": compiled,
     }

@@ -14,7 +14,6 @@ for fewer than half of the calls some peer computes.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import multiprocessing
@@ -31,15 +30,13 @@ import torch
 from anyflex.bench.case import BenchCase
 from anyflex.bench.check import Formula, errors_of
 from anyflex.bench.contenders import chosen_contenders
-from anyflex.bench.machine import machine_facts, source_commit, version_facts
+from anyflex.bench.machine import provenance
 from anyflex.errors import BackendRefused
 
 __all__ = ["LIMIT", "Row", "call_of", "faults", "long_rows", "main", "row_of"]
 
 LIMIT = 1.2
 SEED = 20_261_128
-LONGEST = 1 << 20
-"""Longer than any: no call is shortened."""
 BACKENDS = ("cuda", "cuda.triton", "torch.flex")
 MASKS: tuple[tuple[str, ...], ...] = (
     (),
@@ -85,6 +82,10 @@ class Row:
     errors: dict[str, float]
     refused: dict[str, str]
     failed: dict[str, str]
+
+    def of_peers(self, backends: Sequence[str]) -> float | None:
+        """The smallest error of those that aren't `backends`, None where there is none."""
+        return min((e for name, e in self.errors.items() if name not in backends), default=None)
 
 
 def call_of(number: int) -> BenchCase:
@@ -143,7 +144,7 @@ def _case(
 
 def row_of(number: int, case: BenchCase, names: Sequence[str], device: torch.device) -> Row:
     """Compare the contenders of these names on a call."""
-    formula = Formula(case, device, longest=LONGEST, evaluated_on=device)
+    formula = Formula(case, device, evaluated_on=device)
     row = Row(number, case.name, {}, {}, {})
     for contender in chosen_contenders(device, names):
         refusal = contender.refusal(case)
@@ -170,15 +171,15 @@ def faults(rows: Iterable[Row], backends: Sequence[str]) -> list[str]:
     for row in rows:
         count += 1
         lines += [f"{row.case}: {name} failed: {told}" for name, told in row.failed.items()]
-        theirs = [error for name, error in row.errors.items() if name not in backends]
-        compared += bool(theirs)
+        theirs = row.of_peers(backends)
+        if theirs is None:
+            continue
+        compared += 1
         for name in backends:
             mine = row.errors.get(name, 0.0)
             # NaN is the worst: it compares with nothing.
-            if theirs and not mine <= LIMIT * min(theirs):
-                lines.append(
-                    f"{row.case}: {name} is off by {mine:.3g}, a peer by {min(theirs):.3g}"
-                )
+            if not mine <= LIMIT * theirs:
+                lines.append(f"{row.case}: {name} is off by {mine:.3g}, a peer by {theirs:.3g}")
     if 2 * compared < count:
         lines.append(f"a peer computes {compared} of {count} calls, fewer than half")
     return lines
@@ -213,10 +214,9 @@ def main(words: Sequence[str] | None = None) -> int:
     rows.sort(key=lambda row: row.number)
     for name in backends:
         ratios = [
-            row.errors[name] / min(theirs)
+            row.errors[name] / theirs
             for row in rows
-            if name in row.errors
-            and (theirs := [e for peer, e in row.errors.items() if peer not in backends and e > 0])
+            if name in row.errors and (theirs := row.of_peers(backends))
         ]
         if ratios:
             middle = statistics.median(ratios)
@@ -225,10 +225,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.json is not None:
         report = {
             "command": " ".join(["python", "bench/gpu_precision.py", *(words or sys.argv[1:])]),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": source_commit(),
-            "machine": machine_facts(device),
-            "versions": version_facts(),
+            **provenance(device),
             "rows": [asdict(row) for row in rows],
         }
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -14,12 +14,12 @@ from torch import Tensor
 import anyflex
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 
-__all__ = ["DIRECTIONS", "SMALL", "BenchCase", "Direction", "Inputs", "make_inputs"]
+__all__ = ["DIRECTIONS", "BenchCase", "Direction", "Inputs", "make_inputs"]
 
 Direction = Literal["forward", "backward", "both"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
-SMALL = 384
+_SMALL = 384
 """Length of the call that results are checked on: three blocks, so that whether lengths end where
 blocks do is as it is in most of what is timed."""
 _HEADS = 64
@@ -77,8 +77,8 @@ class BenchCase:
         """Query heads share key heads."""
         return self.q_shape[1] != self.kv_shape[1]
 
-    def small(self, longest: int = SMALL) -> BenchCase:
-        """Return a case of the same kind, no longer than `longest`, whose formula is cheap."""
+    def small(self) -> BenchCase:
+        """Return a case of the same kind whose dense formula is cheap."""
         batch, heads, q_length, width = self.q_shape
         kv_heads, kv_length = self.kv_shape[1:3]
         ratio = heads // kv_heads
@@ -86,8 +86,8 @@ class BenchCase:
         entries = min(batch, max(_HEADS // (few * ratio), 1))
         return dataclasses.replace(
             self,
-            q_shape=(entries, few * ratio, min(q_length, longest), width),
-            kv_shape=(entries, few, min(kv_length, longest), width),
+            q_shape=(entries, few * ratio, min(q_length, _SMALL), width),
+            kv_shape=(entries, few, min(kv_length, _SMALL), width),
         )
 
     def flops(self, direction: Direction, share: float) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.bench.case import SMALL, BenchCase, Inputs, make_inputs
+from anyflex.bench.case import BenchCase, Inputs, make_inputs
 from anyflex.bench.contenders import Contender
 from anyflex.testing.oracle import dense_attention, dense_mask
 
@@ -19,24 +19,18 @@ LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.
 
 
 class Formula:
-    """What is right for a case's small form: out, and where it learns dq, dk and dv.
+    """What is right for a case: out, and where it learns dq, dk and dv.
 
     Args:
-        case: the one that is measured.
-        device: that contenders run on.
-        longest: of the small form's lengths.
+        case: the one that contenders are checked on.
+        device: that they run on.
         evaluated_on: where the formula is; what it gives is on the CPU.
     """
 
     def __init__(
-        self,
-        case: BenchCase,
-        device: torch.device,
-        *,
-        longest: int = SMALL,
-        evaluated_on: torch.device = _CPU,
+        self, case: BenchCase, device: torch.device, evaluated_on: torch.device = _CPU
     ) -> None:
-        self.inputs = make_inputs(case.small(longest), device, on_host=True)
+        self.inputs = make_inputs(case, device, on_host=True)
         self.wanted = self._evaluated(evaluated_on)
 
     def _evaluated(self, device: torch.device) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,18 @@ import torch
 
 import anyflex
 
-__all__ = ["cpu_name", "machine_facts", "source_commit", "version_facts"]
+__all__ = ["cpu_name", "machine_facts", "provenance", "source_commit", "version_facts"]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Return what a report says of its run: date, commit, machine and versions."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "date": now.replace(microsecond=0).isoformat(),
+        "commit": source_commit(),
+        "machine": machine_facts(device),
+        "versions": version_facts(),
+    }
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

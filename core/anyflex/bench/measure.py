@@ -123,7 +123,7 @@ def _measure(
     say: Callable[[str], None],
 ) -> list[Measurement]:
     inputs = make_inputs(case, device)
-    formula = Formula(case, device)
+    formula = Formula(case.small(), device)
     flops = case.flops(direction, inputs.share)
     measurements = []
     racing: list[tuple[Measurement, Timed]] = []

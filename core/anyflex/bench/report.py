@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from anyflex.bench.case import BenchCase
-from anyflex.bench.machine import machine_facts, source_commit, version_facts
+from anyflex.bench.machine import provenance
 from anyflex.bench.measure import Measurement
 
 __all__ = ["SCHEMA", "make_report", "table_lines"]
@@ -32,15 +31,11 @@ def make_report(
     seconds: float,
 ) -> Report:
     """Return a run as plain data."""
-    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "schema": SCHEMA,
         "command": command,
         "preset": preset,
-        "date": now.replace(microsecond=0).isoformat(),
-        "commit": source_commit(),
-        "machine": machine_facts(device),
-        "versions": version_facts(),
+        **provenance(device),
         "clock": clock,
         "rounds": rounds,
         "seconds": round(seconds, 1),
