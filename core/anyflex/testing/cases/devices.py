@@ -47,10 +47,12 @@ def _recorded(session: Session) -> str | None:
     return None
 
 
-def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[], None]:
-    """What gives the current stream far more work than the host needs time for the call.
+def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[int], None]:
+    """What gives the current stream, so many times, far more work than the host needs time for
+    the call.
 
-    The call is made twice here: compiled once, timed then.
+    The call is made twice here: compiled once, timed then. Where other programs use the device
+    meanwhile, its own work took longer than it will.
     """
     call()
     _keep_busy(device)
@@ -68,8 +70,8 @@ def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[
     # Of a busy host too: it may be kept from running for a tenth of a second.
     repeats = min(100, 1 + int(max(20 * of_host, 0.3) / min(units)))
 
-    def queue() -> None:
-        for _ in range(repeats):
+    def queue(times: int) -> None:
+        for _ in range(repeats * times):
             _keep_busy(device)
 
     return queue
@@ -112,7 +114,7 @@ def _two_streams(session: Session) -> str | None:
         found = []
         with torch.Stream(device=session.device) as other:
             # Both begin at once, and not before the host has queued all of them.
-            keep_busy()
+            keep_busy(1)
             begin = other.record_event()
         for stream in streams:
             stream.wait_event(begin)
@@ -147,7 +149,7 @@ def _side_stream(session: Session) -> str | None:
         )
     stream = torch.Stream(device=session.device)
     with stream:
-        keep_busy()
+        keep_busy(1)
         for name, tensor in drawn.tensors.items():
             late[name].copy_(tensor)
         with session.unwatched():
@@ -195,7 +197,8 @@ def _no_synchronisation(session: Session) -> str | None:
 def _require_no_wait(session: Session, case: AttentionCase) -> None:
     """Call it while the device is busy with what was queued before. What a mask's first call
     derives from it, once, is there by then. A host that is busy may let the device catch up, so
-    one call of three is enough: what waits now and then alone isn't found."""
+    one call of three is enough, each behind more work: what waits now and then alone isn't
+    found."""
     drawn = case.draw(session.device)
     tensors: dict[str, Any] = {
         name: tensor.requires_grad_() for name, tensor in drawn.tensors.items()
@@ -212,9 +215,9 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
         if case.gradients:
             out.backward(dout)
 
-    def waits() -> str | None:
-        """Which direction."""
-        keep_busy()
+    def waits(times: int) -> str | None:
+        """Which direction, behind so many times the work."""
+        keep_busy(times)
         behind = torch.accelerator.current_stream(session.device).record_event()
         out = forward()
         if behind.query():
@@ -228,8 +231,8 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
     waiting = None
     with session.unwatched():
         keep_busy = _busy_during(session.device, whole)
-        for _ in range(3):
-            waiting = waits()
+        for times in (1, 4, 16):
+            waiting = waits(times)
             torch.accelerator.synchronize()
             if waiting is None:
                 break
