@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec, TensorSpec, collector_paused
+from anyflex.plugin import Call, Outputs, Spec, TensorSpec
 from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
@@ -19,6 +19,7 @@ from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import Layout, layout_like, layout_of
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
+from anyflex_triton.loading import loading_kernels
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import (
     Programs,
@@ -272,7 +273,7 @@ def decode_program(
     if program is not None:
         return program
     # Here, as most processes don't decode: Triton reads the source of each of its functions.
-    with collector_paused():
+    with loading_kernels():
         from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
@@ -411,7 +412,7 @@ def _sums_program(
     program = made.existing.get(key)
     if program is not None:
         return program
-    with collector_paused():
+    with loading_kernels():
         from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
     spec = made.spec

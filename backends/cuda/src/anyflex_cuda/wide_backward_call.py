@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from anyflex.plugin import Call, Grads, Spec, collector_paused
+from anyflex.plugin import Call, Grads, Spec
 from anyflex_cuda.forward_call import parts_of
 from anyflex_cuda.gluon_program import (
     descriptor,
@@ -16,6 +16,7 @@ from anyflex_cuda.gluon_program import (
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.launch import Launch, Options, Types
+from anyflex_triton.loading import loading_kernels
 from anyflex_triton.mask_rows import mask_rows
 from anyflex_triton.programs import MaskRows, Mods, int32s, key_head_group
 
@@ -37,7 +38,7 @@ def is_wide(spec: Spec) -> bool:
 def wide_function(of_queries: bool) -> object:
     """What makes dQ, or dK and dV."""
     # Here, as few processes want them: Triton reads the source of each of its functions.
-    with collector_paused():
+    with loading_kernels():
         from anyflex_cuda import hopper_wide_backward as kernels
 
     return kernels.query_kernel if of_queries else kernels.key_kernel

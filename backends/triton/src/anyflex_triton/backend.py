@@ -126,6 +126,7 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
+        from anyflex_triton.loading import loading_kernels
         from anyflex_triton.mods import write_source
         from anyflex_triton.preparation import prepare
         from anyflex_triton.tuning import Tuner
@@ -140,7 +141,8 @@ class TritonBackend(Backend):
         tuner = None
         if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
-        return self.kernel(spec, stored.decode(), self.target(), tuner)
+        with loading_kernels():
+            return self.kernel(spec, stored.decode(), self.target(), tuner)
 
     def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
         """Return what `compile` returns, from the text of the mods."""

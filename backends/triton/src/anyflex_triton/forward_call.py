@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from anyflex.plugin import Call, Outputs, Spec, collector_paused
+from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.compiling import begin_compiling
@@ -21,6 +21,7 @@ from anyflex_triton.launch import (
     Program,
     launch_all,
 )
+from anyflex_triton.loading import loading_kernels
 from anyflex_triton.mask_rows import mask_rows, rows_for
 from anyflex_triton.overlapping import overlapping
 from anyflex_triton.programs import (
@@ -294,7 +295,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     program = made.existing.get(key)
     if program is None:
         # Here, as most processes don't decode: Triton reads the source of each of its functions.
-        with collector_paused():
+        with loading_kernels():
             from anyflex_triton import decode
 
         program = made.program(
@@ -367,7 +368,7 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
-        with collector_paused():
+        with loading_kernels():
             from anyflex_triton import decode  # here, as above
 
         program = made.program(

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from anyflex.plugin import free_in_child
+from anyflex_triton.loading import loading_kernels
 
 __all__ = ["load_module"]
 
@@ -43,7 +44,8 @@ def load_module(text: str) -> ModuleType:
         # Triton looks a function's module up by name.
         sys.modules[name] = module
         try:
-            loader.loader.exec_module(module)
+            with loading_kernels():
+                loader.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise
