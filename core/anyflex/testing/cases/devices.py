@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -236,4 +238,28 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
             torch.accelerator.synchronize()
             if waiting is None:
                 break
-    session.require(waiting is None, f"{waiting} waits for what was queued before it: {called}")
+        where = "" if waiting is None else _waits_of(session.device, whole)
+    session.require(
+        waiting is None, f"{waiting} waits for what was queued before it: {called}{where}"
+    )
+
+
+def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
+    """Which lines wait in it, as far as torch knows: CUDA's, of its own operations."""
+    if device.type != "cuda":
+        return ""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    lines = [
+        f"{Path(told.filename).name}:{told.lineno}"
+        for told in caught
+        if "synchronizing" in str(told.message)
+    ]
+    waits = ", ".join(dict.fromkeys(lines)) or "no operation of torch's"
+    return f"; by torch's sync debug mode, in {waits}"
