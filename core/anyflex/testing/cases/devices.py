@@ -27,9 +27,9 @@ CASES: dict[str, Case] = {}
 
 _NO_ACCELERATOR = "the CPU has no streams"
 _LAUNCHES = 20
-"""Of `_keep_busy`, and some more."""
+"""Of a `_keep_busy`."""
 _MOST_LAUNCHES = 500
-"""Where some 1,000 wait (CUDA), the host does before it can add one."""
+"""Where some thousand are queued on CUDA, the host waits before it can add one."""
 
 
 def _call(session: Session, seed: int = 0) -> AttentionCase:
