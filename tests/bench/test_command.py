@@ -99,6 +99,34 @@ def test_a_refusal_is_no_failure_and_says_why(bench: Bench) -> None:
     assert code == 3
 
 
+def test_a_backend_is_measured_with_options_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, object]] = []
+    compiled = Right.compile
+
+    def compile_noting(self: Right, spec: Spec, artifacts: Artifacts) -> Kernel:
+        given.append(dict(spec.options))
+        return compiled(self, spec, artifacts)
+
+    monkeypatch.setattr(Right, "compile", compile_noting)
+    register("cpu.right", Right)
+    code, report = bench(
+        *SMALL, "--backend", f"cpu.right,{ONE_PEER}", "--option", "cpu.right={'SPLITS': 1}",
+        "--option", 'cpu.right={"SPLITS": 3}', "--option", "cpu.right={'SPLITS': 2}",
+    )  # fmt: skip
+    rows = by_name(report)
+    assert list(rows) == [
+        "cpu.right", "cpu.right SPLITS=1", "cpu.right SPLITS=3", "cpu.right SPLITS=2", ONE_PEER,
+    ]  # fmt: skip
+    assert [options.get("SPLITS") for options in given] == [None, 1, 2]
+    assert all(row["kind"] == "backend" for row in list(rows.values())[:4])
+    # Not one of its choices: said by the call, and nobody else is stopped.
+    failed = rows.pop("cpu.right SPLITS=3")
+    assert code == 1 and failed["status"] == "failed" and "SPLITS" in failed["detail"]
+    assert all(row["status"] == "measured" for row in rows.values())
+
+
 def test_without_names_everybody_is_measured_but_the_reference(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -198,6 +226,11 @@ def test_the_table_and_the_picture_show_each_row(
         (("--clock", "graph"), 2, "CUDA graphs are of NVIDIA's GPUs; the device is cpu"),
         (("--rounds", "0"), 2, "--rounds 0: must be at least 1"),
         (("--plot", "plot.png"), 2, "the picture is SVG"),
+        (("--option", "cpu"), 2, "must be KEY=VALUE, got 'cpu'"),
+        (("--option", "cpu.absent={'SPLITS': 1}"), 2, "begin with a backend that is measured"),
+        (("--option", "torch.sdpa.flash={'SPLITS': 1}"), 2, "measured: reference"),
+        (("--option", "reference=1"), 2, "must be BACKEND={NAME: VALUE}"),
+        (("--option", "reference={}"), 2, "must be BACKEND={NAME: VALUE}"),
         (("--device", "xpu"), 3, "torch sees no such device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,15 +46,22 @@ class Contender:
     prepare: Callable[[Inputs], Attend]
 
 
-def chosen_contenders(device: torch.device, wanted: Sequence[str] = ()) -> list[Contender]:
+def chosen_contenders(
+    device: torch.device,
+    wanted: Sequence[str] = (),
+    options: Sequence[tuple[str, object]] = (),
+) -> list[Contender]:
     """Return who is measured on `device`.
 
     Args:
         wanted: names; empty for every usable backend of the device's type and every peer. The
             reference is measured only if it is named, or nobody else's backend is there.
+        options: of a backend that is measured, kernel_options with which it is measured too, as a
+            contender after it.
 
     Raises:
-        WrongUsage: an unknown name, or one of another device type.
+        WrongUsage: an unknown name, or one of another device type; options of somebody else, or
+            none.
         NotRun: a named backend can't be used here.
     """
     backends = {}
@@ -80,7 +88,7 @@ def chosen_contenders(device: torch.device, wanted: Sequence[str] = ()) -> list[
     if not wanted:
         # It takes seconds for what others take milliseconds for.
         left_out = {"reference"} if len(backends) > 1 else set()
-        return [each for name, each in known.items() if name not in left_out]
+        wanted = [name for name in known if name not in left_out]
     for name in wanted:
         if name in unusable:
             raise NotRun(f"--backend {name}: it can't be used here: {unusable[name]}")
@@ -88,14 +96,34 @@ def chosen_contenders(device: torch.device, wanted: Sequence[str] = ()) -> list[
             raise WrongUsage(
                 f"--backend {name}: there is none on {device.type}; known: {', '.join(known)}"
             )
-    return [known[name] for name in dict.fromkeys(wanted)]
+    chosen = {name: [known[name]] for name in wanted}
+    for name, given in options:
+        if name not in backends or name not in chosen:
+            raise WrongUsage(
+                f"--option {name}={given}: must begin with a backend that is measured: "
+                f"{', '.join(each for each in chosen if each in backends)}"
+            )
+        if not isinstance(given, dict) or not given:
+            raise WrongUsage(
+                f"--option {name}={given}: must be BACKEND={{NAME: VALUE}}, for example "
+                f"'{name}={{\"block_m\": 64}}'"
+            )
+        told = " ".join(f"{key}={value}" for key, value in given.items())
+        chosen[name].append(
+            dataclasses.replace(
+                backends[name], name=f"{name} {told}", prepare=_through_anyflex(name, given)
+            )
+        )
+    return [each for contenders in chosen.values() for each in contenders]
 
 
 def _nothing_refused(case: BenchCase) -> str | None:
     return None
 
 
-def _through_anyflex(name: str) -> Callable[[Inputs], Attend]:
+def _through_anyflex(
+    name: str, options: Mapping[str, object] | None = None
+) -> Callable[[Inputs], Attend]:
     def prepare(inputs: Inputs) -> Attend:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             out: Tensor = anyflex.flex_attention(
@@ -106,6 +134,7 @@ def _through_anyflex(name: str) -> Callable[[Inputs], Attend]:
                 inputs.block_mask,
                 enable_gqa=inputs.case.gqa,
                 backend=name,
+                kernel_options=None if options is None else {name: options},
             )
             return out
 

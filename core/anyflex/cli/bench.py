@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
 from anyflex.cli.file_argument import check_different, write_text
+from anyflex.cli.kernel_option import kernel_option
 from anyflex.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--backend",
         metavar="NAMES",
         help="backends and peers to measure, comma-separated (default: all; --list prints them)",
+    )
+    parser.add_argument(
+        "--option",
+        type=kernel_option,
+        action="append",
+        default=[],
+        metavar="BACKEND={NAME: VALUE}",
+        help="measure this backend with these kernel_options too, for example "
+        '\'cpu={"mods": "interpreter"}\'; may be repeated',
     )
     parser.add_argument("--device", default=None, help="default: cpu, or the preset's")
     parser.add_argument(
@@ -121,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         raise WrongUsage(
             f"--clock graph: CUDA graphs are of NVIDIA's GPUs; the device is {device}"
         )
-    contenders = chosen_contenders(device, _names(args.backend))
+    contenders = chosen_contenders(device, _names(args.backend), args.option)
     if args.list:
         from anyflex.bench.presets import PRESETS
 

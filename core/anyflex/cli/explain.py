@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.cli.kernel_option import kernel_option
 from anyflex.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--option",
         action="append",
-        type=_option,
+        type=kernel_option,
         metavar="KEY=VALUE",
         help="an entry of kernel_options, for example BLOCK_M=64; may be repeated",
     )
@@ -103,16 +103,6 @@ def _shape(text: str) -> tuple[int, ...]:
 
 _WIDEST = 8
 """Bytes of an element, at most."""
-
-
-def _option(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise argparse.ArgumentTypeError(f"must be KEY=VALUE, got {text!r}")
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
 
 
 def run(args: argparse.Namespace) -> int:
