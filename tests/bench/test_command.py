@@ -114,9 +114,10 @@ def test_a_backend_is_measured_with_options_too(
     code, report = bench(
         *SMALL, "--backend", f"cpu.right,{ONE_PEER}", "--option", "cpu.right={'SPLITS': 1}",
         "--option", 'cpu.right={"SPLITS": 3}', "--option", "cpu.right={'SPLITS': 2}",
+        "--option", "cpu.right={'SPLITS': 1}",
     )  # fmt: skip
     rows = by_name(report)
-    assert list(rows) == [
+    assert [row["contender"] for row in report["measurements"]] == list(rows) == [
         "cpu.right", "cpu.right SPLITS=1", "cpu.right SPLITS=3", "cpu.right SPLITS=2", ONE_PEER,
     ]  # fmt: skip
     assert [options.get("SPLITS") for options in given] == [None, 1, 2]

@@ -99,21 +99,20 @@ def chosen_contenders(
     chosen = {name: [known[name]] for name in wanted}
     for name, given in options:
         if name not in backends or name not in chosen:
+            measured = ", ".join(each for each in chosen if each in backends)
             raise WrongUsage(
                 f"--option {name}={given}: must begin with a backend that is measured: "
-                f"{', '.join(each for each in chosen if each in backends)}"
+                f"{measured or 'none is'}"
             )
         if not isinstance(given, dict) or not given:
             raise WrongUsage(
-                f"--option {name}={given}: must be BACKEND={{NAME: VALUE}}, for example "
-                f"'{name}={{\"block_m\": 64}}'"
+                f"--option {name}={given}: must be BACKEND={{NAME: VALUE}}, names and values as "
+                f"Python writes them, for example '{name}={{\"block_m\": 64}}'"
             )
-        told = " ".join(f"{key}={value}" for key, value in given.items())
-        chosen[name].append(
-            dataclasses.replace(
-                backends[name], name=f"{name} {told}", prepare=_through_anyflex(name, given)
-            )
-        )
+        told = " ".join([name, *(f"{key}={value!r}" for key, value in given.items())])
+        if all(told != each.name for each in chosen[name]):
+            prepare = _through_anyflex(name, given)
+            chosen[name].append(dataclasses.replace(backends[name], name=told, prepare=prepare))
     return [each for contenders in chosen.values() for each in contenders]
 
 

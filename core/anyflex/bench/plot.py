@@ -15,6 +15,8 @@ _LEFT, _WIDTH, _RIGHT = 190, 520, 150
 def svg_plot(report: dict[str, Any]) -> str:
     """Return the picture. What was not measured has its status in the bar's place."""
     rows = report["measurements"]
+    # Names end there; 26 letters have room in what is the least.
+    left = max(_LEFT, 7 * max((len(row["contender"]) for row in rows), default=0) + 12)
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["case"], row["direction"]), []).append(row)
@@ -30,14 +32,14 @@ def svg_plot(report: dict[str, Any]) -> str:
         parts.append(_text(10, y + 12, f"{case}, {direction}", bold=True))
         y += _TITLE
         for row in group:
-            parts.append(_text(_LEFT - 6, y + 11, row["contender"], end=True))
+            parts.append(_text(left - 6, y + 11, row["contender"], end=True))
             if row["gflops"] is None:
-                parts.append(_text(_LEFT + 4, y + 11, row["status"], faint=True))
+                parts.append(_text(left + 4, y + 11, row["status"], faint=True))
             else:
-                parts += _bar(row, y, largest, colors[row["contender"]])
+                parts += _bar(row, left, y, largest, colors[row["contender"]])
             y += _BAR + 3
         y += _GAP
-    width = _LEFT + _WIDTH + _RIGHT
+    width = left + _WIDTH + _RIGHT
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" '
         f'height="{y}" font-family="system-ui, sans-serif" font-size="12">'
@@ -46,19 +48,19 @@ def svg_plot(report: dict[str, Any]) -> str:
     return "\n".join([head, background, *parts, "</svg>"]) + "\n"
 
 
-def _bar(row: dict[str, Any], y: int, largest: float, color: str) -> list[str]:
+def _bar(row: dict[str, Any], left: int, y: int, largest: float, color: str) -> list[str]:
     """The median as a bar, the range of the rounds as a line across its end."""
     median, flops = row["gflops"], row["flops"]
     low, high = (flops / row[name] / 1e6 for name in ("max_ms", "min_ms"))
     scale = _WIDTH / largest
-    ends = [_LEFT + min(value * scale, _WIDTH + 20) for value in (low, high)]
+    ends = [left + min(value * scale, _WIDTH + 20) for value in (low, high)]
     ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}x"
     middle = y + _BAR / 2
     return [
-        f'<rect x="{_LEFT}" y="{y}" width="{median * scale:.1f}" height="{_BAR}" fill="{color}"/>',
+        f'<rect x="{left}" y="{y}" width="{median * scale:.1f}" height="{_BAR}" fill="{color}"/>',
         f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{middle}" y2="{middle}" '
         'stroke="#1d1f24" stroke-width="1.5"/>',
-        _text(max(_LEFT + median * scale, ends[1]) + 6, y + 11, f"{median:.4g}{ratio}"),
+        _text(max(left + median * scale, ends[1]) + 6, y + 11, f"{median:.4g}{ratio}"),
     ]
 
 

@@ -36,32 +36,27 @@ def loading_kernels() -> Iterator[None]:
     Python's does. A module's functions may be cut by it if they are at its top, and no line of
     their bodies, a string's or a comment's, begins at the margin: others have wrong sources.
     """
+    global _loads, _replaced
+    depth = getattr(_here, "depth", 0)
+    entered = False
     with collector_paused():
-        _enter()
         try:
+            with _lock:
+                _loads += 1
+                entered = True
+                if _loads == 1:
+                    _replaced = inspect.getblock
+                    inspect.getblock = _block  # type: ignore[assignment]
+            _here.depth = depth + 1
             yield
         finally:
-            _leave()
-
-
-def _enter() -> None:
-    global _loads, _replaced
-    with _lock:
-        _loads += 1
-        if _loads == 1:
-            _replaced = inspect.getblock
-            inspect.getblock = _block  # type: ignore[assignment]
-    _here.depth = getattr(_here, "depth", 0) + 1
-
-
-def _leave() -> None:
-    global _loads
-    _here.depth -= 1
-    with _lock:
-        _loads -= 1
-        # Who has put another one there meanwhile may call this one from it.
-        if _loads == 0 and inspect.getblock is _block:
-            inspect.getblock = _replaced
+            _here.depth = depth
+            if entered:
+                with _lock:
+                    _loads -= 1
+                    # Who has put another one there meanwhile may call this one from it.
+                    if _loads == 0 and inspect.getblock is _block:
+                        inspect.getblock = _replaced
 
 
 def _block(lines: Sequence[str]) -> Sequence[str]:
@@ -80,6 +75,8 @@ def _end(lines: Sequence[str]) -> int | None:
             # A decorator, which may have several lines.
             if not line.startswith("@" if index == 0 else ("@", " ", ")")):
                 return None
+        elif line[0] in "\t]}":
+            return None
         elif line[0] not in " \n)":
             break
         elif line != "\n":

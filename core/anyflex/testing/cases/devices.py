@@ -203,8 +203,8 @@ def _no_synchronisation(session: Session) -> str | None:
 def _require_no_wait(session: Session, case: AttentionCase) -> None:
     """Call it while the device is busy with what was queued before. What a mask's first call
     derives from it, once, is there by then. A host that is busy may let the device catch up, so
-    one call of three is enough, each behind more work: what waits now and then alone isn't
-    found."""
+    one call of three is enough, the later ones behind as much work as can be queued: what waits
+    now and then alone isn't found."""
     drawn = case.draw(session.device)
     tensors: dict[str, Any] = {
         name: tensor.requires_grad_() for name, tensor in drawn.tensors.items()
@@ -249,7 +249,7 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
 
 
 def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
-    """Which lines wait in it, as far as torch knows: CUDA's, of its own operations."""
+    """Which lines wait in it, as far as torch knows: on CUDA, and not of those that synchronize."""
     if device.type != "cuda":
         return ""
     before = torch.cuda.get_sync_debug_mode()
@@ -263,7 +263,7 @@ def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
     lines = [
         f"{Path(told.filename).name}:{told.lineno}"
         for told in caught
-        if "synchronizing" in str(told.message)
+        if "called a synchronizing" in str(told.message)
     ]
-    waits = ", ".join(dict.fromkeys(lines)) or "no operation of torch's"
+    waits = ", ".join(dict.fromkeys(lines)) or "no line (nor has it torch.cuda.synchronize)"
     return f"; by torch's sync debug mode, in {waits}"
