@@ -249,7 +249,7 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
 
 
 def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
-    """Which lines wait in it, as far as torch knows: on CUDA, and not of those that synchronize."""
+    """Which lines wait in it, as far as torch knows: on CUDA, and none that synchronize."""
     if device.type != "cuda":
         return ""
     before = torch.cuda.get_sync_debug_mode()
