@@ -5,6 +5,8 @@
 // apart) is what prefetching of an AMD Zen 4 follows best: lines of several rows in turns, half
 // rows, or a line a turn of a loop are read half as fast, and instructions that ask for lines wait
 // for one another. Intel's Sapphire Rapids reads streams, with lines asked for, 1.1 times as fast.
+// A Zen 5 follows it too, but of float32 keys, whose products leave it idle while the later rows of
+// queries take keys out of the first cache: there they ask for the next turn's.
 #pragma once
 #include "decode_products.h"
 #include "level.h"
@@ -59,15 +61,16 @@ struct row_in_order {
 };
 
 // R rows of queries times VL / R keys: VL vectors of partial sums, which one reduction across lanes
-// ends.
-template <int R, int DTYPE, int DIM>
+// ends. Query rows are in registers, if they have room, so that what waits to be read is keys: a
+// query row read for each key would fill the queue of loads, and memory be asked for a few keys at
+// a time.
+// AHEAD: asks for the same lines of the next turn, of rows beside one another.
+template <int R, bool AHEAD, int DTYPE, int DIM>
 AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DIM>& key) {
     constexpr int K = VL / R;
     vf acc[VL] = {};
 #if defined(__AVX512BF16__)
     if (DTYPE == AF_BF16 && q.pairs) {
-        // In registers, so that what waits to be read is keys: a query row read for each key would
-        // fill the queue of loads, and memory be asked for a few keys at a time.
         constexpr int steps = DIM / (2 * VL);
         __m512bh y[R][steps];
         AF_UNROLL
@@ -89,6 +92,41 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
     }
 #endif
     const float* a = q.row + row * DIM;
+    constexpr int steps = DIM / VL;
+    if constexpr (DTYPE == AF_F32 && R * steps <= VL) {
+        vf y[R][steps];
+        AF_UNROLL
+        for (int r = 0; r < R; ++r)
+            AF_UNROLL
+            for (int d = 0; d < steps; ++d) {
+                y[r][d] = load(a + r * DIM + d * VL);
+                __asm__("" : "+v"(y[r][d]));  // not in memory, of which it may be an operand
+            }
+        // Of half as many sums at a time: with all there is no room.
+        constexpr int at_once = VL / 2 / R;
+        alignas(64) float sums[VL * VL];
+        AF_UNROLL
+        for (int first = 0; first < K; first += at_once) {
+            vf half[R][at_once] = {};
+            AF_UNROLL
+            for (int i = 0; i < at_once; ++i, key.next_row())
+                AF_UNROLL
+                for (int d = 0; d < steps; ++d, key.move(64)) {
+                    if (AHEAD) __builtin_prefetch(key.at + turn_in_order * DIM * key.size, 0, 3);
+                    const vf x = as_floats_of<DTYPE>(key.at);
+                    AF_UNROLL
+                    for (int r = 0; r < R; ++r) half[r][i] = madd(x, y[r][d], half[r][i]);
+                }
+            AF_UNROLL
+            for (int r = 0; r < R; ++r)
+                AF_UNROLL
+                for (int i = 0; i < at_once; ++i)
+                    store(sums + (r * K + first + i) * VL, half[r][i]);
+        }
+        AF_UNROLL
+        for (int i = 0; i < VL; ++i) acc[i] = load(sums + i * VL);
+        return across<true>(acc);
+    }
     AF_UNROLL
     for (int i = 0; i < K; ++i, key.next_row())
         AF_UNROLL
@@ -105,9 +143,11 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
 template <int DTYPE, int DIM>
 static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
                             int64_t end, float scale, float* score, int64_t ld) {
-    // Four rows of pairs of 128 columns are not in registers beside VL sums. Of float16, which are
-    // floats by then, two rows and twice the keys at a time take a twentieth less than four.
-    constexpr int most = DTYPE != AF_F32 && DIM > 96 ? 2 : 4;
+    // Four rows of pairs of 128 columns are not in registers beside VL sums, nor of floats of 96. Of
+    // float16, which are floats by then, two rows and twice the keys at a time take a twentieth less
+    // than four.
+    constexpr int most = DIM > (DTYPE == AF_F32 ? 64 : 96) ? 2 : 4;
+    const bool beside = DTYPE == AF_F32 && keys.row == DIM && af_asks_ahead_in_order();
     for (int64_t c = begin; c < end; c += turn_in_order) {
         const auto first = row_in_order<DTYPE, DIM>::of(keys, c, end);
         in_groups_of_rows<most>(rows, [&](auto count, int row) AF_FLAT {
@@ -115,7 +155,9 @@ static void scores_in_order(const decode_query& q, int rows, const matrix& keys,
             auto key = first;
             for (int64_t i = 0; i < turn_in_order; i += K) {
                 alignas(64) float scores[VL];
-                store(scores, dot_in_order<R>(q, row, key) * scale);
+                const vf dots = beside && row > 0 ? dot_in_order<R, true>(q, row, key)
+                                                  : dot_in_order<R, false>(q, row, key);
+                store(scores, dots * scale);
                 for (int r = 0; r < R; ++r)
                     memcpy(score + (row + r) * ld + c + i, scores + r * K, K * sizeof(float));
             }

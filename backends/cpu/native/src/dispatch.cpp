@@ -62,6 +62,10 @@ bool bit(unsigned word, int n) { return (word >> n & 1) != 0; }
 // The first four letters of the maker's name.
 constexpr unsigned intel = 0x756e6547, amd = 0x68747541;
 unsigned maker() { return cpuid(0, 0).b; }
+unsigned family() {
+    const unsigned word = cpuid(1, 0).a, base = word >> 8 & 0xf;
+    return base == 0xf ? base + (word >> 20 & 0xff) : base;
+}
 
 // State components that the operating system saves (XCR0).
 bool saves(uint64_t components) {
@@ -215,6 +219,15 @@ bool af_reads_best_in_order() {
 #if defined(AF_X86)
     static const bool best = maker() == amd;
     return best;
+#else
+    return false;
+#endif
+}
+
+bool af_asks_ahead_in_order() {
+#if defined(AF_X86)
+    static const bool asks = maker() == amd && family() >= 0x1a;
+    return asks;
 #else
     return false;
 #endif

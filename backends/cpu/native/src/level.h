@@ -23,3 +23,7 @@ bool af_is_decode(const af_problem& problem);
 // (measured: AMD's Zen 4); false if lines have to be asked for (Intel's Sapphire Rapids; others
 // weren't measured).
 bool af_reads_best_in_order();
+
+// True if then it is even faster where code that finds a row in the first cache asks for a later
+// one (AMD's Zen 5; on Zen 4 such instructions wait for one another).
+bool af_asks_ahead_in_order();
