@@ -143,9 +143,9 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
 template <int DTYPE, int DIM>
 static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
                             int64_t end, float scale, float* score, int64_t ld) {
-    // Four rows of pairs of 128 columns are not in registers beside VL sums, nor of floats of 96. Of
-    // float16, which are floats by then, two rows and twice the keys at a time take a twentieth less
-    // than four.
+    // Four rows of pairs of 128 columns are not in registers beside VL sums, nor of floats of 96.
+    // Of float16, which are floats by then, two rows and twice the keys at a time take a twentieth
+    // less than four.
     constexpr int most = DIM > (DTYPE == AF_F32 ? 64 : 96) ? 2 : 4;
     const bool beside = DTYPE == AF_F32 && keys.row == DIM && af_asks_ahead_in_order();
     for (int64_t c = begin; c < end; c += turn_in_order) {

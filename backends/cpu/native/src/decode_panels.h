@@ -101,7 +101,8 @@ AF_INLINE void store_panel_scores(const float* sums, int64_t keys, int rows, flo
         for (int first = 0; first < rows; first += VL) {
             vu block[VL];
             AF_UNROLL
-            for (int i = 0; i < VL; ++i) block[i] = as_uint(load(sums + (c + i) * NR + first) * scale);
+            for (int i = 0; i < VL; ++i)
+                block[i] = as_uint(load(sums + (c + i) * NR + first) * scale);
             transpose(block);
             const int there = rows - first < VL ? rows - first : VL;
             for (int i = 0; i < there; ++i)
