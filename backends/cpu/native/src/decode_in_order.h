@@ -102,29 +102,16 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
                 y[r][d] = load(a + r * DIM + d * VL);
                 __asm__("" : "+v"(y[r][d]));  // not in memory, of which it may be an operand
             }
-        // Of half as many sums at a time: with all there is no room.
-        constexpr int at_once = VL / 2 / R;
-        alignas(64) float sums[VL * VL];
         AF_UNROLL
-        for (int first = 0; first < K; first += at_once) {
-            vf half[R][at_once] = {};
+        for (int i = 0; i < K; ++i, key.next_row())
             AF_UNROLL
-            for (int i = 0; i < at_once; ++i, key.next_row())
+            for (int d = 0; d < steps; ++d, key.move(64)) {
+                if (AHEAD) __builtin_prefetch(key.at + turn_in_order * DIM * key.size, 0, 3);
+                const vf x = as_floats_of<DTYPE>(key.at);
                 AF_UNROLL
-                for (int d = 0; d < steps; ++d, key.move(64)) {
-                    if (AHEAD) __builtin_prefetch(key.at + turn_in_order * DIM * key.size, 0, 3);
-                    const vf x = as_floats_of<DTYPE>(key.at);
-                    AF_UNROLL
-                    for (int r = 0; r < R; ++r) half[r][i] = madd(x, y[r][d], half[r][i]);
-                }
-            AF_UNROLL
-            for (int r = 0; r < R; ++r)
-                AF_UNROLL
-                for (int i = 0; i < at_once; ++i)
-                    store(sums + (r * K + first + i) * VL, half[r][i]);
-        }
-        AF_UNROLL
-        for (int i = 0; i < VL; ++i) acc[i] = load(sums + i * VL);
+                for (int r = 0; r < R; ++r)
+                    acc[r * K + i] = madd(x, y[r][d], acc[r * K + i]);
+            }
         return across<true>(acc);
     }
     AF_UNROLL
