@@ -134,7 +134,7 @@ static void scores_in_order(const decode_query& q, int rows, const matrix& keys,
     // Of float16, which are floats by then, two rows and twice the keys at a time take a twentieth
     // less than four.
     constexpr int most = DIM > (DTYPE == AF_F32 ? 64 : 96) ? 2 : 4;
-    const bool beside = DTYPE == AF_F32 && keys.row == DIM && af_asks_ahead_in_order();
+    const bool asks = DTYPE == AF_F32 && keys.row == DIM && af_asks_ahead_in_order();
     for (int64_t c = begin; c < end; c += turn_in_order) {
         const auto first = row_in_order<DTYPE, DIM>::of(keys, c, end);
         in_groups_of_rows<most>(rows, [&](auto count, int row) AF_FLAT {
@@ -142,8 +142,8 @@ static void scores_in_order(const decode_query& q, int rows, const matrix& keys,
             auto key = first;
             for (int64_t i = 0; i < turn_in_order; i += K) {
                 alignas(64) float scores[VL];
-                const vf dots = beside && row > 0 ? dot_in_order<R, true>(q, row, key)
-                                                  : dot_in_order<R, false>(q, row, key);
+                const vf dots = asks && row > 0 ? dot_in_order<R, true>(q, row, key)
+                                                : dot_in_order<R, false>(q, row, key);
                 store(scores, dots * scale);
                 for (int r = 0; r < R; ++r)
                     memcpy(score + (row + r) * ld + c + i, scores + r * K, K * sizeof(float));

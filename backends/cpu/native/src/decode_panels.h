@@ -110,18 +110,6 @@ AF_INLINE void store_panel_scores(const float* sums, int64_t keys, int rows, flo
         }
 }
 
-// sums[c][r] = q row r . key c for n keys and the rows of N vectors of a panel.
-// longest: products that a sum takes before it is added to what is there.
-template <int N, class AHEAD>
-static void panel_sums(const float* panel, const float_rows& keys, int n, int64_t dim,
-                       int64_t longest, float* sums, AHEAD& ahead) {
-    panel_rows<into::store, N>(n, smaller(dim, longest), keys.at, keys.row, 1, panel, NR, sums, NR,
-                               1.0f, nullptr, ahead);
-    for (int64_t d = longest; d < dim; d += longest)
-        panel_rows<into::add, N>(n, smaller(dim - d, longest), keys.at + d, keys.row, 1,
-                                 panel + d * NR, NR, sums, NR, 1.0f, nullptr, ahead);
-}
-
 // score[r][c] = scale * (q row r . key c) for columns [begin, end).
 // panels: of all rows, [dim][NR] each.
 template <int DTYPE>
@@ -141,9 +129,11 @@ static void panel_scores(const float* panels, int rows, const matrix& key, int64
         for (int r = 0; r < rows; r += NR) {
             const float* panel = panels + r * dim;
             if (rows - r > VL)
-                panel_sums<2>(panel, keys, n, dim, longest, sums, beside);
+                panel_rows_cut<into::store, 2>(n, dim, keys.at, keys.row, 1, panel, sums, NR, 1.0f,
+                                               nullptr, longest, beside);
             else
-                panel_sums<1>(panel, keys, n, dim, longest, sums, beside);
+                panel_rows_cut<into::store, 1>(n, dim, keys.at, keys.row, 1, panel, sums, NR, 1.0f,
+                                               nullptr, longest, beside);
             store_panel_scores(sums, n, rows - r < NR ? rows - r : NR, scale, score + r * ld + c,
                                ld);
         }

@@ -190,6 +190,19 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
 // with its length.
 constexpr int64_t longest_sum = 128;
 
+// panel_rows of a packed panel, whose sums take up to `longest` products. With into::store `scale`
+// must be 1: it is the first sum's.
+template <into HOW, int N, class AHEAD>
+static void panel_rows_cut(int rows, int64_t k, const float* a, int64_t a_row, int64_t a_k,
+                           const float* b, float* c, int64_t ldc, float scale, const float* alpha,
+                           int64_t longest, AHEAD& ahead) {
+    const int64_t first = k > longest ? longest : k;
+    panel_rows<HOW, N>(rows, first, a, a_row, a_k, b, NR, c, ldc, scale, alpha, ahead);
+    for (int64_t i = first; i < k; i += longest)
+        panel_rows<into::add, N>(rows, k - i > longest ? longest : k - i, a + i * a_k, a_row, a_k,
+                                 b + i * NR, NR, c, ldc, scale, alpha, ahead);
+}
+
 // C[rows][panels * NR] (+)= A[rows][k] * B; `b_panel` words from a panel to the next.
 // `scale` is for into::store, which has one sum whatever k, alpha[rows] for into::rescale.
 template <into HOW, class AHEAD = panel_ahead>
@@ -198,18 +211,12 @@ static void gemm(int rows, int64_t panels, int64_t k, const float* a, int64_t a_
                  const float* alpha, int64_t longest = longest_sum, AHEAD&& ahead = AHEAD()) {
     for (int64_t j = 0; j < panels; ++j) {
         const float* panel = b + j * b_panel;
-        if constexpr (HOW == into::store) {
+        if constexpr (HOW == into::store)
             panel_rows<HOW, 2>(rows, k, a, a_row, a_k, panel, NR, c + j * NR, ldc, scale,
                                alpha, ahead);
-        } else {
-            const int64_t first = k > longest ? longest : k;
-            panel_rows<HOW, 2>(rows, first, a, a_row, a_k, panel, NR, c + j * NR, ldc, scale,
-                               alpha, ahead);
-            for (int64_t i = first; i < k; i += longest)
-                panel_rows<into::add, 2>(rows, k - i > longest ? longest : k - i, a + i * a_k,
-                                         a_row, a_k, panel + i * NR, NR, c + j * NR, ldc, scale,
-                                         alpha, ahead);
-        }
+        else
+            panel_rows_cut<HOW, 2>(rows, k, a, a_row, a_k, panel, c + j * NR, ldc, scale, alpha,
+                                   longest, ahead);
     }
 }
 

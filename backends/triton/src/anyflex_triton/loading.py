@@ -20,7 +20,7 @@ __all__ = ["loading_kernels"]
 _lock = threading.Lock()
 free_in_child(sys.modules[__name__])
 _here = threading.local()
-"""`depth`: how many of the following this thread is in."""
+"""`loads`: whether this thread is in one of the following."""
 _loads = 0
 _getblock: Any = inspect.getblock
 """Python's own."""
@@ -37,7 +37,7 @@ def loading_kernels() -> Iterator[None]:
     their bodies, a string's or a comment's, begins at the margin: others have wrong sources.
     """
     global _loads, _replaced
-    depth = getattr(_here, "depth", 0)
+    outer = getattr(_here, "loads", False)
     entered = False
     with collector_paused():
         try:
@@ -47,10 +47,10 @@ def loading_kernels() -> Iterator[None]:
                 if _loads == 1:
                     _replaced = inspect.getblock
                     inspect.getblock = _block  # type: ignore[assignment]
-            _here.depth = depth + 1
+            _here.loads = True
             yield
         finally:
-            _here.depth = depth
+            _here.loads = outer
             if entered:
                 with _lock:
                     _loads -= 1
@@ -61,7 +61,7 @@ def loading_kernels() -> Iterator[None]:
 
 def _block(lines: Sequence[str]) -> Sequence[str]:
     """The lines of the function with which `lines` begin."""
-    end = _end(lines) if getattr(_here, "depth", 0) else None
+    end = _end(lines) if getattr(_here, "loads", False) else None
     return _getblock(lines) if end is None else lines[:end]
 
 
