@@ -16,6 +16,8 @@ __all__ = ["ENTRY", "record", "recorded"]
 
 ENTRY = ("target", "dtype", "dim", "kernel", "pattern", "tiles", "warps", "stages")
 """What tells kernels apart."""
+COMPILED = ENTRY[:5]
+"""What tells them apart before they have a configuration."""
 RESULTS = Path(__file__).parent / "results" / "triton_compiles.json"
 
 
@@ -27,16 +29,30 @@ def recorded(version: str) -> dict[tuple[object, ...], Mapping[str, Any]] | None
     return {tuple(one[name] for name in ENTRY): one for one in kept[version]["kernels"]}
 
 
-def record(version: str, kernels: Sequence[Mapping[str, Any]], seconds: float) -> None:
-    """Write the results of this Triton and the table of all."""
+def record(
+    version: str, kernels: Sequence[Mapping[str, Any]], seconds: float, *, whole: bool
+) -> None:
+    """Write the results of this Triton and the table of all.
+
+    Args:
+        whole: they are all that there are; else others stay, but those of the same kernel, type,
+            head dim and pattern.
+    """
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept[version] = {
+    before = (
+        {"runs": [], "kernels": []} if whole else kept.get(version, {"runs": [], "kernels": []})
+    )
+    found = {tuple(one[name] for name in COMPILED) for one in kernels}
+    others = [
+        one for one in before["kernels"] if tuple(one[name] for name in COMPILED) not in found
+    ]
+    run = {
         "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
         "commit": source_commit(),
         "torch": torch.__version__,
         "seconds": round(seconds),
-        "kernels": kernels,
     }
+    kept[version] = {"runs": [*before["runs"], run], "kernels": [*others, *kernels]}
     kept = dict(sorted(kept.items()))
     # A kernel a line.
     text = json.dumps(kept, separators=(",", ":"))

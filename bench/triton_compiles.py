@@ -1,6 +1,6 @@
 """What Triton's compilers make of every entry of the portable kernels' table; no GPU is needed.
 
-    python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32]
+    python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32,tf32]
         [--dims 64,128,192,256] [--patterns plain,causal,documents]
         [--kernels forward,decode,keys,queries] [--length 256] [--record | --compare] [--brief]
 
@@ -12,11 +12,13 @@ ALiBi under a soft cap and packed documents (mixed); backward's two also with th
 position as a captured tensor that learns (distances). Where they are asked for: rows, combine,
 kinds, runs and totals, which run beside those; the last three with a finer causal mask and a
 captured tensor whose gradient repeats bit for bit (learned). Intel's tiles are compiled for sm_90.
-Prints a line a kernel: registers, bytes of registers kept in memory (spills), and where those are:
-of each innermost loop with products, how many instructions it has, and how many of them move
-spilled registers. `--record` writes the lines to bench/results/triton_compiles.json, in place of
-those of the same Triton, and a table of all to triton_compiles.md. `--compare` reads those of this
-Triton, if there are any. `--brief` leaves the loops out: a third of a second less a kernel.
+Type tf32 is float32 where torch allows products to be rounded to it; AMD's are not. Prints a line
+a kernel: registers, bytes of registers kept in memory (spills), and where those are: of each
+innermost loop with products, how many instructions it has, and how many of them move spilled
+registers. `--record` writes the lines to bench/results/triton_compiles.json, in place of those of
+the same Triton that were asked for, and a table of all to triton_compiles.md. `--compare` reads
+those of this Triton, if there are any. `--brief` leaves the loops out: a third of a second less a
+kernel.
 
 Exits with 1 if forward spills for a head dim up to 128, if a kernel takes more shared memory than
 its target has, or if Hopper's products wait for each other (but for MEASURED); with `--compare`
@@ -93,8 +95,9 @@ BESIDE = {
 """Those that it has none for."""
 SIDES = ("BLOCK_M", "BLOCK_N", "ROWS", "COLUMNS", "BLOCK")
 """Constants that are sides of a kernel's tile."""
-PRODUCTS = {2: ("HGMMA", "HMMA", "UTCHMMA"), 4: ("FFMA",)}
-"""NVIDIA's instructions, by bytes of an element."""
+PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")
+"""NVIDIA's instructions, of tensor cores; float32's are FFMA."""
+TF32 = "tf32"
 LENGTH = 256
 
 
@@ -279,7 +282,7 @@ def learned_bias(bias: Tensor) -> Callable[..., Tensor]:
 
 def compile_entries(
     target: Target,
-    dtype: torch.dtype,
+    dtype: str,
     dim: int,
     patterns: Sequence[str],
     kernels: Collection[str],
@@ -289,10 +292,11 @@ def compile_entries(
     """Compile those of these kernels that calls of these patterns need, and yield what came.
 
     Args:
+        dtype: of `--types`.
         brief: as in `resources`, where no fault is found in the code.
         length: of query and key, up to LENGTH.
     """
-    type_name = str(dtype).removeprefix("torch.")
+    elements = torch.float32 if dtype == TF32 else getattr(torch, dtype)
     programs: list[launch.Program] = []
 
     class Offline(TritonBackend):
@@ -324,7 +328,7 @@ def compile_entries(
         mask_mod = masks.get(pattern, causal)
         mask = mask_mod and anyflex.create_block_mask(mask_mod, None, None, length, length)
         rows, keys = (
-            torch.zeros(1, heads, length, dim).to(dtype).requires_grad_()
+            torch.zeros(1, heads, length, dim).to(elements).requires_grad_()
             for heads in (2 if pattern == "causal" else 1, 1)
         )
 
@@ -349,6 +353,8 @@ def compile_entries(
             attention(rows.detach()[:, :, :1], keys.detach())
         return list(programs)
 
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
     launched = launch.Program.launch
     launch.Program.launch = note_instead  # type: ignore[method-assign]
     try:
@@ -357,6 +363,7 @@ def compile_entries(
             found = [(pattern, program) for pattern in patterns for program in needed(pattern)]
     finally:
         launch.Program.launch = launched  # type: ignore[method-assign]
+        torch.set_float32_matmul_precision(precision)
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
         # That pattern's forward is the relative one's.
@@ -370,7 +377,7 @@ def compile_entries(
         )
         yield Compiled(
             target=target,
-            dtype=type_name,
+            dtype=dtype,
             dim=dim,
             kernel=kernel,
             pattern=pattern,
@@ -379,7 +386,9 @@ def compile_entries(
             stages=options.num_stages,
             shared=made.metadata.shared,
             **resources(
-                made.asm, PRODUCTS[dtype.itemsize], brief and not may_wait(target, type_name)
+                made.asm,
+                ("FFMA",) if dtype == "float32" else PRODUCTS,
+                brief and not may_wait(target, dtype),
             ),
             **descriptors(made.asm["ttir"]),
         )
@@ -389,7 +398,7 @@ def main() -> int:
     """Compile, print, and judge; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--targets", default=",".join(ARCHITECTURES))
-    parser.add_argument("--types", default="bfloat16,float32")
+    parser.add_argument("--types", default=f"bfloat16,float32,{TF32}")
     parser.add_argument("--dims", default="64,128,192,256")
     parser.add_argument("--patterns", default=",".join(PATTERNS))
     parser.add_argument("--kernels", default=",".join(KERNELS.values()))
@@ -413,9 +422,11 @@ def main() -> int:
     found, wrong = [], 0
     for target in ARCHITECTURES:
         for name in arguments.types.split(",") if target in arguments.targets.split(",") else ():
+            if name == TF32 and target == "amd":
+                continue  # float32 again
             for dim in map(int, arguments.dims.split(",")):
                 for one in compile_entries(
-                    target, getattr(torch, name), dim,
+                    target, name, dim,
                     arguments.patterns.split(","), arguments.kernels.split(","), arguments.brief,
                     arguments.length,
                 ):  # fmt: skip
@@ -427,7 +438,9 @@ def main() -> int:
                         print(f"  FAULT: {fault}", flush=True)
     if arguments.record:
         kept = [asdict(one) for one in found if one.target in RECORDED]
-        record(triton.__version__, kept, time.perf_counter() - begin)
+        chosen = ("targets", "types", "dims", "patterns", "kernels")
+        whole = all(getattr(arguments, name) == parser.get_default(name) for name in chosen)
+        record(triton.__version__, kept, time.perf_counter() - begin, whole=whole)
     print(f"{len(found)} kernels by triton {triton.__version__}, {wrong} faults")
     return 1 if wrong else 0
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from anyflex_triton.configs import _TABLE, Config, KernelName, Target, Traits, config_for
+from anyflex_triton.configs import _TABLE, _TF32, Config, KernelName, Target, Traits, config_for
 
 __all__ = ["READING", "compiled", "entries", "learning_by_pair", "named", "run"]
 
@@ -32,7 +32,7 @@ def compiled(
     targets: str,
     patterns: str,
     kernels: str = "forward,decode,keys,queries",
-    types: tuple[str, ...] = TYPES,
+    types: tuple[str, ...] = (*TYPES, "tf32"),
     dims: tuple[int, ...] = DIMS,
     *,
     recorded: bool = True,
@@ -64,12 +64,18 @@ def named(target: Target, dtype: str, dim: int, kernel: KernelName, config: Conf
 
 def entries(target: Target) -> set[str]:
     """All of the table for a target."""
-    return {
+    found = {
         named(target, dtype, dim, kernel, config)
         for kernel, by_type in _TABLE[target].items()
         for dtype, by_dim in zip(TYPES, by_type, strict=True)
         for dim, config in zip(DIMS, by_dim, strict=True)
     }
+    for kernel, by_dim in _TF32.get(target, {}).items():
+        found |= {
+            named(target, "tf32", dim, kernel, config)
+            for dim, config in zip(DIMS, by_dim, strict=False)
+        }
+    return found
 
 
 def learning_by_pair(target: Target) -> set[str]:

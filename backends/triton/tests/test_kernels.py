@@ -584,3 +584,39 @@ def test_a_descriptor_takes_heads_that_lie_one_after_the_other() -> None:
     assert not is_described(dense[..., 1:])
     assert not is_described(torch.zeros(1, 1, 4, 3))
     assert not is_described(torch.zeros(1, 1, 0, 16))
+
+
+def test_products_are_rounded_where_torch_allows_it() -> None:
+    wanted: dict[tuple[KernelName, Traits], str] = {
+        ("forward", Traits(64, 4, in_tf32=True)): "128x64, 8 warps, 3 stages",
+        ("forward", Traits(96, 4, in_tf32=True, mask_reads=True)): "128x32, 8 warps, 3 stages",
+        ("forward", Traits(192, 4, in_tf32=True)): "128x64, 8 warps, 1 stages",
+        ("queries", Traits(192, 4, in_tf32=True)): "64x32, 4 warps, 2 stages",
+        ("keys", Traits(64, 4, in_tf32=True, shares_keys=True)): "32x128, 8 warps, 1 stages",
+        ("decode", Traits(64, 4, in_tf32=True)): "16x32, 4 warps, 2 stages",
+    }
+    for (kernel, traits), config in wanted.items():
+        assert str(config_for("hopper", kernel, traits)) == config
+    for precision, target, products in (
+        ("highest", "hopper", "ieee"),
+        ("high", "hopper", "tf32"),
+        ("medium", "ampere", "tf32"),
+        ("high", "xpu", "tf32"),
+        # As torch's own kernels for AMD: not all of its GPUs have such products.
+        ("high", "amd", "ieee"),
+    ):
+        spec = Spec("cuda", "sm_90", torch.float32, 64, 64, fp32_precision=precision)
+        made = Programs(spec, write_source(spec), target, {})
+        assert made.common_constants(())["PRECISION"] == products
+
+
+def test_the_variant_tells_of_rounded_products() -> None:
+    query = randn(1, 2, 70, 16)
+    explained = {}
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        try:
+            explained[precision] = anyflex.explain(query, query, query).variant
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    assert explained == {"highest": "prefill 64x64", "high": "prefill 64x64 tf32"}

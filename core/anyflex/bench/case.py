@@ -14,9 +14,10 @@ from torch import Tensor
 import anyflex
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 
-__all__ = ["DIRECTIONS", "BenchCase", "Direction", "Inputs", "make_inputs"]
+__all__ = ["DIRECTIONS", "TF32", "BenchCase", "Direction", "Inputs", "make_inputs"]
 
 Direction = Literal["forward", "backward", "both"]
+TF32 = "tf32"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 
 _SMALL = 384
@@ -39,7 +40,8 @@ class BenchCase:
         name: says what it is.
         q_shape: [B, Hq, L, E].
         kv_shape: [B, Hkv, S, E], of key.
-        dtype: of query, key and value: ``"bfloat16"``.
+        dtype: of query, key and value: ``"bfloat16"``; ``"tf32"`` is float32 where torch allows
+            its products to be rounded to that.
         masks, mods: as the command line spells them; masks all hold, mods follow one another.
         directions: of `DIRECTIONS`. ``"both"`` is a forward and its backward.
         block_size: of the block mask.
@@ -69,8 +71,13 @@ class BenchCase:
     @property
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch's object."""
-        found: torch.dtype = getattr(torch, self.dtype)
+        found: torch.dtype = torch.float32 if self.dtype == TF32 else getattr(torch, self.dtype)
         return found
+
+    @property
+    def products(self) -> str:
+        """What `torch.set_float32_matmul_precision` is to allow for the case."""
+        return "high" if self.dtype == TF32 else "highest"
 
     @property
     def gqa(self) -> bool:

@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anyflex.bench.case import BenchCase, Inputs, make_inputs
+from anyflex.bench.case import TF32, BenchCase, Inputs, make_inputs
 from anyflex.bench.contenders import Contender
 from anyflex.testing.oracle import dense_attention, dense_mask
 
 __all__ = ["LIMITS", "Errors", "Formula", "errors_of"]
 
 _CPU = torch.device("cpu")
-LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10}
-"""Largest error that passes, relative to the largest right value, by dtype."""
+LIMITS = {"float32": 1e-4, TF32: 1e-2, "float16": 1e-2, "bfloat16": 4e-2, "float64": 1e-10}
+"""Largest error that passes, relative to the largest right value, by a case's dtype."""
 
 
 class Formula:

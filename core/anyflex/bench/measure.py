@@ -18,6 +18,7 @@ from anyflex.bench.check import LIMITS, Formula, errors_of
 from anyflex.bench.clock import Clock, Timed
 from anyflex.bench.contenders import Contender
 from anyflex.errors import BackendRefused
+from anyflex.testing.products import products_in
 
 __all__ = ["Measurement", "Status", "measure_case"]
 
@@ -110,7 +111,9 @@ def measure_case(
     """
     for direction in case.directions:
         one = dataclasses.replace(case, directions=(direction,))
-        yield from _measure(one, direction, contenders, device, clock, rounds, say)
+        with products_in(case.products):
+            measured = _measure(one, direction, contenders, device, clock, rounds, say)
+        yield from measured
 
 
 def _measure(
@@ -188,7 +191,7 @@ def _admitted(
         measured.status = "failed"
         measured.detail = f"{type(error).__name__}: {_first_line(error)}"
         return None
-    limit = LIMITS[inputs.case.torch_dtype]
+    limit = LIMITS[inputs.case.dtype]
     if not measured.error <= limit:
         measured.status = "wrong"
         measured.detail = (

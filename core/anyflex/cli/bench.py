@@ -69,7 +69,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="of query, instead of a preset; may be repeated",
     )
     parser.add_argument("--kv", type=_shape, metavar="BxHxSxE", help="of key and value")
-    parser.add_argument("--dtype", choices=(*_DTYPES, *_DTYPES.values()))
+    parser.add_argument(
+        "--dtype",
+        choices=(*_DTYPES, *_DTYPES.values(), "tf32"),
+        help="tf32 is float32 where torch allows products to be rounded to it",
+    )
     parser.add_argument(
         "--mask",
         action="append",

@@ -55,7 +55,9 @@ class Spec:
         gradients: which of ("q", "k", "v") need a gradient; captured tensors say it themselves.
         dlse: a gradient may arrive at lse.
         determinism: torch's mode when the call ran: ``"off"``, ``"warn"`` or ``"on"``.
-        fp32_precision: torch.get_float32_matmul_precision() for float32 inputs, else "".
+        fp32_precision: for float32 inputs what torch allows products to be rounded to when the
+            call runs, in the words of `torch.set_float32_matmul_precision`: ``"highest"`` to
+            nothing, ``"high"`` to TF32's 10 bits, ``"medium"`` to bfloat16; else "".
         q_class: ``"one"`` query row, ``"short"`` (2 to 64) or ``"long"``.
         alignment: class of query, key and value.
         index_width: 32 if every element offset fits int32, else 64.

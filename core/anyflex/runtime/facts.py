@@ -14,7 +14,15 @@ from anyflex.runtime.readable import PLAIN, check_readable, last_element
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
 
-__all__ = ["architecture", "determinism", "empty_dense", "memories", "memory", "q_class"]
+__all__ = [
+    "architecture",
+    "determinism",
+    "empty_dense",
+    "fp32_precision",
+    "memories",
+    "memory",
+    "q_class",
+]
 
 
 def memory(tensor: Tensor, name: str = "") -> tuple[Alignment, bool]:
@@ -108,6 +116,24 @@ def determinism() -> str:
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+_PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+"""By torch's settings of a backend, those of `torch.set_float32_matmul_precision`."""
+
+
+def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
+    """Return to what torch allows products of float32 on the device to be rounded at this moment:
+    a word of `torch.set_float32_matmul_precision`; "" for other types.
+
+    `torch.get_float32_matmul_precision` doesn't know what was set by `torch.backends`, and raises
+    where that allows more. Both ways set the following. Devices other than CUDA's have no setting
+    of their own, but oneDNN's.
+    """
+    if dtype is not torch.float32:
+        return ""
+    settings = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    return _PRECISIONS[settings.matmul.fp32_precision]
 
 
 @functools.lru_cache(maxsize=64)

@@ -46,7 +46,7 @@ def saved_bytes(
     from anyflex.registry.choice import Choice
     from anyflex.registry.isolation import report
     from anyflex.registry.selection import names_in_force
-    from anyflex.runtime.facts import architecture
+    from anyflex.runtime.facts import architecture, fp32_precision
 
     try:
         device_type, arch = posed or (device.type, architecture(device))
@@ -60,7 +60,7 @@ def saved_bytes(
         64,
         needs_lse=True,
         gradients=("q", "k", "v"),
-        fp32_precision=torch.get_float32_matmul_precision() if dtype is torch.float32 else "",
+        fp32_precision=fp32_precision(dtype, device_type),
     )
     try:
         choice = Choice(plain, names_in_force(backend), backend, (), posed is not None)

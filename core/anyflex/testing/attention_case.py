@@ -52,6 +52,8 @@ class AttentionCase:
         kv_batch: of key and value, None for `batch`.
         dtype: of query, key and value.
         insists: `dtype` is the point of the case, see `fitted`.
+        products: what torch allows products of float32 to be rounded to while it runs, in the
+            words of `torch.set_float32_matmul_precision`: with ``"high"`` the budget allows TF32.
         score_mod, mask_mod: names in `SCORE_MODS`, `KIT_MODS` or `OPERATION_MODS`, and in
             `MASK_MODS` or `KIT_MASKS`; or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,
@@ -87,6 +89,7 @@ class AttentionCase:
     kv_batch: int | None = None
     dtype: torch.dtype = torch.float32
     insists: bool = False
+    products: Literal["highest", "high", "medium"] = "highest"
     score_mod: str | None = None
     mask_mod: str | None = None
     runs: tuple[tuple[int, ...], ...] | None = None

@@ -5,7 +5,9 @@ with query, key, value, the softmax weights and the sum of dout * out changed at
 rounding them in the call's type changes, and once in float32. The largest change of an element's
 row, or half of the tensor's largest, times 8 (16 in float32 and float64, where long sums round
 too), is what an element may be off; and one step of its 16-bit type or 4 of a wider one. NaN and
-infinities must stand where the formula has them. Nothing here knows how a backend computes.
+infinities must stand where the formula has them. Where torch allows products of float32 in TF32,
+that is the type, and its operands are cut off instead of rounded. Nothing here knows how a backend
+computes.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ _TRIALS = 3
 _STEPS, _STEPS_NARROW = 4, 1
 """Steps of the result's type that are always allowed: approximate exponentials and logarithms in
 float32 and float64; what is computed wide and rounded once to 16 bits is off by half a step."""
+_TF32_UNIT = 2.0**-10
+"""Tensor cores leave out the other 13 bits of an operand: a whole step, not half of one."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
     """Evaluate the dense formula exactly, and again with what rounding explains."""
     exact = _formula(case, drawn, torch.float64)
     trials = _trials(case, drawn, exact)
-    wide = _compute_dtype(case) is case.dtype
+    wide = _compute_dtype(case) is case.dtype and not _in_tf32(case)
     unasked = {"lse", "max_scores"} - case.aux
     allowed = {}
     for name in (name for name in exact if name not in unasked):
@@ -72,7 +76,10 @@ def _trials(
     """Results that rounding alone sets apart from the exact ones."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shaken = _Shaken(
-        torch.finfo(case.dtype).eps / 2, torch.finfo(_compute_dtype(case)).eps, generator, exact
+        _TF32_UNIT if _in_tf32(case) else torch.finfo(case.dtype).eps / 2,
+        torch.finfo(_compute_dtype(case)).eps,
+        generator,
+        exact,
     )
     trials = [_formula(case, drawn, torch.float64, shaken) for _ in range(_TRIALS)]
     if case.dtype is torch.float64:
@@ -84,6 +91,10 @@ def _trials(
     return trials
 
 
+def _in_tf32(case: AttentionCase) -> bool:
+    return case.products == "high" and case.dtype is torch.float32
+
+
 def _compute_dtype(case: AttentionCase) -> torch.dtype:
     return torch.promote_types(case.dtype, torch.float32)
 
@@ -93,7 +104,7 @@ class _Shaken:
     """Changes that rounding makes.
 
     Args:
-        unit: half a step of the call's type.
+        unit: half a step of the call's type, or `_TF32_UNIT`.
         step: of the type that scores are computed in.
         generator: of the noise.
         exact: the exact results.
@@ -167,6 +178,8 @@ def _formula(
             None if shaken is None else shaken.weights,
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
+        if shaken is not None and dout is not None and _in_tf32(case):
+            dout = shaken.tensor(dout)
         dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
         if shaken is not None and dlse is not None:
             dlse = shaken.dlse(dlse)

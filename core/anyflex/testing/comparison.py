@@ -12,6 +12,7 @@ import anyflex
 from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.budgets import Budgets, by_oracle, result_dtype, wanted_inputs
 from anyflex.testing.mods import Mod
+from anyflex.testing.products import products_in
 from anyflex.testing.results import Forward, Results, gradients
 
 __all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]
@@ -68,26 +69,27 @@ def by_backend(
     for letter, tensor in (("q", query), ("k", key), ("v", value)):
         tensor.requires_grad_(letter in case.gradients)
     mod = _moved(drawn.mods["score"], device, case) if "score" in drawn.mods else None
-    out, aux = attention(
-        query,
-        key,
-        value,
-        None if mod is None else mod.function(case.form),
-        mask_of(case, drawn, device),
-        case.scale,
-        enable_gqa=case.heads != case.kv_heads,
-        return_aux=anyflex.AuxRequest(
-            lse="lse" in case.aux or case.dlse, max_scores="max_scores" in case.aux
-        ),
-        backend=name,
-    )
-    forward = Forward(out, aux.lse, aux.max_scores)
-    grads: dict[str, Tensor] = {}
-    if case.gradients:
-        inputs = wanted_inputs(case, query, key, value, mod)
-        dout = drawn.weights["dout"] if case.dout else None
-        dlse = drawn.weights["dlse"] if case.dlse else None
-        grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)
+    with products_in(case.products):
+        out, aux = attention(
+            query,
+            key,
+            value,
+            None if mod is None else mod.function(case.form),
+            mask_of(case, drawn, device),
+            case.scale,
+            enable_gqa=case.heads != case.kv_heads,
+            return_aux=anyflex.AuxRequest(
+                lse="lse" in case.aux or case.dlse, max_scores="max_scores" in case.aux
+            ),
+            backend=name,
+        )
+        forward = Forward(out, aux.lse, aux.max_scores)
+        grads: dict[str, Tensor] = {}
+        if case.gradients:
+            inputs = wanted_inputs(case, query, key, value, mod)
+            dout = drawn.weights["dout"] if case.dout else None
+            dlse = drawn.weights["dlse"] if case.dlse else None
+            grads = gradients(forward, inputs, dout, dlse, missing_is_zero=False)
     named = Results(forward, grads).named()
     return {name: named[name] for name in named.keys() - ({"lse", "max_scores"} - case.aux)}
 

@@ -181,6 +181,27 @@ _TABLE["blackwell"] = {
     ),
 }  # fmt: skip
 
+# The same where products of float32 are rounded to TF32, which tensor cores take. Hopper's were
+# the fastest of ten to twenty each, measured on an H200, causal and full, S = 4096
+# (`bench/results/h200_triton.md`). The others were never measured; what they lack is float32's.
+_TF32: dict[Target, dict[KernelName, tuple[Config, ...]]] = {
+    "hopper": {
+        "forward": (_c(128, 64, 8, 3), _c(128, 32, 8, 3), _c(32, 64, 4, 2)),
+        "keys": (_c(64, 128, 8, 1), _c(32, 128, 8, 1), _c(32, 32, 8, 1)),
+        "queries": (_c(128, 64, 8, 2), _c(128, 64, 8, 1), _c(32, 32, 4, 2)),
+    },
+    "ampere": {
+        "forward": (_c(128, 64, 8, 2), _c(64, 32, 4, 1), _c(64, 16, 8, 1)),
+        "keys": (_c(32, 32, 4, 1), _c(32, 32, 4, 1)),
+        "queries": (_c(64, 32, 4, 2), _c(32, 32, 4, 1)),
+    },
+    "blackwell": {
+        "forward": (_c(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 8, 1)),
+        "keys": (_c(32, 64, 4, 1), _c(32, 32, 4, 2)),
+        "queries": (_c(128, 64, 8, 2), _c(128, 32, 8, 1)),
+    },
+}
+
 # Forward of 16-bit types with a score mod that reads an element for each pair of a query and a
 # key, head dims up to 64, 128 and 256: those elements, and where they are, take registers and
 # shared memory beside the tiles. With the entries above Hopper spills up to 2.8 KiB a thread, and
@@ -213,6 +234,7 @@ class Traits(NamedTuple):
             their elements a pair adds to.
         is_aligned: E and Ev are multiples of 16 bytes.
         has_narrow_values: Ev is at most 128.
+        in_tf32: products round their operands, which are float32, to TF32.
     """
 
     head_dim: int
@@ -228,6 +250,7 @@ class Traits(NamedTuple):
     adds_by_pair: bool = False
     is_aligned: bool = True
     has_narrow_values: bool = False
+    in_tf32: bool = False
 
 
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
@@ -236,6 +259,9 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     is_half = traits.itemsize == 2
     width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
     config = _TABLE[target][kernel][0 if is_half else 1][width]
+    rounded = _TF32.get(target, {}).get(kernel, ()) if traits.in_tf32 else ()
+    if width < len(rounded):
+        config = rounded[width]
     for_pairs = _READING_PAIRS.get(target, ()) if traits.score_reads_pairs and is_half else ()
     if kernel == "forward" and width < len(for_pairs):
         config = for_pairs[width]
@@ -284,7 +310,8 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
             return _c(32, 64, 4, 3)
         if traits.head_dim > 64 or not is_half:
             return replace(config, block_m=min(32, config.block_m))
-    if kernel == "forward" and 64 < traits.head_dim < 128 and not is_half and traits.mask_reads:
+    in_full = not is_half and not traits.in_tf32
+    if kernel == "forward" and 64 < traits.head_dim < 128 and in_full and traits.mask_reads:
         # 32x16 spills a few bytes there. Measured on an H100 with packed documents, head dims 80
         # and 96, S 4000 and 4096: 0.96 to 1.0 of its time.
         return _c(16, 16, 4, 2)
@@ -309,6 +336,9 @@ def _in_column_parts(kernel: KernelName, traits: Traits) -> Config:
     What is read for each pair has room with two stages."""
     reads_pairs = traits.score_reads_pairs or traits.mask_reads_pairs
     stages = 2 if reads_pairs else 3
+    if traits.in_tf32:
+        tiles = {"forward": _c(128, 64, 8, 1), "queries": _c(64, 32, 4, 2)}
+        return tiles.get(kernel, _c(32, 32, 4, 2))
     if traits.itemsize == 4:
         return _c(16, 64, 4, 2) if kernel == "forward" else _c(32, 32, 4, 2)
     if kernel == "keys" and traits.shares_keys:

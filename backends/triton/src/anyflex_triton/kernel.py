@@ -68,19 +68,21 @@ class TritonKernel(Kernel):
 
     def describe(self, call: Call) -> str:
         """``decode splits=8`` or ``prefill 128x64``; under autotuning also whether forward's
-        config was found by timing: ``prefill 64x64, tuned``."""
+        config was found by timing: ``prefill 64x64, tuned``; and where products are rounded to
+        TF32: ``prefill 128x64 tf32``."""
         made = self._made
         decodes = self._decodes(call)
         name: KernelName = "decode" if decodes else "forward"
         tuned = made.tuned(name, call)
         state = "" if not made.tunes(name) else ", not tuned yet" if tuned is None else ", tuned"
+        products = " tf32" if made.in_tf32 else ""
         if decodes:
             splits = splits_of(
                 self.spec, call.query.device, call.query.shape, call.key.shape[2], mask_shape(call)
             )
-            return f"decode splits={splits.number}{state}"
+            return f"decode splits={splits.number}{products}{state}"
         config = tuned or made.config("forward")
-        return f"prefill {config.block_m}x{config.block_n}{state}"
+        return f"prefill {config.block_m}x{config.block_n}{products}{state}"
 
     def _decodes(self, call: Call) -> bool:
         return self._decodes_rows(call.query.shape[2], mask_shape(call))

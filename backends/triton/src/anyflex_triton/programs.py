@@ -229,6 +229,7 @@ class Programs:
         graph = spec.mask_graph
         self.mask_reads = graph is not None and any(n.operation == "load" for n in graph.nodes)
         self.mask_reads_pairs = graph is not None and reads_pairs(graph)
+        self.in_tf32 = target != "amd" and spec.fp32_precision in ("high", "medium")
         self._traits = Traits(
             max(spec.head_dim, spec.value_head_dim),
             spec.dtype.itemsize,
@@ -245,6 +246,7 @@ class Programs:
                 dim * spec.dtype.itemsize % 16 == 0 for dim in (spec.head_dim, spec.value_head_dim)
             ),
             has_narrow_values=spec.value_head_dim <= 128,
+            in_tf32=self.in_tf32,
         )
         # A mask may have finer blocks once for all heads and batch entries.
         self.is_finer = (
@@ -494,7 +496,7 @@ class Programs:
             "UNITS": tuple(layout.unit for layout in layouts),
             "SCATTERED": tuple(layout.scattered for layout in layouts),
             "WIDE": spec.index_width == 64,
-            "PRECISION": "ieee",
+            "PRECISION": "tf32" if self.in_tf32 else "ieee",
         }
 
     def common_values(self, call: Call, rows: MaskRows | None) -> dict[str, object]:

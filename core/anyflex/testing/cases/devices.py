@@ -26,10 +26,11 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 
 _NO_ACCELERATOR = "the CPU has no streams"
-_LAUNCHES = 20
+_LAUNCHES = 5
 """Of a `_keep_busy`."""
-_MOST_LAUNCHES = 500
-"""Where some thousand are queued on CUDA, the host waits before it can add one."""
+_MOST_LAUNCHES = 100
+"""Where some thousand are queued on CUDA, the host waits before it can add one: most of that is
+left to the backend."""
 
 
 def _call(session: Session, seed: int = 0) -> AttentionCase:
@@ -85,7 +86,7 @@ def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[
 
 def _keep_busy(device: torch.device) -> None:
     """Give the current stream work of some milliseconds, so that what follows has to wait."""
-    same = torch.eye(4096, device=device)
+    same = torch.eye(6144, device=device)
     for _ in range(_LAUNCHES):
         same = same @ same
 
@@ -195,7 +196,16 @@ def _no_synchronisation(session: Session) -> str | None:
         for mask in (None, "causal"):
             _require_no_wait(
                 session,
-                plain(session, "devices", q_length=q_length, kv_length=128, mask_mod=mask),
+                # Blocks of 64: a backend of torch's operations, which launches kernels for each,
+                # isn't to fill the device's queue.
+                plain(
+                    session,
+                    "devices",
+                    q_length=q_length,
+                    kv_length=128,
+                    mask_mod=mask,
+                    block_size=(64, 64),
+                ),
             )
     return None
 
@@ -265,5 +275,8 @@ def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
         for told in caught
         if "called a synchronizing" in str(told.message)
     ]
-    waits = ", ".join(dict.fromkeys(lines)) or "no line (nor has it torch.cuda.synchronize)"
+    waits = ", ".join(dict.fromkeys(lines)) or (
+        "no line; that knows neither of torch.cuda.synchronize nor of a full queue, at which the "
+        "host waits where a call launches a thousand kernels"
+    )
     return f"; by torch's sync debug mode, in {waits}"

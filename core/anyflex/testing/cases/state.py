@@ -17,6 +17,7 @@ from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.case import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.comparison import Budgets, by_backend, by_oracle, mismatches
+from anyflex.testing.products import products_in
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]
@@ -208,23 +209,12 @@ def _global_state() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kept_precision() -> Iterator[None]:
-    """The precision of float32 products is afterwards what it was."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextlib.contextmanager
 def _fresh_state() -> Iterator[None]:
     """State that no earlier call has left: one that changes it to the same each time shows."""
     numbers = torch.get_rng_state()
-    with _kept_precision(), warnings.catch_warnings():
+    with products_in("highest"), warnings.catch_warnings():
         warnings.resetwarnings()
         torch.manual_seed(20260)
-        torch.set_float32_matmul_precision("highest")
         try:
             yield
         finally:
@@ -248,13 +238,10 @@ def _precision_of_products(session: Session) -> str | None:
     if case.dtype is not torch.float32:
         return "float32 isn't declared"
     drawn = with_mod(case.draw(session.device), "score", case, _raised, 0.125)
-    with _kept_precision():
-        for precision in ("medium", "high"):
-            torch.set_float32_matmul_precision(precision)
-            with contextlib.suppress(BackendRefused):
-                by_backend(case, drawn, session.name, session.device)
-        torch.set_float32_matmul_precision("highest")
-        compare(session, case, drawn)
+    for rounded in (dataclasses.replace(case, products=p) for p in ("medium", "high")):
+        with contextlib.suppress(BackendRefused):
+            by_backend(rounded, drawn, session.name, session.device)
+    compare(session, case, drawn)
     return None
 
 
