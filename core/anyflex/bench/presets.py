@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anyflex.bench.case import BenchCase, Direction
+from anyflex.bench.case import TF32, BenchCase, Direction
 
 __all__ = ["PRESETS"]
 
@@ -95,6 +95,19 @@ _WIDTHS = (
     _square("causal", 4, 8, 4096, 256, kv_heads=2),
 )
 
+_TF32 = (
+    *(
+        _square(pattern, 4, 8 if width == 256 else 16, 4096, width, dtype=TF32)
+        for width in (64, 128, 192, 256)
+        for pattern in ("full", "causal")
+    ),
+    *(
+        _square(pattern, 4, 16, 4096, 128, dtype=TF32)
+        for pattern in ("alibi", "softcap", "window", "documents")
+    ),
+    _square("causal", 4, 16, 4096, 128, kv_heads=4, dtype=TF32),
+)
+
 _CPU = (
     *(
         _square("causal", 1, 8, length, width, dtype=dtype, directions=("forward",))
@@ -122,6 +135,7 @@ PRESETS: Mapping[str, tuple[BenchCase, ...]] = {
     "h200-decode": _H200[18:21],
     "h200-small": _H200[21:],
     "h200-widths": _WIDTHS,
+    "h200-tf32": _TF32,
 }
 """name -> cases. The parts of ``h200`` are there to be run alone; of them ``h200-widths`` is
-none: other head dims than the two that most models have."""
+none: other head dims than the two that most models have; nor ``h200-tf32``."""

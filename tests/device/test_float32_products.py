@@ -1,0 +1,79 @@
+"""Products of float32 are rounded to TF32 where torch allows it, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import anyflex
+from anyflex.testing.products import products_in
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="there is no CUDA device on this machine"
+)
+
+
+def results(query: Tensor, backend: str | None, mask: anyflex.BlockMask) -> tuple[Tensor, ...]:
+    """Out and the gradient of a tensor that is query, key and value."""
+    query = query.clone().requires_grad_()
+    out = anyflex.flex_attention(query, query, query, block_mask=mask, backend=backend)
+    assert isinstance(out, Tensor)
+    (grad,) = torch.autograd.grad(out, query, torch.ones_like(out))
+    return out, grad
+
+
+def by_torch(query: Tensor) -> tuple[Tensor, ...]:
+    """The same in float64."""
+    query = query.double().requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    (grad,) = torch.autograd.grad(out, query, torch.ones_like(out))
+    return out, grad
+
+
+@pytest.fixture
+def own_setting() -> Iterator[None]:
+    """CUDA's own is afterwards as in a new process."""
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cuda.triton"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_the_error_is_that_of_the_type(
+    backend: str, head_dim: int, own_setting: Iterator[None]
+) -> None:
+    torch.manual_seed(head_dim)
+    query = torch.randn(2, 4, 500, head_dim, device="cuda")
+    mask = anyflex.create_block_mask(
+        lambda b, h, q, k: q >= k, None, None, 500, 500, device="cuda"
+    )
+    right = by_torch(query)
+    # Twice: what was compiled for one setting isn't another's.
+    for _ in range(2):
+        for precision, least, most in (("highest", 0.0, 2e-5), ("high", 5e-5, 1e-2)):
+            with products_in(precision):
+                found = results(query, backend, mask)
+            for name, one, wanted in zip(("out", "grad"), found, right, strict=True):
+                error = ((one - wanted).abs().max() / wanted.abs().max()).item()
+                assert least <= error <= most, (name, precision)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    error = (results(query, backend, mask)[0] - right[0]).abs().max().item()
+    assert error > 5e-5
+
+
+def test_decoding_rounds_them_too() -> None:
+    query = torch.randn(2, 8, 1, 128, device="cuda")
+    key, value = torch.randn(2, 2, 2, 3000, 128, device="cuda").unbind(0)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(t.double() for t in (query, key, value)), enable_gqa=True
+    )
+    errors = []
+    for precision in ("highest", "high"):
+        with products_in(precision):
+            out = anyflex.flex_attention(query, key, value, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        errors.append((out - wanted).abs().max().item() / wanted.abs().max().item())
+    assert errors[0] < 2e-5 < errors[1] < 1e-2
