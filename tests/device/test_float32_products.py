@@ -16,20 +16,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def results(query: Tensor, backend: str | None, mask: anyflex.BlockMask) -> tuple[Tensor, ...]:
-    """Out and the gradient of a tensor that is query, key and value."""
-    query = query.clone().requires_grad_()
-    out = anyflex.flex_attention(query, query, query, block_mask=mask, backend=backend)
+def results(packed: Tensor, backend: str, mask: anyflex.BlockMask) -> tuple[Tensor, ...]:
+    """Out, and the gradient of query, key and value, which are packed."""
+    packed = packed.clone().requires_grad_()
+    out = anyflex.flex_attention(*packed, block_mask=mask, backend=backend)
     assert isinstance(out, Tensor)
-    (grad,) = torch.autograd.grad(out, query, torch.ones_like(out))
+    (grad,) = torch.autograd.grad(out, packed, packed.detach()[0])
     return out, grad
 
 
-def by_torch(query: Tensor) -> tuple[Tensor, ...]:
+def by_torch(packed: Tensor) -> tuple[Tensor, ...]:
     """The same in float64."""
-    query = query.double().requires_grad_()
-    out = torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    (grad,) = torch.autograd.grad(out, query, torch.ones_like(out))
+    packed = packed.double().requires_grad_()
+    out = torch.nn.functional.scaled_dot_product_attention(*packed, is_causal=True)
+    (grad,) = torch.autograd.grad(out, packed, packed.detach()[0])
     return out, grad
 
 
@@ -46,21 +46,21 @@ def test_the_error_is_that_of_the_type(
     backend: str, head_dim: int, own_setting: Iterator[None]
 ) -> None:
     torch.manual_seed(head_dim)
-    query = torch.randn(2, 4, 500, head_dim, device="cuda")
+    packed = torch.randn(3, 2, 4, 500, head_dim, device="cuda")
     mask = anyflex.create_block_mask(
         lambda b, h, q, k: q >= k, None, None, 500, 500, device="cuda"
     )
-    right = by_torch(query)
+    right = by_torch(packed)
     # Twice: what was compiled for one setting isn't another's.
     for _ in range(2):
         for precision, least, most in (("highest", 0.0, 2e-5), ("high", 5e-5, 1e-2)):
             with products_in(precision):
-                found = results(query, backend, mask)
+                found = results(packed, backend, mask)
             for name, one, wanted in zip(("out", "grad"), found, right, strict=True):
                 error = ((one - wanted).abs().max() / wanted.abs().max()).item()
                 assert least <= error <= most, (name, precision)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    error = (results(query, backend, mask)[0] - right[0]).abs().max().item()
+    error = (results(packed, backend, mask)[0] - right[0]).abs().max().item()
     assert error > 5e-5
 
 
