@@ -1,23 +1,25 @@
 """Random calls of the sizes that a GPU's tiles have, held to the dense float64 formula.
 
     python bench/gpu_random.py --backend cuda [--count 500] [--first 0] [--jobs 16]
-                               [--repeat 20] [--option fast_tanh=true] [--json FILE]
+                               [--repeat 20] [--option fast_tanh=true] [--dtype tf32] [--json FILE]
     python bench/gpu_random.py --each-kernel --repeat 1000
 
 The conformance kit's own comparison and budgets, at lengths of up to 900 in head dims of up to
-256, with every mod of the kit's lists. Numbers from a million on are no random calls but a
-preset's rows, shrunk (`preset_calls.py`). Fresh memory holds NaN. Each forward, and each backward
-under deterministic algorithms, is repeated and must give the same bits; what else is repeated must
-stay within the budgets. Every call runs in one of `--jobs` processes; one that doesn't end within
-`--timeout` seconds is killed and counts as failed. Exits with 1 if a call is wrong, fails, hangs
-or differs between repetitions, if more than one in twenty is refused, or if of a hundred calls on
-`cuda` or more fewer than a third take Hopper's.
+256, with every mod of the kit's lists. Their types are bfloat16 and float16, or what `--dtype`
+names: tf32 is float32 where torch allows its products in TF32. Numbers from a million on are no
+random calls but a preset's rows, shrunk (`preset_calls.py`). Fresh memory holds NaN. Each forward,
+and each backward under deterministic algorithms, is repeated and must give the same bits; what
+else is repeated must stay within the budgets. Every call runs in one of `--jobs` processes; one
+that doesn't end within `--timeout` seconds is killed and counts as failed. Exits with 1 if a call
+is wrong, fails, hangs or differs between repetitions, if more than one in twenty is refused, or if
+of a hundred calls on `cuda` or more fewer than a third take Hopper's, unless `--dtype` is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import json
 import queue
@@ -37,6 +39,7 @@ from kernel_calls import OF_EACH_KERNEL
 from torch import Tensor
 
 import anyflex
+from anyflex.bench.case import TF32
 from anyflex.errors import BackendRefused
 from anyflex.testing.attention_case import AttentionCase, Drawn, Layout
 from anyflex.testing.comparison import Budgets, by_backend, by_oracle, mismatches
@@ -50,6 +53,7 @@ PAIRS = 1_500_000
 MOST_REFUSED = 0.05
 LEAST_HOPPER = 1 / 3
 """Of calls on `cuda`, whose kernels these runs are about: 0.75 of the first 500."""
+DTYPES = ("bfloat16", "float16", "float32", TF32)
 DIMS = (
     *[(128, 128)] * 4, *[(64, 64)] * 4, (96, 96), (80, 80), (40, 40), (128, 64), (64, 128),
     (72, 56), (256, 256), (192, 128), (160, 160),
@@ -65,11 +69,17 @@ MANY_HEADS = ((1, 32), (4, 8), (2, 16), (8, 4))
 LEARNING: tuple[set[str], ...] = ({"q", "k", "v"},) * 6 + ({"k", "v"}, {"q"}, set(), set())
 
 
-def case_of(number: int) -> AttentionCase:
-    """The call of this number."""
+def case_of(number: int, dtype: str | None = None) -> AttentionCase:
+    """The call of this number, with one of DTYPES or its own."""
     if number >= preset_calls.FIRST:
-        return preset_calls.preset_call(number)
-    return drawn_case(number)
+        case = preset_calls.preset_call(number)
+    else:
+        case = drawn_case(number)
+    if dtype is None:
+        return case
+    if dtype == TF32:
+        return dataclasses.replace(case, dtype=torch.float32, products="high")
+    return dataclasses.replace(case, dtype=getattr(torch, dtype))
 
 
 def drawn_case(number: int) -> AttentionCase:
@@ -147,16 +157,16 @@ def poison(device: torch.device) -> None:
 
 
 def outcome_of(
-    number: int, backend: str, device: torch.device, options: Mapping[str, Any], repeat: int
+    number: int, case: AttentionCase, device: torch.device, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Run one call, compare, repeat. The fields of a line of the report."""
-    case = case_of(number)
+    backend, options = args.backend, dict(args.option)
     row: dict[str, Any] = {"number": number, "problems": [], "variant": ""}
     try:
         with deterministic(is_deterministic(number)):
             drawn = case.draw(device)
             attention = functools.partial(
-                anyflex.flex_attention, kernel_options={backend: dict(options)}
+                anyflex.flex_attention, kernel_options={backend: options}
             )
             row["variant"] = _variant(case, drawn, backend, device, options)
             poison(device)
@@ -164,7 +174,7 @@ def outcome_of(
             budgets = by_oracle(case, drawn)
             row["problems"] = mismatches(found, budgets, case, drawn)
             row["problems"] += _changes(
-                case, drawn, backend, device, attention, found, budgets, repeat
+                case, drawn, backend, device, attention, found, budgets, args.repeat
             )
     except BackendRefused as error:
         row["variant"] = f"refused: {error.reasons.get(backend, error)}"
@@ -250,15 +260,16 @@ def serve(args: argparse.Namespace) -> None:
     # What compilers and mods print mustn't come between.
     sys.stdout = sys.stderr
     for line in sys.stdin:
-        row = outcome_of(int(line), args.backend, device, dict(args.option), args.repeat)
+        row = outcome_of(int(line), case_of(int(line), args.dtype), device, args)
         print(json.dumps(row), file=out, flush=True)
 
 
 class Worker:
     """One process that takes a number at a time."""
 
-    def __init__(self, command: Sequence[str], timeout: float) -> None:
+    def __init__(self, command: Sequence[str], dtype: str | None, timeout: float) -> None:
         self._command = command
+        self._dtype = dtype
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
 
@@ -292,7 +303,7 @@ class Worker:
             "number": number,
             "problems": [problem],
             "variant": "",
-            "case": repr(case_of(number)),
+            "case": repr(case_of(number, self._dtype)),
         }
 
     def close(self) -> None:
@@ -321,6 +332,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--option", type=_option, action="append", default=[], help="NAME=JSON")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 and float16")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -339,7 +351,7 @@ def main() -> int:
     command = [sys.executable, __file__, "--serve", *sys.argv[1:]]
 
     def work() -> None:
-        worker = Worker(command, args.timeout)
+        worker = Worker(command, args.dtype, args.timeout)
         with contextlib.suppress(queue.Empty):
             while True:
                 row = worker.run(waiting.get_nowait())
@@ -366,7 +378,8 @@ def main() -> int:
     refused = sum(row["variant"].startswith("refused") for row in rows)
     print(f"{len(rows)} calls, {failed} failed, {refused} refused")
     hopper = sum("hopper" in row["variant"] for row in rows)
-    few = args.backend == "cuda" and len(rows) >= 100 and hopper < len(rows) * LEAST_HOPPER
+    least = 0.0 if args.backend != "cuda" or args.dtype else LEAST_HOPPER
+    few = len(rows) >= 100 and hopper < len(rows) * least
     if few:
         print(f"only {hopper} calls took Hopper's kernels")
     too_many = refused > len(rows) * MOST_REFUSED

@@ -257,6 +257,19 @@ def test_random_calls_of_the_reference_are_right() -> None:
     assert "3 calls, 0 failed, 0 refused" in done.stdout
 
 
+def test_random_calls_have_the_type_that_is_named() -> None:
+    random = program("gpu_random")
+    for number in (1, 1000024):
+        rounded = random.case_of(number, "tf32")
+        assert (rounded.dtype, rounded.products) == (torch.float32, "high")
+        whole = random.case_of(number, "float32")
+        assert (whole.dtype, whole.products) == (torch.float32, "highest")
+        assert random.case_of(number).dtype in (torch.bfloat16, torch.float16)
+    done = random_calls("--number", "4", "--dtype", "tf32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 calls, 0 failed, 0 refused" in done.stdout
+
+
 def test_shrunk_rows_of_a_preset_are_right_of_the_reference() -> None:
     done = random_calls("--number", "1000020", "--number", "1000024", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr

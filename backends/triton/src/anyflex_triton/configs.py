@@ -214,7 +214,7 @@ _READING_PAIRS: dict[Target, tuple[Config, ...]] = {
     "ampere": (_c(128, 64, 8, 2), _c(64, 32, 8, 2)),
     "xpu": (_c(128, 64, 16, 2), _c(128, 32, 16, 2)),
 }
-# Of products in TF32. The table's take 0.9 of their time for a relative bias on an H200, where they
+# Of products in TF32. For a relative bias the table's would take 0.9 of the time on an H200, and
 # spill a few bytes with Triton 3.9; Ampere lacks shared memory for them.
 _TF32_READING_PAIRS: dict[Target, tuple[Config, ...]] = {
     "hopper": (_c(128, 32, 8, 2), _c(128, 16, 8, 3)),
