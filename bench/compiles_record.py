@@ -52,13 +52,23 @@ def record(
         "torch": torch.__version__,
         "seconds": round(seconds),
     }
-    kept[version] = {"runs": [*before["runs"], run], "kernels": [*others, *kernels]}
+    kept[version] = {"runs": [*before["runs"], run], "kernels": _ordered([*others, *kernels])}
     kept = dict(sorted(kept.items()))
     # A kernel a line.
     text = json.dumps(kept, separators=(",", ":"))
     text = text.replace('{"target"', '\n{"target"').replace("}},", "}},\n")
     RESULTS.write_text(text + "\n")
     RESULTS.with_suffix(".md").write_text(written(kept))
+
+
+def _ordered(kernels: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By target and type, in the order of their first, then by head dim."""
+    places = {name: list(dict.fromkeys(one[name] for one in kernels)) for name in COMPILED[:2]}
+
+    def place(one: Mapping[str, Any]) -> tuple[int, ...]:
+        return (*(places[name].index(one[name]) for name in COMPILED[:2]), one["dim"])
+
+    return sorted(kernels, key=place)
 
 
 def written(kept: Mapping[str, Any]) -> str:

@@ -46,8 +46,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 import anyflex
+from anyflex.bench.case import TF32
 from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
+from anyflex.testing.products import products_in
 from anyflex_triton import launch
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Target
@@ -97,7 +99,6 @@ SIDES = ("BLOCK_M", "BLOCK_N", "ROWS", "COLUMNS", "BLOCK")
 """Constants that are sides of a kernel's tile."""
 PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")
 """NVIDIA's instructions, of tensor cores; float32's are FFMA."""
-TF32 = "tf32"
 LENGTH = 256
 
 
@@ -353,17 +354,14 @@ def compile_entries(
             attention(rows.detach()[:, :, :1], keys.detach())
         return list(programs)
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
     launched = launch.Program.launch
     launch.Program.launch = note_instead  # type: ignore[method-assign]
     try:
-        with isolated(), posing("cuda"):
+        with isolated(), posing("cuda"), products_in("high" if dtype == TF32 else "highest"):
             register("cuda.offline", Offline)
             found = [(pattern, program) for pattern in patterns for program in needed(pattern)]
     finally:
         launch.Program.launch = launched  # type: ignore[method-assign]
-        torch.set_float32_matmul_precision(precision)
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
         # That pattern's forward is the relative one's.

@@ -25,6 +25,7 @@ from anyflex.aux_outputs import AuxOutput, AuxRequest
 from anyflex.failing import fail
 from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
+from anyflex.runtime.facts import fp32_precision
 from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.request import write_request
@@ -406,6 +407,7 @@ def op_arguments(
         options,
         posed,
         saved,
+        fp32_precision(query.dtype, query.device.type if posed is None else posed[0]),
     )
     # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
     one = torch.ones((), dtype=torch.float64, device="cpu")

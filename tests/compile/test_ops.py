@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
 from anyflex.runtime.request import write_request
+from anyflex.runtime.saved_bytes import NOTHING
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 
 __all__: list[str] = []
@@ -119,7 +120,9 @@ def test_a_mask_whose_memory_is_written_again_is_another_mask() -> None:
     query = torch.randn(1, 1, 32, 8)
     wanted = [anyflex.flex_attention(query, query, query, block_mask=mask) for mask in masks]
     offsets, runs = masks[0].offsets.clone(), masks[0].runs.clone()
-    request = write_request("", "", (0, 0, 0), False, False, False, [False] * 3, None, ())
+    request = write_request(
+        "", "", (0, 0, 0), False, False, False, [False] * 3, None, (), None, NOTHING, "highest"
+    )
     scale = torch.tensor(8**-0.5, dtype=torch.float64)
     for mask, out in zip([*masks, *masks], [*wanted, *wanted], strict=True):
         # As Inductor does it: without a new object, and uncounted.

@@ -16,6 +16,7 @@ from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.contract.spec import Spec
 from anyflex.runtime import plan
+from anyflex.testing.products import products_in
 
 __all__: list[str] = []
 
@@ -240,3 +241,20 @@ def test_threads_share_what_is_kept(seen: list[Call], monkeypatch: pytest.Monkey
     assert len(seen) == 8
     assert seen[0].kept is not None
     assert len({id(call.kept) for call in seen}) == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_backward_has_the_products_of_its_forward(compiled: bool) -> None:
+    attention = anyflex.flex_attention
+    if compiled:
+        attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    query = torch.randn(1, 2, 20, 8, requires_grad=True)
+    for precision in ("high", "highest"):
+        plan.clear_plans()
+        with products_in(precision):
+            out = attention(query, query, query)
+        assert isinstance(out, Tensor)
+        with products_in("highest" if precision == "high" else "high"):
+            out.sum().backward()
+        # One for both, or one for each.
+        assert {spec.fp32_precision for spec in specs()} == {precision}

@@ -11,7 +11,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from table_entries import DIMS, READING, compiled, entries, learning_by_pair, named
 
-from anyflex_triton.configs import _READING_PAIRS, Traits, config_for
+from anyflex_triton.configs import (
+    _READING_PAIRS,
+    _TF32_READING_PAIRS,
+    Traits,
+    config_for,
+)
+
+_ROUNDED = Traits(192, 4, in_tf32=True)
 
 
 def test_every_entry_compiles_and_fits() -> None:
@@ -33,6 +40,9 @@ def test_tiles_in_parts_compile_and_fit() -> None:
         for kernel in kernels:
             config = config_for("hopper", kernel, Traits(192, 2, shares_keys=shared))
             assert named("hopper", "bfloat16", 192, kernel, config) in found
+    assert compiled("hopper", "causal", "forward", ("tf32",), (192,)) == {
+        named("hopper", "tf32", 192, "forward", config_for("hopper", "forward", _ROUNDED))
+    }
 
 
 def test_forward_spills_nothing_whatever_mods_read() -> None:
@@ -40,6 +50,11 @@ def test_forward_spills_nothing_whatever_mods_read() -> None:
     found = compiled("hopper", ",".join(READING), "forward", ("bfloat16",))
     for dim, config in zip(DIMS, _READING_PAIRS["hopper"], strict=True):
         assert named("hopper", "bfloat16", dim, "forward", config) in found
+    found = compiled("hopper", "relative,bias", "forward", ("tf32",), (64, 128))
+    assert found >= {
+        named("hopper", "tf32", dim, "forward", config)
+        for dim, config in zip((64, 128), _TF32_READING_PAIRS["hopper"], strict=True)
+    }
 
 
 def test_between_the_tables_head_dims_documents_spill_nothing_either() -> None:

@@ -17,8 +17,8 @@ from anyflex.bench.patterns import make_mask_mod, make_score_mod
 __all__ = ["DIRECTIONS", "TF32", "BenchCase", "Direction", "Inputs", "make_inputs"]
 
 Direction = Literal["forward", "backward", "both"]
-TF32 = "tf32"
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
+TF32 = "tf32"
 
 _SMALL = 384
 """Length of the call that results are checked on: three blocks, so that whether lengths end where

@@ -137,5 +137,5 @@ PRESETS: Mapping[str, tuple[BenchCase, ...]] = {
     "h200-widths": _WIDTHS,
     "h200-tf32": _TF32,
 }
-"""name -> cases. The parts of ``h200`` are there to be run alone; of them ``h200-widths`` is
-none: other head dims than the two that most models have; nor ``h200-tf32``."""
+"""name -> cases. The parts of ``h200`` are there to be run alone. No parts of it are
+``h200-widths``, other head dims than the two that most models have, and ``h200-tf32``."""

@@ -26,6 +26,7 @@ from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
 from anyflex.registry.selection import names_in_force
 from anyflex.runtime.autograd import FlexAttention
+from anyflex.runtime.facts import fp32_precision
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.runtime.signs import shown
@@ -167,6 +168,7 @@ def gather(
         score_function,
         mask_function,
     )
+    posed = posed_as(device)
     return Inputs(
         call,
         score.text,
@@ -178,8 +180,9 @@ def gather(
         gradients,
         backend,
         options,
+        fp32_precision(query.dtype, device.type if posed is None else posed[0]),
         (score.names, mask.names),
-        posed_as(device),
+        posed,
     )
 
 

@@ -133,7 +133,13 @@ def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     if dtype is not torch.float32:
         return ""
     settings = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
-    return _PRECISIONS[settings.matmul.fp32_precision]
+    # By a word that only a later torch has nothing is rounded.
+    return _PRECISIONS.get(settings.matmul.fp32_precision, "highest")
+
+
+# Dynamo runs it and takes the result for a constant: a program keeps what was allowed when it was
+# compiled. torch.compile compiles again where what CUDA is allowed has changed.
+fp32_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

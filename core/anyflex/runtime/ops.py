@@ -357,6 +357,7 @@ def _inputs(
         request.gradients,
         request.backend,
         request.options,
+        request.fp32_precision,
         posed=request.posed,
     )
 

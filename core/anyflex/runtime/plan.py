@@ -22,14 +22,7 @@ from anyflex.mod_graph.simplify import simplify
 from anyflex.registry.environment import check_indices
 from anyflex.registry.hot_path import Posed, generation
 from anyflex.registry.selection import names_in_force
-from anyflex.runtime.facts import (
-    architecture,
-    determinism,
-    fp32_precision,
-    memories,
-    memory,
-    q_class,
-)
+from anyflex.runtime.facts import architecture, determinism, memories, memory, q_class
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
 from anyflex.runtime.readable import check_captured
@@ -59,6 +52,7 @@ class Inputs:
         names: of the captured tensors in the user's score and mask functions, "" where unknown;
             for messages.
         posed: the device type and architecture that CPU tensors stand in for, or None.
+        fp32_precision: of the spec.
     """
 
     call: Call
@@ -71,6 +65,7 @@ class Inputs:
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
+    fp32_precision: str
     names: tuple[list[str], list[str]] = ([], [])
     posed: Posed | None = None
 
@@ -227,7 +222,7 @@ def plan_for(inputs: Inputs) -> Plan:
         inputs.max_scores,
         inputs.needs_lse,
         determinism(),
-        fp32_precision(dtype, inputs.posed[0] if inputs.posed else query.device.type),
+        inputs.fp32_precision,
         names,
         inputs.backend,
         repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
@@ -345,7 +340,7 @@ def _spec(inputs: Inputs, bound: Bound) -> Spec:
         ),
         dlse=inputs.lse and needs_backward,
         determinism=determinism(),  # type: ignore[arg-type]
-        fp32_precision=fp32_precision(query.dtype, posed[0]),
+        fp32_precision=inputs.fp32_precision,
         q_class=q_class(query.shape[2]),  # type: ignore[arg-type]
         alignment=(classes[0][0], classes[1][0], classes[2][0]),
         index_width=32 if all(narrow for _, narrow in classes) else 64,

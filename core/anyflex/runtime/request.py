@@ -9,14 +9,13 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from anyflex.runtime.saved_bytes import NOTHING, SavedBytes
-
 if TYPE_CHECKING:
     from anyflex.registry.hot_path import Posed
+    from anyflex.runtime.saved_bytes import SavedBytes
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-2"
+VERSION = "anyflex-request-3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,8 @@ class Request:
         posed: the device type and architecture that CPU tensors stand in for, or None: a backward
             pass may run after the end of `anyflex.testing.posing`.
         saved_bytes: what forward may leave for backward (`anyflex.runtime.saved_bytes`).
+        fp32_precision: `anyflex.runtime.facts.fp32_precision` when the request was written: both
+            passes have it.
     """
 
     score: str
@@ -46,8 +47,9 @@ class Request:
     gradients: tuple[bool, ...]
     backend: str | None
     options: tuple[tuple[str, object], ...]
-    posed: Posed | None = None
-    saved_bytes: SavedBytes = NOTHING
+    posed: Posed | None
+    saved_bytes: SavedBytes
+    fp32_precision: str
 
 
 def write_request(
@@ -60,8 +62,9 @@ def write_request(
     gradients: list[bool],
     backend: str | None,
     options: tuple[tuple[str, object], ...],
-    posed: Posed | None = None,
-    saved_bytes: SavedBytes = NOTHING,
+    posed: Posed | None,
+    saved_bytes: SavedBytes,
+    fp32_precision: str,
 ) -> str:
     """Return the request's text. One line a field; a graph's text holds no line break."""
     flags = "".join(["1" if flag else "0" for flag in gradients])
@@ -73,6 +76,7 @@ def write_request(
         f"{int(lse)}{int(max_scores)}{int(needs_lse)}",
         flags,
         f"{saved_bytes[0]} {saved_bytes[1]}",
+        fp32_precision,
         "" if backend is None else backend,
     ]
     for name, value in options:
@@ -85,7 +89,7 @@ def read_request(text: str) -> Request:
     """Read a request. Raises ValueError if it is not one of this version."""
     import ast
 
-    version, score, mask, slots, aux, flags, saved, backend, *options = text.split("\n")
+    version, score, mask, slots, aux, flags, saved, precision, backend, *options = text.split("\n")
     version, *posed = version.split(" ")
     if version != VERSION:
         raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
@@ -107,4 +111,5 @@ def read_request(text: str) -> Request:
         tuple(pairs),
         (posed[0], posed[1]) if posed else None,
         (values, rows),
+        precision,
     )

@@ -53,7 +53,7 @@ class AttentionCase:
         dtype: of query, key and value.
         insists: `dtype` is the point of the case, see `fitted`.
         products: what torch allows products of float32 to be rounded to while it runs, in the
-            words of `torch.set_float32_matmul_precision`: with ``"high"`` the budget allows TF32.
+            words of `torch.set_float32_matmul_precision`. The budget allows as much.
         score_mod, mask_mod: names in `SCORE_MODS`, `KIT_MODS` or `OPERATION_MODS`, and in
             `MASK_MODS` or `KIT_MASKS`; or None.
         runs: instead of a mask mod's own structure, kinds int [B', H', Qb][Kb] (0 not visited,

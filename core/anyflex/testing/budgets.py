@@ -5,8 +5,8 @@ with query, key, value, the softmax weights and the sum of dout * out changed at
 rounding them in the call's type changes, and once in float32. The largest change of an element's
 row, or half of the tensor's largest, times 8 (16 in float32 and float64, where long sums round
 too), is what an element may be off; and one step of its 16-bit type or 4 of a wider one. NaN and
-infinities must stand where the formula has them. Where torch allows products of float32 in TF32,
-that is the type, and its operands are cut off instead of rounded. Nothing here knows how a backend
+infinities must stand where the formula has them. Where torch allows products of float32 in
+TF32 or bfloat16, operands are changed by what that changes. Nothing here knows how a backend
 computes.
 """
 
@@ -32,8 +32,9 @@ _TRIALS = 3
 _STEPS, _STEPS_NARROW = 4, 1
 """Steps of the result's type that are always allowed: approximate exponentials and logarithms in
 float32 and float64; what is computed wide and rounded once to 16 bits is off by half a step."""
-_TF32_UNIT = 2.0**-10
-"""Tensor cores leave out the other 13 bits of an operand: a whole step, not half of one."""
+_UNITS = {"high": 2.0**-10, "medium": 2.0**-9}
+"""Of products' operands: of TF32's tensor cores leave out the other bits, which is up to a whole
+step; bfloat16's are rounded."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
     """Evaluate the dense formula exactly, and again with what rounding explains."""
     exact = _formula(case, drawn, torch.float64)
     trials = _trials(case, drawn, exact)
-    wide = _compute_dtype(case) is case.dtype and not _in_tf32(case)
+    wide = _compute_dtype(case) is case.dtype and not _is_rounded(case)
     unasked = {"lse", "max_scores"} - case.aux
     allowed = {}
     for name in (name for name in exact if name not in unasked):
@@ -76,7 +77,7 @@ def _trials(
     """Results that rounding alone sets apart from the exact ones."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shaken = _Shaken(
-        _TF32_UNIT if _in_tf32(case) else torch.finfo(case.dtype).eps / 2,
+        _UNITS[case.products] if _is_rounded(case) else torch.finfo(case.dtype).eps / 2,
         torch.finfo(_compute_dtype(case)).eps,
         generator,
         exact,
@@ -91,8 +92,9 @@ def _trials(
     return trials
 
 
-def _in_tf32(case: AttentionCase) -> bool:
-    return case.products == "high" and case.dtype is torch.float32
+def _is_rounded(case: AttentionCase) -> bool:
+    """Whether operands of products may be rounded further than the call's type is."""
+    return case.products != "highest" and case.dtype is torch.float32
 
 
 def _compute_dtype(case: AttentionCase) -> torch.dtype:
@@ -104,7 +106,7 @@ class _Shaken:
     """Changes that rounding makes.
 
     Args:
-        unit: half a step of the call's type, or `_TF32_UNIT`.
+        unit: half a step of the call's type, or of `_UNITS`.
         step: of the type that scores are computed in.
         generator: of the noise.
         exact: the exact results.
@@ -178,7 +180,7 @@ def _formula(
             None if shaken is None else shaken.weights,
         )
         dout = drawn.weights["dout"].cpu().to(dtype) if case.dout else None
-        if shaken is not None and dout is not None and _in_tf32(case):
+        if shaken is not None and dout is not None and _is_rounded(case):
             dout = shaken.tensor(dout)
         dlse = drawn.weights["dlse"].cpu().to(dtype) if case.dlse else None
         if shaken is not None and dlse is not None:

@@ -14,6 +14,7 @@ from anyflex.registry import hot_path, table
 from anyflex.registry.entry import Entry
 from anyflex.testing.absent_device import posing
 from anyflex.testing.inspector import Journal, ask, inspected
+from anyflex.testing.products import products_in
 
 __all__ = ["ConformanceFailure", "Session", "open_session"]
 
@@ -146,7 +147,8 @@ def open_session(
     backend = _usable(entry)
     journal = Journal()
     watched = inspected(backend, journal)
-    with table.isolated(reference=watched) if name == table.REFERENCE else table.isolated():
+    isolation = table.isolated(reference=watched) if name == table.REFERENCE else table.isolated()
+    with isolation, products_in("highest"):
         if name != table.REFERENCE:
             table.register(name, watched)
         table.register_hooks(_Listener(journal), "conformance")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.testing.faults.fault import Change, Fault
 
-__all__ = ["FAULTS"]
+__all__ = ["FAULTS", "RAW"]
 
 RAW = "raw = query @ self._keys(tile, call.key, keys).mT * call.scale"
 SUMMED = "result = result * factor + _product(weights, value, scores != -torch.inf)"

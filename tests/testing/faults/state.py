@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.testing.faults.fault import Change, Fault
+from tests.testing.faults.precision import RAW
 
 __all__ = ["FAULTS"]
 
@@ -158,6 +159,22 @@ FAULTS = (
             _rounded_if("_FIRST[0] != 'highest'"),
         ),
         "state/matmul_precision",
+        "out is",
+    ),
+    Fault(
+        213,
+        "where torch allows float32 products in TF32, they keep 3 bits instead of 10",
+        (
+            Change(
+                "kernel.py",
+                RAW,
+                "few = torch.float8_e4m3fn if self.spec.fp32_precision == 'high' else self.dtype\n"
+                "        few = [t.to(few).to(self.dtype)\n"
+                "               for t in (query, self._keys(tile, call.key, keys))]\n"
+                "        raw = few[0] @ few[1].mT * call.scale",
+            ),
+        ),
+        "precision/tf32",
         "out is",
     ),
 )

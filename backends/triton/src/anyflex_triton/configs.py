@@ -181,9 +181,10 @@ _TABLE["blackwell"] = {
     ),
 }  # fmt: skip
 
-# The same where products of float32 are rounded to TF32, which tensor cores take. Hopper's were
-# the fastest of ten to twenty each, measured on an H200, causal and full, S = 4096
-# (`bench/results/h200_triton.md`). The others were never measured; what they lack is float32's.
+# The same where products of float32 are rounded to TF32, which tensor cores take. Of ten to twenty
+# each, measured on an H200, causal and full, S = 4096, Hopper's took the least time of both
+# together, or 2 % more (`bench/results/h200_triton.md`); forward of 64 and 128 spills nothing. The
+# others were never measured; what they lack is float32's.
 _TF32: dict[Target, dict[KernelName, tuple[Config, ...]]] = {
     "hopper": {
         "forward": (_c(128, 64, 8, 3), _c(128, 32, 8, 3), _c(32, 64, 4, 2)),
