@@ -1,0 +1,85 @@
+"""While something runs, products may be rounded so far; then all is as torch was told before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from anyflex.runtime.facts import fp32_precision
+from anyflex.testing.products import products_in
+
+
+def nothing() -> None:
+    """A new process."""
+
+
+def of_cuda() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def of_all() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+def high_but_for_cuda() -> None:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """As in a new process again."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends):
+        owner.fp32_precision = "none"
+
+
+def allowed() -> tuple[str, ...]:
+    """Of CUDA's products, and of others."""
+    return tuple(fp32_precision(torch.float32, device_type) for device_type in ("cuda", "cpu"))
+
+
+def told() -> tuple[str, ...]:
+    """By torch's function, "" where it raises, and what the backends were."""
+    try:
+        word = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        word = ""
+    owners = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends)
+    return (word, *(owner.fp32_precision for owner in owners))
+
+
+@pytest.mark.parametrize("tell", [nothing, of_cuda, of_all, high_but_for_cuda])
+@pytest.mark.parametrize(
+    ("precision", "wanted"),
+    [
+        ("highest", ("highest", "highest")),
+        ("high", ("high", "high")),
+        ("medium", ("high", "medium")),
+    ],
+)
+def test_products_are_so_within_and_as_before_afterwards(
+    tell: Callable[[], None], precision: str, wanted: tuple[str, ...]
+) -> None:
+    tell()
+    before = told()
+    with pytest.raises(ValueError, match="of the body"), products_in(precision):
+        assert allowed() == wanted
+        raise ValueError("of the body")
+    assert told() == before
+
+
+def test_what_is_so_already_is_not_told_again() -> None:
+    before = told()
+    with products_in("highest"):
+        assert told() == before
+
+
+def test_what_the_body_changes_is_undone() -> None:
+    before = told()
+    with products_in("highest"):
+        torch.set_float32_matmul_precision("medium")
+    assert told() == before
