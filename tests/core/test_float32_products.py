@@ -9,32 +9,13 @@ import torch
 
 import anyflex
 from anyflex.runtime.facts import fp32_precision
+from tests.float32_settings import forget, high_but_for_cuda, of_all, of_cuda, of_onednn
 
 
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """Torch's settings, all as in a new process again."""
     yield
-    torch.set_float32_matmul_precision("highest")
-    for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends):
-        owner.fp32_precision = "none"
-
-
-def of_all(precision: str) -> None:
-    torch.backends.fp32_precision = precision
-
-
-def of_cuda(precision: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = precision
-
-
-def of_onednn(precision: str) -> None:
-    torch.backends.mkldnn.matmul.fp32_precision = precision
-
-
-def high_then_whole(precision: str) -> None:
-    torch.set_float32_matmul_precision("high")
-    of_cuda(precision)
+    forget()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +29,7 @@ def high_then_whole(precision: str) -> None:
         (of_all, "tf32", "high", "high"),
         (of_cuda, "tf32", "high", "highest"),
         (of_onednn, "bf16", "highest", "medium"),
-        (high_then_whole, "ieee", "highest", "high"),
+        (high_but_for_cuda, "ieee", "highest", "high"),
     ],
 )
 def test_the_setting_of_the_device_counts(
@@ -62,7 +43,7 @@ def test_the_setting_of_the_device_counts(
 
 
 def test_calls_take_settings_that_torchs_own_question_raises_for() -> None:
-    of_cuda("tf32")
+    of_cuda()
     with pytest.raises(RuntimeError, match="legacy and new APIs"):
         torch.get_float32_matmul_precision()
     query = torch.randn(1, 2, 17, 16, requires_grad=True)

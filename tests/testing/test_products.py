@@ -9,32 +9,17 @@ import torch
 
 from anyflex.runtime.facts import fp32_precision
 from anyflex.testing.products import products_in
+from tests.float32_settings import OWNERS, forget, high_but_for_cuda, of_all, of_cuda
 
 
 def nothing() -> None:
     """A new process."""
 
 
-def of_cuda() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
-def of_all() -> None:
-    torch.backends.fp32_precision = "tf32"
-
-
-def high_but_for_cuda() -> None:
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-
-
 @pytest.fixture(autouse=True)
 def settings() -> Iterator[None]:
-    """As in a new process again."""
     yield
-    torch.set_float32_matmul_precision("highest")
-    for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends):
-        owner.fp32_precision = "none"
+    forget()
 
 
 def allowed() -> tuple[str, ...]:
@@ -48,8 +33,7 @@ def told() -> tuple[str, ...]:
         word = torch.get_float32_matmul_precision()
     except RuntimeError:
         word = ""
-    owners = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, torch.backends)
-    return (word, *(owner.fp32_precision for owner in owners))
+    return (word, *(owner.fp32_precision for owner in OWNERS))
 
 
 @pytest.mark.parametrize("tell", [nothing, of_cuda, of_all, high_but_for_cuda])
