@@ -90,8 +90,9 @@ def expected_of(call: Call, seed: int) -> Expected:
         values = value.expand(batch, -1, -1, -1).repeat_interleave(heads // key.shape[1], 1)
         delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
         sizes = (dout.double() @ values.mT).abs() + delta.abs()
-        weights = torch.exp(scores - finite_lse[..., None]).masked_fill(~live, 0)
-        return gradients_of(scores, leaves, (weights * sizes).detach())[place]
+        # A row without a live key has an out of NaN here.
+        weights = (torch.exp(scores - finite_lse[..., None]) * sizes).masked_fill(~live, 0)
+        return gradients_of(scores, leaves, weights.detach())[place]
 
     top = torch.full(live.shape[:3], -torch.inf, dtype=torch.float64)
     if keys:
