@@ -106,7 +106,7 @@ _TABLE: dict[Target, dict[KernelName, tuple[tuple[Config, ...], tuple[Config, ..
     },
     "ampere": {
         "forward": (
-            (_c(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 4, 2)),
+            (_r(128, 64, 8, 3), _c(128, 32, 8, 3), _c(64, 32, 4, 2)),
             (_r(32, 32, 4, 1), _r(32, 16, 8, 2), _c(32, 16, 8, 1)),
         ),
         "decode": (
@@ -192,7 +192,7 @@ _TF32: dict[Target, dict[KernelName, tuple[Config, ...]]] = {
         "queries": (_c(128, 64, 8, 2), _c(128, 64, 8, 1), _c(32, 32, 4, 2)),
     },
     "ampere": {
-        "forward": (_c(128, 64, 8, 2), _c(64, 32, 4, 1), _c(64, 16, 8, 1)),
+        "forward": (_r(128, 64, 8, 2), _c(64, 32, 4, 1), _c(64, 16, 8, 1)),
         "keys": (_c(32, 32, 4, 1), _c(32, 32, 4, 1)),
         "queries": (_c(64, 32, 4, 2), _c(32, 32, 4, 1)),
     },
@@ -219,7 +219,7 @@ _READING_PAIRS: dict[Target, tuple[Config, ...]] = {
 # spill a few bytes with Triton 3.9; Ampere lacks shared memory for them.
 _TF32_READING_PAIRS: dict[Target, tuple[Config, ...]] = {
     "hopper": (_c(128, 32, 8, 2), _c(128, 16, 8, 3)),
-    "ampere": (_c(128, 32, 8, 2),),
+    "ampere": (_r(128, 32, 8, 2),),
 }
 
 
