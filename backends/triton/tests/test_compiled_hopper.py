@@ -63,6 +63,21 @@ def test_between_the_tables_head_dims_documents_spill_nothing_either() -> None:
     assert found == {named("hopper", "float32", 96, "forward", config)}
 
 
+@pytest.mark.parametrize(
+    ("types", "dim", "patterns"),
+    [
+        (("bfloat16", "tf32"), 99, "causal,relative"),
+        (("bfloat16", "tf32"), 50, "relative"),
+        (("float32",), 50, "documents"),
+    ],
+)
+def test_rows_that_no_copy_loads_spill_nothing(
+    types: tuple[str, ...], dim: int, patterns: str
+) -> None:
+    found = compiled("hopper", patterns, "forward", types, (dim,), recorded=False)
+    assert len(found) == len(types)
+
+
 def test_the_pass_over_query_rows_fits_where_tensors_learn_by_pair() -> None:
     found = compiled("hopper", "distances", "queries", ("bfloat16",))
     assert found == learning_by_pair("hopper")

@@ -263,6 +263,10 @@ class Traits(NamedTuple):
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     """Return the heuristic first choice: the table's entry, or what was found to be better for
     kernels with such traits."""
+    if kernel == "forward" and not traits.is_aligned and traits.head_dim <= 128:
+        unaligned = _for_unaligned_rows(target, traits)
+        if unaligned is not None:
+            return unaligned
     is_half = traits.itemsize == 2
     width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
     config = _TABLE[target][kernel][0 if is_half else 1][width]
@@ -286,6 +290,29 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
         # the table's entries 10.7 and 5.05; dQ of 256 1.20 ms, with the table's 1.63.
         return _c(64, 32, 4, 2) if width else _c(64, 64, 4, 2)
     return _for_hopper(kernel, traits, config) if target == "hopper" else config
+
+
+def _for_unaligned_rows(target: Target, traits: Traits) -> Config | None:
+    """Forward's up to head dim 128 where rows' bytes are no multiple of 16 and others would spill
+    for it, up to half a KiB a thread: neither TMA nor asynchronous copies load such rows, so they
+    come through registers. Compiled only, by both Tritons of `bench/results/triton_compiles.md`.
+    """
+    wide = traits.head_dim > 64
+    large_cores = target in ("hopper", "blackwell")
+    if traits.itemsize == 2:
+        if target == "ampere" and wide:
+            return _c(64, 32, 8, 2)
+        reads = target == "hopper" and traits.score_reads_pairs
+        return _c(64, 64, 8, 2) if large_cores and (wide or reads) else None
+    if not traits.in_tf32:
+        return _c(32, 32, 8, 1) if large_cores and not wide and traits.mask_reads else None
+    if target == "ampere":
+        return _c(64, 32, 8, 1) if wide else None
+    if large_cores and not wide:
+        return _r(128, 16 if traits.score_reads_pairs else 32, 8, 2)
+    if target == "blackwell" and traits.score_reads_pairs:
+        return _c(128, 16, 8, 1)
+    return _c(128, 16, 8, 3) if target == "hopper" else None
 
 
 def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
