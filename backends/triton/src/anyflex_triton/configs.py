@@ -300,9 +300,9 @@ def _for_unaligned_rows(target: Target, traits: Traits) -> Config | None:
     wide = traits.head_dim > 64
     large_cores = target in ("hopper", "blackwell")
     if traits.itemsize == 2:
-        if target == "ampere" and wide:
+        reads = target != "blackwell" and traits.score_reads_pairs
+        if target == "ampere" and (wide or reads):
             return _c(64, 32, 8, 2)
-        reads = target == "hopper" and traits.score_reads_pairs
         return _c(64, 64, 8, 2) if large_cores and (wide or reads) else None
     if not traits.in_tf32:
         return _c(32, 32, 8, 1) if large_cores and not wide and traits.mask_reads else None
