@@ -39,12 +39,12 @@ def record(
             head dim and pattern.
     """
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    before = (
-        {"runs": [], "kernels": []} if whole else kept.get(version, {"runs": [], "kernels": []})
-    )
+    before = {} if whole else kept.get(version, {})
     found = {tuple(one[name] for name in COMPILED) for one in kernels}
     others = [
-        one for one in before["kernels"] if tuple(one[name] for name in COMPILED) not in found
+        one
+        for one in before.get("kernels", ())
+        if tuple(one[name] for name in COMPILED) not in found
     ]
     run = {
         "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
@@ -52,7 +52,10 @@ def record(
         "torch": torch.__version__,
         "seconds": round(seconds),
     }
-    kept[version] = {"runs": [*before["runs"], run], "kernels": _ordered([*others, *kernels])}
+    kept[version] = {
+        "runs": [*before.get("runs", ()), run],
+        "kernels": _ordered([*others, *kernels]),
+    }
     kept = dict(sorted(kept.items()))
     # A kernel a line.
     text = json.dumps(kept, separators=(",", ":"))

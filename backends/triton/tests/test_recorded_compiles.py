@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -59,3 +60,22 @@ def test_more_spills_than_recorded_are_a_fault(tool: Any) -> None:
     assert f"recorded were {same.spilled}" in fault
     (fault,) = replace(same, tiles="8x8").worse(before)
     assert "was not recorded" in fault
+
+
+def test_a_part_replaces_its_own_kernels_alone(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = importlib.import_module("compiles_record")
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "compiles.json")
+    kernels = RESULTS[next(iter(RESULTS))]["kernels"]
+
+    def kept() -> tuple[int, list[int]]:
+        found = json.loads(record.RESULTS.read_text())["9.9"]
+        return len(found["runs"]), [one["spilled"] for one in found["kernels"]]
+
+    record.record("9.9", kernels[:4], 1.0, whole=True)
+    record.record("9.9", [{**kernels[1], "spilled": 999}, kernels[4]], 1.0, whole=False)
+    runs, spilled = kept()
+    assert (runs, len(spilled), spilled.count(999)) == (2, 5, 1)
+    record.record("9.9", kernels[:2], 1.0, whole=True)
+    assert kept() == (1, [one["spilled"] for one in kernels[:2]])
