@@ -1,18 +1,21 @@
 """Random calls of the sizes that a GPU's tiles have, held to the dense float64 formula.
 
     python bench/gpu_random.py --backend cuda [--count 500] [--first 0] [--jobs 16]
-                               [--repeat 20] [--option fast_tanh=true] [--dtype tf32] [--json FILE]
+                               [--repeat 20] [--option fast_tanh=true] [--dtype tf32]
+                               [--head-dims 99,100,50x36] [--json FILE]
     python bench/gpu_random.py --each-kernel --repeat 1000
 
 The conformance kit's own comparison and budgets, at lengths of up to 900 in head dims of up to
 256, with every mod of the kit's lists. Their types are bfloat16 and float16, or what `--dtype`
-names: tf32 is float32 where torch allows its products in TF32. Numbers from a million on are no
-random calls but a preset's rows, shrunk (`preset_calls.py`). Fresh memory holds NaN. Each forward,
-and each backward under deterministic algorithms, is repeated and must give the same bits; what
-else is repeated must stay within the budgets. Every call runs in one of `--jobs` processes; one
-that doesn't end within `--timeout` seconds is killed and counts as failed. Exits with 1 if a call
-is wrong, fails, hangs or differs between repetitions, if more than one in twenty is refused, or if
-of a hundred calls on `cuda` or more fewer than a third take Hopper's, unless `--dtype` is given.
+names: tf32 is float32 where torch allows its products in TF32. Their head dims are DIMS, or what
+`--head-dims` names, in turns: D, or one of queries and keys and one of values. Numbers from a
+million on are no random calls but a preset's rows, shrunk (`preset_calls.py`). Fresh memory holds
+NaN. Each forward, and each backward under deterministic algorithms, is repeated and must give the
+same bits; what else is repeated must stay within the budgets. Every call runs in one of `--jobs`
+processes; one that doesn't end within `--timeout` seconds is killed and counts as failed. Exits
+with 1 if a call is wrong, fails, hangs or differs between repetitions, if more than one in twenty
+is refused, or if of a hundred calls on `cuda` or more fewer than a third take Hopper's, unless
+`--dtype` or `--head-dims` is given.
 """
 
 from __future__ import annotations
@@ -69,12 +72,18 @@ MANY_HEADS = ((1, 32), (4, 8), (2, 16), (8, 4))
 LEARNING: tuple[set[str], ...] = ({"q", "k", "v"},) * 6 + ({"k", "v"}, {"q"}, set(), set())
 
 
-def case_of(number: int, dtype: str | None = None) -> AttentionCase:
-    """The call of this number, with one of DTYPES or its own."""
+def case_of(
+    number: int, dtype: str | None = None, head_dims: Sequence[tuple[int, int]] = ()
+) -> AttentionCase:
+    """The call of this number, with one of DTYPES or its own, and head dims of `head_dims` or its
+    own."""
     if number >= preset_calls.FIRST:
         case = preset_calls.preset_call(number)
     else:
         case = drawn_case(number)
+    if head_dims:
+        dim, value_dim = head_dims[number % len(head_dims)]
+        case = dataclasses.replace(case, head_dim=dim, value_head_dim=value_dim)
     if dtype is None:
         return case
     if dtype == TF32:
@@ -185,8 +194,6 @@ def outcome_of(
         row["problems"] = [
             f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
         ]
-    if row["problems"]:
-        row["case"] = repr(case)
     return row
 
 
@@ -260,16 +267,16 @@ def serve(args: argparse.Namespace) -> None:
     # What compilers and mods print mustn't come between.
     sys.stdout = sys.stderr
     for line in sys.stdin:
-        row = outcome_of(int(line), case_of(int(line), args.dtype), device, args)
+        case = case_of(int(line), args.dtype, args.head_dims)
+        row = outcome_of(int(line), case, device, args)
         print(json.dumps(row), file=out, flush=True)
 
 
 class Worker:
     """One process that takes a number at a time."""
 
-    def __init__(self, command: Sequence[str], dtype: str | None, timeout: float) -> None:
+    def __init__(self, command: Sequence[str], timeout: float) -> None:
         self._command = command
-        self._dtype = dtype
         self._timeout = timeout
         self._process: subprocess.Popen[str] | None = None
 
@@ -299,12 +306,7 @@ class Worker:
             return row
         self.close()
         problem = f"ended or hung (code {process.returncode}, limit {self._timeout:g} s)"
-        return {
-            "number": number,
-            "problems": [problem],
-            "variant": "",
-            "case": repr(case_of(number, self._dtype)),
-        }
+        return {"number": number, "problems": [problem], "variant": ""}
 
     def close(self) -> None:
         """End the process."""
@@ -317,6 +319,11 @@ class Worker:
 def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     return name, json.loads(value)
+
+
+def _head_dims(text: str) -> list[tuple[int, int]]:
+    pairs = [dims.partition("x") for dims in text.split(",")]
+    return [(int(dim), int(value_dim or dim)) for dim, _, value_dim in pairs]
 
 
 def main() -> int:
@@ -333,6 +340,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--option", type=_option, action="append", default=[], help="NAME=JSON")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 and float16")
+    parser.add_argument("--head-dims", type=_head_dims, default=(), help="D or DxE, by commas")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -351,10 +359,13 @@ def main() -> int:
     command = [sys.executable, __file__, "--serve", *sys.argv[1:]]
 
     def work() -> None:
-        worker = Worker(command, args.dtype, args.timeout)
+        worker = Worker(command, args.timeout)
         with contextlib.suppress(queue.Empty):
             while True:
                 row = worker.run(waiting.get_nowait())
+                if row["problems"]:
+                    case = case_of(row["number"], args.dtype, args.head_dims)
+                    row["case"] = repr(case)
                 with told:
                     rows.append(row)
                     if row["problems"]:
@@ -378,7 +389,7 @@ def main() -> int:
     refused = sum(row["variant"].startswith("refused") for row in rows)
     print(f"{len(rows)} calls, {failed} failed, {refused} refused")
     hopper = sum("hopper" in row["variant"] for row in rows)
-    least = 0.0 if args.backend != "cuda" or args.dtype else LEAST_HOPPER
+    least = 0.0 if args.backend != "cuda" or args.dtype or args.head_dims else LEAST_HOPPER
     few = len(rows) >= 100 and hopper < len(rows) * least
     if few:
         print(f"only {hopper} calls took Hopper's kernels")

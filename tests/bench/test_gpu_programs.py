@@ -270,6 +270,17 @@ def test_random_calls_have_the_type_that_is_named() -> None:
     assert "1 calls, 0 failed, 0 refused" in done.stdout
 
 
+def test_random_calls_have_the_head_dims_that_are_named() -> None:
+    random = program("gpu_random")
+    dims = ((99, 99), (50, 36))
+    drawn = [random.case_of(number, None, dims) for number in (4, 5)]
+    assert [(case.head_dim, case.value_head_dim) for case in drawn] == [(99, 99), (50, 36)]
+    assert drawn[0] == dataclasses.replace(random.case_of(4), head_dim=99, value_head_dim=99)
+    done = random_calls("--number", "4", "--number", "5", "--head-dims", "99,50x36")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 calls, 0 failed, 0 refused" in done.stdout
+
+
 def test_shrunk_rows_of_a_preset_are_right_of_the_reference() -> None:
     done = random_calls("--number", "1000020", "--number", "1000024", "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
