@@ -176,7 +176,7 @@ def program(spec: Spec, coarse: bool = False, fast_tanh: bool = False) -> GluonP
         "BACKWARD": functions.get("score_mod_backward"),
         "CAPTURED": functions.get("captured_gradients"),
     }
-    return GluonProgram(on_a_tile, types, constants, (), Options(4, 1))
+    return GluonProgram(on_a_tile, types, constants, {}, Options(4, 1))
 
 
 def main() -> int:

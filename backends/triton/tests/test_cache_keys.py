@@ -89,7 +89,7 @@ def program_of(module):
     names = [name for name in function.arg_names if name != "SCORE_MOD"]
     constants = {"SCORE_MOD": module.score_mod}
     return launch.Program(
-        function, dict.fromkeys(names, "i32"), constants, (), launch.Options(4, 1)
+        function, dict.fromkeys(names, "i32"), constants, {}, launch.Options(4, 1)
     )
 
 asked, update = [], DependenciesFinder._update_hash

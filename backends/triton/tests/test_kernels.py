@@ -473,7 +473,7 @@ def test_four_programs_of_head_dim_64_fit_a_core_of_hoppers() -> None:
         {"is_scored": True, "reads_keys": True}, {"is_scored": True, "mask_reads": True},
         {"is_scored": True, "score_reads_pairs": True},
         {"is_scored": True, "score_is_light": False},
-        {"mask_reads": True, "mask_reads_pairs": True}, {"is_aligned": False}, {"is_plain": True},
+        {"mask_reads": True, "mask_reads_pairs": True}, {"row_bytes": 2}, {"is_plain": True},
     ):  # fmt: skip
         assert not taken(64, 2, **more).options.more
     for traits in ((32, 2), (65, 2), (64, 4)):
@@ -570,6 +570,17 @@ def test_layouts_keep_what_is_known_of_alignment() -> None:
     assert layout_of(dense) == layout_of(dense.clone())
     assert (layout_of(dense).unit, layout_of(dense).strides) == (4, (60, 20, 4, 1))
     assert layout_of(dense[..., 1:]).unit == 1
+    for dtype, columns, unit, alignment in (
+        (torch.bfloat16, 100, 4, 8), (torch.bfloat16, 50, 2, 4), (torch.bfloat16, 99, 1, 2),
+        (torch.float32, 50, 2, 8), (torch.float32, 99, 1, 4),
+    ):  # fmt: skip
+        rows = torch.zeros(2, 3, 5, columns, dtype=dtype)
+        layout = layout_of(rows)
+        assert (layout.unit, layout.alignment) == (unit, alignment), (dtype, columns)
+        assert layout.strides[2] * unit == columns
+        # An address that is less aligned than rows are.
+        elements = torch.zeros(rows.numel() + 1, dtype=dtype)[1:]
+        assert layout_of(elements.view(rows.shape)).alignment == rows.element_size()
     assert layout_of(dense.mT).scattered
     # The stride of one row may be anything.
     assert layout_of(dense.as_strided((2, 3, 1, 16), (240, 80, 7, 1))).strides == (60, 20, 0, 1)

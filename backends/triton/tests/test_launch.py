@@ -291,7 +291,7 @@ FUNCTION = SimpleNamespace(__name__="add", arg_names=["x", "y", "SIZE", "z"])
 def program_of(x_type: str = "*fp32") -> tuple[launch.Program, Compiled]:
     """A program that is compiled for GPU."""
     program = launch.Program(
-        FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, (), launch.Options(4, 1)
+        FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, launch.Options(4, 1)
     )
     compiled = Compiled()
     program._compiled[GPU.index] = compiled
@@ -449,7 +449,7 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
     launch._most_shared.cache_clear()
     program = launch.Program(
-        FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, (), launch.Options(4, 1)
+        FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, launch.Options(4, 1)
     )
     together = threading.Barrier(4)
 
@@ -488,7 +488,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, notes: list[str], cached: bool = F
 
 def new_program() -> launch.Program:
     types = {"x": "i32", "y": "i32", "z": "i32"}
-    return launch.Program(FUNCTION, types, {"SIZE": 8}, (), launch.Options(4, 1))
+    return launch.Program(FUNCTION, types, {"SIZE": 8}, {}, launch.Options(4, 1))
 
 
 @pytest.mark.parametrize("cached", [True, False])

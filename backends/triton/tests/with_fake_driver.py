@@ -162,7 +162,7 @@ class Launchers(nvidia.CudaLauncher):  # type: ignore[misc]
 def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> launch.Program:
     """A program that "Triton" compiles."""
     function = SimpleNamespace(__name__="add", arg_names=[*types, "SIZE"])
-    program = launch.Program(function, types, {"SIZE": 8}, (), launch.Options(4, 1))
+    program = launch.Program(function, types, {"SIZE": 8}, {}, launch.Options(4, 1))
     compiled = Compiled(program, sizes, metadata_of(**metadata))
     program.source = lambda: None  # type: ignore[method-assign]
     triton.compile = lambda source, **options: compiled

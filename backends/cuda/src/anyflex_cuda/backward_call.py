@@ -26,7 +26,7 @@ from anyflex_cuda.gluon_program import (
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
-from anyflex_triton.arguments import layout_of, row_strides
+from anyflex_triton.arguments import BYTES, layout_of, row_strides
 from anyflex_triton.backward_call import (
     backward_values,
     expected_backward,
@@ -375,7 +375,7 @@ def _prepare(made: Programs, call: Call, saved: Saved, grad: GradInputs, work: W
                 "WANT_DQ": want_dq,
                 "BLOCK_M": 32,
             },
-            (*aligned(("out", "dout", "rest"), layouts), "dq_sums"),
+            aligned(("out", "dout", "rest"), layouts) | {"dq_sums": BYTES},
             Options(4, 1),
         )
     batch, heads, length = call.query.shape[:3]
@@ -456,7 +456,7 @@ def _main(made: GluonPrograms, call: Call, dout: Tensor, grads: Grads, work: Wor
                 "DV": value_width,
                 "DYNAMIC": DYNAMIC,
             },
-            (),
+            {},
             Options(4, 1),
         )  # fmt: skip
     return Launch(
@@ -505,7 +505,7 @@ def _convert(made: Programs, call: Call, grads: Grads, work: Work) -> Launch:
                 "UNIT": layout.unit,
                 "WIDE": spec.index_width == 64,
             },
-            (*aligned(("dq",), (layout,)), "dq_sums"),
+            aligned(("dq",), (layout,)) | {"dq_sums": BYTES},
             Options(4, 1),
         )
     heads, length = call.query.shape[1:3]

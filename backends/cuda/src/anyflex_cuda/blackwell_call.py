@@ -89,7 +89,7 @@ def program_for(
             "GROUP_REGISTERS": tiles.registers[0],
             "OTHER_REGISTERS": tiles.registers[1],
         },
-        (),
+        {},
         Options(4, 1),
     )
 

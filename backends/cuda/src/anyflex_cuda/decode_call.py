@@ -16,7 +16,7 @@ from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import Layout, layout_like, layout_of
+from anyflex_triton.arguments import BYTES, Layout, layout_like, layout_of
 from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.launch import Launch, Options, Program, launch_all
 from anyflex_triton.loading import loading_kernels
@@ -200,7 +200,7 @@ def decode_fit_of(
     values: dict[str, object] = {
         "k_desc": boxes_of(key, k_strides, size, boxes["k_desc"]),
         "v_desc": boxes_of(value, v_strides, size, boxes["v_desc"]),
-        "q_strides": layout_like(query, q_strides, size, True).strides[:3],
+        "q_strides": layout_like(query, q_strides, size, BYTES).strides[:3],
         "k_strides": k_strides[:3],
         "v_strides": v_strides[:3],
         "batch": batch,
@@ -312,7 +312,7 @@ def decode_program(
             "BLOCK_N": tiles.block_n,
             "PRODUCER_REGISTERS": 24,
         },
-        ("query", "partial_out", "counts"),
+        dict.fromkeys(("query", "partial_out", "counts"), BYTES),
         Options(4, 1, (("maxnreg", tiles.most_registers),)),
     )
 
@@ -390,7 +390,7 @@ def _steps_program(made: Programs, tiles: DecodeTiles) -> Program:
             **int32s("entries", "most", "kv_length"),
         },
         {"KV_BLOCK": made.spec.block_size[1], "BLOCK_N": tiles.block_n},
-        (),
+        {},
         Options(4, 1),
     )
 
@@ -439,7 +439,7 @@ def _sums_program(
             "WANT_MAX": max_scores,
             "WANT_REST": rest,
         },
-        ("partial_out",),
+        {"partial_out": BYTES},
         # A warp adds up a few parts without waiting for others.
         Options(1 if fit.at_once <= _FEW_PARTS else 4, 1),
     )

@@ -297,7 +297,7 @@ def program_for(
             "CONSUMER_REGISTERS": tiles.registers[0],
             "PRODUCER_REGISTERS": tiles.registers[1],
         },
-        (),
+        {},
         Options(4, 1),
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from anyflex_triton.arguments import Boxes
+from anyflex_triton.arguments import BYTES, Boxes
 from anyflex_triton.launch import Program, pointer_type
 
 __all__ = [
@@ -25,8 +25,6 @@ __all__ = [
     "row_descriptor_type",
 ]
 
-_BYTES = 16
-"""What a base and all strides but the last are a multiple of."""
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -95,7 +93,7 @@ def is_boxed(tensor: Tensor) -> bool:
 
 def is_aligned(pointers: int) -> bool:
     """What `is_boxed` asks of a base, or of several joined by "or"."""
-    return pointers % _BYTES == 0
+    return pointers % BYTES == 0
 
 
 @lru_cache(4096)
@@ -109,7 +107,7 @@ def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bo
         all(0 < length < 1 << 31 for length in shape)
         and (shape[-1] == 1 or strides[-1] == 1)
         and all(
-            stride > 0 and stride * size % _BYTES == 0 and stride * size < 1 << 40
+            stride > 0 and stride * size % BYTES == 0 and stride * size < 1 << 40
             for stride in _strides(shape, strides, size)[:-1]
         )
     )
@@ -129,5 +127,5 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> tup
             found[axis] = span
         span = max(span, found[axis] * shape[axis])
         if last:
-            span = -(-span * size // _BYTES) * _BYTES // size
+            span = -(-span * size // BYTES) * BYTES // size
     return tuple(found)

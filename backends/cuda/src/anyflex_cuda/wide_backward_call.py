@@ -143,7 +143,7 @@ def _launch(
                 "D": sum(parts_of(spec.head_dim)),
                 "DV": sum(parts_of(spec.value_head_dim)),
             },
-            (),
+            {},
             Options(4, 1),
         )  # fmt: skip
     return Launch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
+    "BYTES",
+    "LEAST_COPIED",
     "Boxes",
     "Layout",
     "alignment_of",
@@ -26,8 +29,10 @@ __all__ = [
     "row_strides",
 ]
 
-_BYTES = 16
-"""What one thread loads at a time, at an address that is a multiple of it."""
+BYTES = 16
+"""The most that one thread loads at a time, at an address that is a multiple of it."""
+LEAST_COPIED = 4
+"""Bytes of the smallest of NVIDIA's asynchronous copies."""
 _BLOCK_BYTES = 64
 """Of Intel's 2D block loads: the least of a row and of the step from row to row, and what a base
 is a multiple of. Step, length and width have 24 bits."""
@@ -41,38 +46,40 @@ class Layout:
 
     Args:
         strides: all but the last are counted in `unit` elements.
-        unit: elements of 16 bytes where all of pointer and strides are multiples of that, else 1.
+        unit: elements of `alignment` bytes.
+        alignment: the most of 16, 8, 4 and an element's bytes of which pointer and strides are
+            multiples. Asynchronous copies take no less than 4.
         scattered: the last stride isn't 1.
     """
 
     strides: tuple[int, int, int, int]
     unit: int
+    alignment: int
     scattered: bool
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: 2
-    where a tensor's address is a multiple of 64 bytes, else 1 where it is one of 16, else 0."""
-    address = tensor.data_ptr()
-    return (address % _BLOCK_BYTES == 0) + (address % _BYTES == 0)
+    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: the
+    largest power of two, up to 64, of which a tensor's address is a multiple."""
+    return math.gcd(tensor.data_ptr(), _BLOCK_BYTES)
 
 
 def layout_of(tensor: Tensor) -> Layout:
     """Return the layout of a 4-D tensor."""
     return layout_like(
-        tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr() % _BYTES == 0
+        tensor.shape, tensor.stride(), tensor.element_size(), math.gcd(tensor.data_ptr(), BYTES)
     )
 
 
 @lru_cache(_KEPT)
 def layout_like(
-    sizes: tuple[int, ...], strides: tuple[int, ...], size: int, aligned: bool
+    sizes: tuple[int, ...], strides: tuple[int, ...], size: int, alignment: int
 ) -> Layout:
     """`layout_of` a tensor of such shape and strides.
 
     Args:
         size: bytes of an element.
-        aligned: its pointer is a multiple of 16 bytes.
+        alignment: a power of two, up to 16: bytes of which its pointer is a multiple.
     """
     b, h, row, column = strides
     # The stride of a dimension of one element is never used, and may be anything.
@@ -83,11 +90,12 @@ def layout_like(
     if sizes[2] <= 1:
         row = 0
     if sizes[3] > 1 and column != 1:
-        return Layout((b, h, row, column), 1, True)
-    unit = _BYTES // size
-    if b % unit or h % unit or row % unit or not aligned:
-        return Layout((b, h, row, 1), 1, False)
-    return Layout((b // unit, h // unit, row // unit, 1), unit, False)
+        return Layout((b, h, row, column), 1, size, True)
+    alignment = math.gcd(alignment, b * size, h * size, row * size)
+    if alignment < LEAST_COPIED:
+        alignment = size
+    unit = alignment // size
+    return Layout((b // unit, h // unit, row // unit, 1), unit, alignment, False)
 
 
 def row_strides(tensor: Tensor) -> tuple[int, int, int]:
@@ -99,7 +107,7 @@ def row_strides(tensor: Tensor) -> tuple[int, int, int]:
 def is_described(tensor: Tensor) -> bool:
     """Whether one descriptor covers all rows of all heads: they lie one after the other, in steps
     of 16 bytes."""
-    return tensor.data_ptr() % _BYTES == 0 and _is_described(
+    return tensor.data_ptr() % BYTES == 0 and _is_described(
         tensor.shape, tensor.stride(), tensor.element_size()
     )
 
@@ -108,7 +116,7 @@ def is_described(tensor: Tensor) -> bool:
 def _is_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
     batch, heads, rows, dims = sizes
     b, h, row, column = strides
-    if (dims > 1 and column != 1) or row % (_BYTES // size) or row < dims:
+    if (dims > 1 and column != 1) or row % (BYTES // size) or row < dims:
         return False
     if (heads > 1 and h != rows * row) or (batch > 1 and b != heads * rows * row):
         return False
@@ -153,7 +161,7 @@ def is_blocked(tensor: Tensor) -> bool:
     return (
         column == size
         and all(base % _BLOCK_BYTES == 0 for base in bases)
-        and row % _BYTES == 0
+        and row % BYTES == 0
         and _BLOCK_BYTES <= dims * size <= row < 1 << 24
         and 1 < rows < 1 << 24
     )
@@ -161,7 +169,7 @@ def is_blocked(tensor: Tensor) -> bool:
 
 def is_described_whole(tensor: Tensor) -> bool:
     """Whether a descriptor covers all elements of a contiguous tensor."""
-    return tensor.data_ptr() % _BYTES == 0 and 0 < tensor.numel() < 1 << 31
+    return tensor.data_ptr() % BYTES == 0 and 0 < tensor.numel() < 1 << 31
 
 
 def descriptor_of_floats(tensor: Tensor, count: int) -> Boxes:

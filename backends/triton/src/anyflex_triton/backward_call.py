@@ -325,10 +325,8 @@ def keys_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            (
-                *aligned(names, layouts, ("query", "dout") if described == "host" else ()),
-                *aligned(by_rows, (layouts[0], layouts[3])),
-            ),
+            aligned(names, layouts, ("query", "dout") if described == "host" else ())
+            | aligned(by_rows, (layouts[0], layouts[3])),
             overlapping(config.options, made.overlaps),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]
@@ -421,10 +419,8 @@ def queries_launch(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            (
-                *aligned(names, layouts, ("key", "value") if described == "host" else ()),
-                *aligned(by_rows, layouts[1:3]),
-            ),
+            aligned(names, layouts, ("key", "value") if described == "host" else ())
+            | aligned(by_rows, layouts[1:3]),
             overlapping(config.options, follows),
         )  # fmt: skip
     batch, heads, length = call.query.shape[:3]

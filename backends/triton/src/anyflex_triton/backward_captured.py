@@ -63,7 +63,7 @@ def repeatable_launches(
                 "count": "i64",
             },
             {"BLOCK": _BLOCK},
-            (),
+            {},
             Options(4, 1),
         )
     return [

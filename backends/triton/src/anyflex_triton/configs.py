@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from anyflex_triton.arguments import BYTES, LEAST_COPIED
 from anyflex_triton.launch import Options
 from anyflex_triton.options import STAGES, TILES, WARPS
 
@@ -239,7 +240,7 @@ class Traits(NamedTuple):
         reads_keys: a mod reads what a key alone decides, beside the tiles.
         adds_by_pair: captured tensors learn, and query and key both, or the score, decide which of
             their elements a pair adds to.
-        is_aligned: E and Ev are multiples of 16 bytes.
+        row_bytes: the most of 16, 8, 4 and 2 that both E's and Ev's bytes are multiples of.
         has_narrow_values: Ev is at most 128.
         in_tf32: products round their operands, which are float32, to TF32.
     """
@@ -255,7 +256,7 @@ class Traits(NamedTuple):
     mask_reads_pairs: bool = False
     reads_keys: bool = False
     adds_by_pair: bool = False
-    is_aligned: bool = True
+    row_bytes: int = BYTES
     has_narrow_values: bool = False
     in_tf32: bool = False
 
@@ -263,10 +264,6 @@ class Traits(NamedTuple):
 def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     """Return the heuristic first choice: the table's entry, or what was found to be better for
     kernels with such traits."""
-    if kernel == "forward" and not traits.is_aligned and traits.head_dim <= 128:
-        unaligned = _for_unaligned_rows(target, traits)
-        if unaligned is not None:
-            return unaligned
     is_half = traits.itemsize == 2
     width = 0 if traits.head_dim <= 64 else 1 if traits.head_dim <= 128 else 2
     config = _TABLE[target][kernel][0 if is_half else 1][width]
@@ -292,27 +289,31 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
     return _for_hopper(kernel, traits, config) if target == "hopper" else config
 
 
-def _for_unaligned_rows(target: Target, traits: Traits) -> Config | None:
-    """Forward's up to head dim 128 where rows' bytes are no multiple of 16 and others would spill
-    for it, up to half a KiB a thread: neither TMA nor asynchronous copies load such rows, so they
-    come through registers. Compiled only, by both Tritons of `bench/results/triton_compiles.md`.
-    """
+def _for_unaligned_rows(kernel: KernelName, traits: Traits) -> Config | None:
+    """For Hopper, of 16-bit types and head dims up to 128, where TMA doesn't load rows: copies of
+    4 or 8 bytes do, or where a row is an odd number of elements no copy does, and they come
+    through registers. The fastest of five to nine each, measured on an H200 with head dims 50,
+    100, 49 and 99, causal and full (`bench/results/h200_triton.md`), though some spill a few bytes
+    with Triton 3.6. None where the table's is, or where Triton 3.9 would spill in each step."""
     wide = traits.head_dim > 64
-    large_cores = target in ("hopper", "blackwell")
-    if traits.itemsize == 2:
-        reads = target != "blackwell" and traits.score_reads_pairs
-        if target == "ampere" and (wide or reads):
-            return _c(64, 32, 8, 2)
-        return _c(64, 64, 8, 2) if large_cores and (wide or reads) else None
-    if not traits.in_tf32:
-        return _c(32, 32, 8, 1) if large_cores and not wide and traits.mask_reads else None
-    if target == "ampere":
-        return _c(64, 32, 8, 1) if wide else None
-    if large_cores and not wide:
-        return _r(128, 16 if traits.score_reads_pairs else 32, 8, 2)
-    if target == "blackwell" and traits.score_reads_pairs:
-        return _c(128, 16, 8, 1)
-    return _c(128, 16, 8, 3) if target == "hopper" else None
+    copied = traits.row_bytes >= LEAST_COPIED
+    if kernel == "forward":
+        if traits.score_reads_pairs:
+            return None
+        if copied and wide:
+            return _o(128, 64, 8, 3)
+        if copied:
+            return _c(128, 64, 8, 3) if traits.is_plain else None
+        if wide:
+            return replace(_c(128, 64, 8, 1), parts=not traits.is_scored)
+        return None if traits.is_scored else _c(128, 128, 8, 1)
+    if kernel == "keys" and wide:
+        return _c(32, 64, 4, 3) if copied else _c(32, 128, 8, 1)
+    if kernel == "keys":
+        return None if copied else _c(64, 128, 8, 1)
+    if kernel == "queries" and not wide:
+        return _c(128, 32, 4, 3) if copied else _c(128, 64, 8, 3)
+    return None
 
 
 def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
@@ -320,6 +321,10 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
     reads_pairs = kernel == "forward" and is_half and traits.score_reads_pairs
     if 128 < traits.head_dim <= 192 and kernel != "decode" and not reads_pairs:
         return _in_column_parts(kernel, traits)
+    if is_half and traits.head_dim <= 128 and traits.row_bytes < BYTES:
+        unaligned = _for_unaligned_rows(kernel, traits)
+        if unaligned is not None:
+            return unaligned
     wide = 64 < traits.head_dim <= 128 and is_half
     if kernel == "forward" and is_half and traits.head_dim <= 128 and not traits.is_scored:
         # In turns on an H200: most rows of head dim 128 0.95 to 0.98 of the time, of 64 as before
@@ -327,9 +332,8 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # heads weren't timed.
         config = replace(config, parts=True)
     narrow_plain = traits.head_dim <= 64 and is_half and traits.is_plain
-    if kernel == "forward" and narrow_plain and traits.is_aligned:
-        # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048. Rows that TMA
-        # doesn't load would spill half a KiB a thread.
+    if kernel == "forward" and narrow_plain and traits.row_bytes == BYTES:
+        # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
         return replace(config, block_n=128, options=Options(4, 2))
     if kernel == "forward" and is_half and 32 < traits.head_dim <= 64 and _needs_little(traits):
         # Four programs a core: with three stages shared memory holds three, and without a limit
@@ -392,7 +396,7 @@ def _in_column_parts(kernel: KernelName, traits: Traits) -> Config:
 
 def _needs_little(traits: Traits) -> bool:
     """Whether 128 registers a thread are enough for forward of head dim 64: else some spill."""
-    if traits.mask_reads_pairs or not traits.is_aligned:
+    if traits.mask_reads_pairs or traits.row_bytes < BYTES:
         return False
     reads = traits.score_reads_pairs or traits.reads_keys or traits.mask_reads
     return not traits.is_scored or (traits.score_is_light and not reads)

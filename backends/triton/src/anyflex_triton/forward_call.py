@@ -237,14 +237,12 @@ def _fixed_prefill(
                 "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n,
             },
-            [
-                *aligned(
-                    ("query", "key", "value", "out", "rest"),
-                    layouts,
-                    ("key", "value") if described == "host" else (),
-                ),
-                *aligned(("key_rows", "value_rows"), layouts[1:3]),
-            ],
+            aligned(
+                ("query", "key", "value", "out", "rest"),
+                layouts,
+                ("key", "value") if described == "host" else (),
+            )
+            | aligned(("key_rows", "value_rows"), layouts[1:3]),
             config.options,
         )
     batch, heads, length = call.query.shape[:3]
@@ -394,7 +392,7 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
                 "WANT_TOPS": tops is not None,
                 "FOLLOWS": made.overlaps,
             },
-            (),
+            {},
             overlapping(Options(4, 1), made.overlaps),
         )
     batch, heads, length = call.query.shape[:3]

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -115,7 +115,7 @@ class Program:
         function: made by ``triton.jit``.
         types: name -> types, of all arguments that aren't constants.
         constants: name -> value of the others.
-        aligned: names of pointers to memory of 16-byte alignment.
+        aligned: name -> bytes of which a pointer is known to be a multiple.
         options: of the compiler.
 
     Attributes:
@@ -131,13 +131,13 @@ class Program:
         function: Any,
         types: Mapping[str, Types],
         constants: Mapping[str, object],
-        aligned: Iterable[str],
+        aligned: Mapping[str, int],
         options: Options,
     ) -> None:
         self.function = function
         self.types = dict(types)
         self.constants = dict(constants)
-        self.aligned = frozenset(aligned)
+        self.aligned = dict(aligned)
         self.options = options
         self.gives_up_stages = False
         self.meanwhile: Callable[[Any], None] | None = None
@@ -175,7 +175,7 @@ class Program:
         for index, name in enumerate(self.order):
             signature[name] = self.types.get(name, "constexpr")
             if name in self.aligned:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+                attributes[(index,)] = [["tt.divisibility", self.aligned[name]]]
         return ASTSource(self.function, signature, dict(self.constants), attributes)
 
     def is_compiled(self, device: int | None) -> bool:

@@ -124,7 +124,7 @@ def _finer(
             "COLUMNS": tile[1],
             "CHUNK": _KINDS_CHUNK,
         },
-        (),
+        {},
         # With fewer warps a larger tile spills.
         Options(4 if tile[0] * tile[1] <= 64 * 64 else 8, 1),
     )
@@ -137,7 +137,7 @@ def _finer(
             **int32s("tiles", "columns"),
         },
         {"CHUNK": _RUNS_CHUNK},
-        (),
+        {},
         Options(4, 1),
     )
     launches = [

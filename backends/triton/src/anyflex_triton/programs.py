@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
 from anyflex_triton.arguments import (
+    BYTES,
     Layout,
     descriptor_of,
     is_blocked,
@@ -242,8 +244,10 @@ class Programs:
             adds_by_pair=any(each.is_by_pair for each in captured_additions(spec)),
             score_is_light=spec.score_graph is None or is_light(spec.score_graph),
             mask_reads_pairs=self.mask_reads_pairs,
-            is_aligned=all(
-                dim * spec.dtype.itemsize % 16 == 0 for dim in (spec.head_dim, spec.value_head_dim)
+            row_bytes=math.gcd(
+                BYTES,
+                spec.head_dim * spec.dtype.itemsize,
+                spec.value_head_dim * spec.dtype.itemsize,
             ),
             has_narrow_values=spec.value_head_dim <= 128,
             in_tf32=self.in_tf32,
@@ -434,7 +438,7 @@ class Programs:
         function: Any,
         types: Mapping[str, Types],
         constants: Mapping[str, object],
-        aligned: Sequence[str],
+        aligned: Mapping[str, int],
         options: Options,
     ) -> Program:
         with self._lock:
@@ -607,12 +611,12 @@ def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:
 
 def aligned(
     names: Sequence[str], layouts: Sequence[Layout], described: Sequence[str] = ()
-) -> tuple[str, ...]:
-    return tuple(
-        name
+) -> dict[str, int]:
+    return {
+        name: layout.alignment
         for name, layout in zip(names, layouts, strict=True)
         if layout.unit > 1 and name not in described
-    )
+    }
 
 
 def kept_of(saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
