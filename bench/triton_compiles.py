@@ -51,6 +51,7 @@ from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
 from anyflex.testing.products import products_in
 from anyflex_triton import launch
+from anyflex_triton.arguments import BYTES
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Target
 
@@ -137,7 +138,10 @@ class Compiled:
 
     def faults(self) -> Iterator[str]:
         """What the table's entry may not do."""
-        unspilled = self.kernel == "forward" and self.dim <= UNSPILLED_DIM
+        # Of rows that TMA doesn't load the fastest tiles may.
+        size = 2 if self.dtype in ("bfloat16", "float16") else 4
+        aligned = self.dim * size % BYTES == 0
+        unspilled = self.kernel == "forward" and self.dim <= UNSPILLED_DIM and aligned
         # What another vendor's compiler would spill can't be told.
         if unspilled and self.target != "xpu" and self.spilled:
             yield f"spills {self.spilled} bytes"
