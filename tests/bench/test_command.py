@@ -165,6 +165,15 @@ def test_grouped_heads_other_lengths_and_masks_that_all_hold(bench: Bench) -> No
     assert 1 / 96 <= row["live_share"] <= 24 / 96
 
 
+def test_the_layout_that_is_named_is_measured_and_told(bench: Bench) -> None:
+    code, report = bench(
+        "--shape", "1x2x40x16", "--layout", "heads_last", "--backend", "reference"
+    )  # fmt: skip
+    (case,), (row,) = report["cases"], report["measurements"]
+    assert code == 0 and row["status"] == "measured"
+    assert (case["layout"], case["name"]) == ("heads_last", "1x2x40x16 heads_last float32")
+
+
 def test_the_report_says_where_and_how(bench: Bench) -> None:
     _, report = bench(*SMALL, "--backend", "reference")
     assert report["schema"] == "anyflex-bench-1"

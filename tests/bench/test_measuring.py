@@ -53,6 +53,16 @@ def test_values_may_have_another_head_dim() -> None:
     assert case.small().v_shape[3] == 24
 
 
+def test_heads_may_lie_last_in_memory() -> None:
+    dense = make_inputs(dataclasses.replace(CASE, directions=("backward",)), CPU)
+    inputs = make_inputs(dataclasses.replace(dense.case, layout="heads_last"), CPU)
+    for name in ("query", "key", "value", "dout"):
+        tensor, wanted = getattr(inputs, name), getattr(dense, name)
+        assert torch.equal(tensor, wanted) and tensor.requires_grad == wanted.requires_grad
+        assert tensor.transpose(1, 2).is_contiguous() and not tensor.is_contiguous()
+    assert inputs.query.is_leaf and inputs.case.small().layout == "heads_last"
+
+
 def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anyflex.bench.measure._CALLS", 1)
     runs = []

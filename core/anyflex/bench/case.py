@@ -13,6 +13,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
+from anyflex.testing.attention_case import Layout, laid_out
 
 __all__ = ["DIRECTIONS", "TF32", "BenchCase", "Direction", "Inputs", "make_inputs"]
 
@@ -46,6 +47,7 @@ class BenchCase:
         directions: of `DIRECTIONS`. ``"both"`` is a forward and its backward.
         block_size: of the block mask.
         value_head_dim: Ev; 0: as E.
+        layout: of query, key, value and out's gradient in memory.
     """
 
     name: str
@@ -57,6 +59,7 @@ class BenchCase:
     directions: tuple[Direction, ...] = ("forward",)
     block_size: int = 128
     value_head_dim: int = 0
+    layout: Layout = "dense"
 
     @property
     def v_shape(self) -> tuple[int, int, int, int]:
@@ -161,7 +164,10 @@ def make_inputs(
     generator = torch.Generator(source).manual_seed(seed)
     # Never zeros: a chip that multiplies zeros takes less power, and runs faster.
     query, key, value, dout = (
-        torch.randn(shape, generator=generator, device=source).to(device, case.torch_dtype)
+        laid_out(
+            torch.randn(shape, generator=generator, device=source).to(device, case.torch_dtype),
+            case.layout,
+        )
         for shape in shapes
     )
     if case.directions != ("forward",):

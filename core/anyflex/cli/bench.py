@@ -20,11 +20,13 @@ from anyflex.progress_line import ProgressLine
 if TYPE_CHECKING:
     from anyflex.bench.case import BenchCase, Direction
     from anyflex.bench.measure import Measurement
+    from anyflex.testing.attention_case import Layout
 
 __all__ = ["add_parser", "run"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_MADE = ("shape", "kv", "dtype", "mask", "mod", "direction", "block_size")
+_MADE = ("shape", "kv", "dtype", "mask", "mod", "direction", "block_size", "layout")
+_LAYOUTS = ("dense", "heads_last")
 _DEFAULT = "cpu-quick"
 
 
@@ -86,6 +88,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="of forward, backward and both, comma-separated (default: forward)",
     )
     parser.add_argument("--block-size", type=int, help="of the block mask (default: 128)")
+    parser.add_argument(
+        "--layout",
+        choices=_LAYOUTS,
+        help="of query, key and value in memory: as the shape says (default), or BxLxHxE, as "
+        "models project them",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="default: 7")
     parser.add_argument(
         "--clock",
@@ -236,8 +244,10 @@ def _made_case(args: argparse.Namespace, shape: tuple[int, int, int, int]) -> Be
     parts = ["x".join(map(str, shape))]
     parts += [f"kv {'x'.join(map(str, kv))}"] if kv != shape else []
     directions = _directions("forward" if args.direction is None else args.direction)
+    layout: Layout = args.layout or "dense"
+    parts += [] if layout == "dense" else [layout]
     name = " ".join([*parts, dtype, *masks, *mods])
-    return BenchCase(name, shape, kv, dtype, masks, mods, directions, size)
+    return BenchCase(name, shape, kv, dtype, masks, mods, directions, size, layout=layout)
 
 
 def _directions(text: str) -> tuple[Direction, ...]:
