@@ -17,7 +17,7 @@ from anyflex.testing import posing
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
 from anyflex_triton import launch
-from anyflex_triton.arguments import is_described, layout_of
+from anyflex_triton.arguments import descriptor_of, heads_described, layout_of
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Config, KernelName, Target, Traits, config_for
 from anyflex_triton.mods import write_source
@@ -151,6 +151,61 @@ def test_head_dims_of_129_to_192_come_in_parts(dims: tuple[int, int], scattered:
     for result, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(result[:, :, rows].double(), right, atol=4e-3, rtol=2e-3)
     assert not out[:, :, ~rows].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dims", "packed", "dense_dout"),
+    [((64, 64), True, False), ((16, 192), False, True), ((24, 32), False, False)],
+)
+def test_heads_beside_each_other_are_read_by_descriptors(
+    dims: tuple[int, int], packed: bool, dense_dout: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows past a batch entry's end are the next one's, columns past a head's the next head's:
+    what isn't finite there reaches nobody else."""
+    seen: dict[str, tuple[object, object]] = {}
+    launched = launch.Program.launch
+
+    def noted(program: launch.Program, *arguments: Any) -> Any:
+        constants = program.constants
+        if "BESIDE" in constants:
+            seen[program.function.__name__] = constants["DESCRIBED"], constants["BESIDE"]
+        return launched(program, *arguments)
+
+    monkeypatch.setattr(launch.Program, "launch", noted)
+    (head_dim, value_dim), length = dims, 72
+    shapes = [(2, length, 4, head_dim), (2, length, 2, head_dim), (2, length, 2, value_dim)]
+    drawn = [randn(*shape) for shape in shapes]
+    if packed:
+        rows = torch.cat([tensor.flatten(2) for tensor in drawn], 2)
+        parts = rows.split([tensor[0, 0].numel() for tensor in drawn], 2)
+        drawn = [part.unflatten(2, (-1, head_dim)) for part in parts]
+    drawn[1][1, 0, 1, 3] = torch.nan
+    drawn[2][1, 2, 1, 0] = torch.inf
+    query, key, value = (tensor.transpose(1, 2).detach() for tensor in drawn)
+    if dims == (16, 192):
+        # The one tensor so, the other so.
+        key = key.contiguous()
+    query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
+    out = attention(query, key, value, enable_gqa=True)
+    dout = randn(2, length, 4, value_dim).transpose(1, 2)
+    dout = dout.contiguous() if dense_dout else dout
+    found = (out, *torch.autograd.grad(out, (query, key, value), dout))
+    exact = [tensor.detach().double() for tensor in (query, key, value)]
+    exact = [tensor[:1].requires_grad_() for tensor in exact]
+    doubled = [tensor.repeat_interleave(2, 1) for tensor in exact[1:]]
+    weights = (exact[0] @ doubled[0].mT * head_dim**-0.5).softmax(-1)
+    expected = weights @ doubled[1]
+    wanted = (expected, *torch.autograd.grad(expected, exact, dout[:1].double()))
+    for result, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(result[:1].double(), right, atol=2e-5, rtol=1e-5)
+    # Of the other batch entry, the heads that read the first key head.
+    assert out[1, :2].isfinite().all() and not out[1, 2:].isfinite().any(dim=(-2, -1)).all()
+    keys = {64: (True, True), 192: (False, True)}
+    expected_seen = {
+        "forward_kernel": ("host", keys[value_dim]), "query_kernel": ("host", keys[value_dim]),
+        "key_kernel": ("host", (True, not dense_dout)),
+    } if head_dim != 24 else dict.fromkeys(seen, (None, (False, False)))  # fmt: skip
+    assert seen == expected_seen
 
 
 def test_grouped_heads_of_float32_in_parts() -> None:
@@ -586,15 +641,28 @@ def test_layouts_keep_what_is_known_of_alignment() -> None:
     assert layout_of(dense.as_strided((2, 3, 1, 16), (240, 80, 7, 1))).strides == (60, 20, 0, 1)
 
 
-def test_a_descriptor_takes_heads_that_lie_one_after_the_other() -> None:
+def test_a_descriptor_takes_heads_one_after_the_other_or_beside_each_other() -> None:
     dense = torch.zeros(2, 3, 8, 16)
-    assert is_described(dense)
-    assert is_described(dense[1:])
-    assert not is_described(dense[:, :, 1:])
-    assert not is_described(dense.transpose(1, 2))
-    assert not is_described(dense[..., 1:])
-    assert not is_described(torch.zeros(1, 1, 4, 3))
-    assert not is_described(torch.zeros(1, 1, 0, 16))
+    assert heads_described(dense) == "stacked"
+    assert heads_described(dense[1:]) == "stacked"
+    assert heads_described(dense[:, :, 1:]) is None
+    assert heads_described(dense[..., 1:]) is None
+    assert heads_described(torch.zeros(1, 1, 4, 3)) is None
+    assert heads_described(torch.zeros(1, 1, 0, 16)) is None
+    # As models project them, also where one row has query, key and value.
+    beside = dense.transpose(1, 2)
+    key = torch.zeros(2, 5, 3 * 4 * 16).view(2, 5, 3, 4, 16)[:, :, 1].transpose(1, 2)
+    assert heads_described(beside) == heads_described(key) == "beside"
+    assert heads_described(key[:1]) == heads_described(key[:1, :1].expand(1, 4, 5, 16)) == "beside"
+    # Rows of the next batch entry don't follow.
+    assert heads_described(key[:, :, :4]) is None
+    for tensor, shape, step in (
+        (dense, [48, 16], 16),
+        (beside, [6, 128], 128),
+        (key, [10, 64], 192),
+    ):
+        made = descriptor_of(tensor, 32, 16)
+        assert (made.shape, made.strides, made.block_shape) == (shape, [step, 1], [32, 16])
 
 
 def test_products_are_rounded_where_torch_allows_it() -> None:

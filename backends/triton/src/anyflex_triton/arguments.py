@@ -6,6 +6,7 @@ import math
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,13 +16,14 @@ __all__ = [
     "BYTES",
     "LEAST_COPIED",
     "Boxes",
+    "Heads",
     "Layout",
     "alignment_of",
     "descriptor_of",
     "descriptor_of_floats",
     "enter_device",
+    "heads_described",
     "is_blocked",
-    "is_described",
     "is_described_whole",
     "layout_like",
     "layout_of",
@@ -38,6 +40,10 @@ _BLOCK_BYTES = 64
 is a multiple of. Step, length and width have 24 bits."""
 _KEPT = 4096
 """Shapes with strides whose answers are kept: a call asks again and again for the same few."""
+
+
+Heads = Literal["stacked", "beside"]
+"""One after the other, or each row of one beside that of the next, as models project them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +110,27 @@ def row_strides(tensor: Tensor) -> tuple[int, int, int]:
     return b, h, row
 
 
-def is_described(tensor: Tensor) -> bool:
-    """Whether one descriptor covers all rows of all heads: they lie one after the other, in steps
-    of 16 bytes."""
-    return tensor.data_ptr() % BYTES == 0 and _is_described(
-        tensor.shape, tensor.stride(), tensor.element_size()
-    )
+def heads_described(tensor: Tensor) -> Heads | None:
+    """How heads lie in a descriptor that covers all rows of all heads, which follow one another in
+    steps of 16 bytes; None where there is none."""
+    if tensor.data_ptr() % BYTES:
+        return None
+    return _heads_described(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 @lru_cache(_KEPT)
-def _is_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+def _heads_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int) -> Heads | None:
     batch, heads, rows, dims = sizes
     b, h, row, column = strides
     if (dims > 1 and column != 1) or row % (BYTES // size) or row < dims:
-        return False
-    if (heads > 1 and h != rows * row) or (batch > 1 and b != heads * rows * row):
-        return False
-    return 0 < batch * heads * rows < 1 << 31 and row * size < 1 << 40
+        return None
+    if not 0 < batch * heads * rows < 1 << 31 or row * size >= 1 << 40:
+        return None
+    if (heads == 1 or h == rows * row) and (batch == 1 or b == heads * rows * row):
+        return "stacked"
+    if h >= 0 and (heads - 1) * h + dims <= row and (batch == 1 or b == rows * row):
+        return "beside"
+    return None
 
 
 class Boxes(TensorDescriptor):  # type: ignore[misc]
@@ -145,10 +155,15 @@ class Boxes(TensorDescriptor):  # type: ignore[misc]
 
 
 def descriptor_of(tensor: Tensor, rows: int, dims: int) -> Boxes:
-    """A descriptor of the rows of a tensor that `is_described`, loaded `rows` at a time; columns
-    past its own are 0."""
+    """A descriptor of the rows of a tensor whose `heads_described` says how, loaded `rows` at a
+    time; columns past its own, or where heads lie beside each other past the last one's, are 0."""
     batch, heads, length, columns = tensor.shape
-    return Boxes(tensor, [batch * heads * length, columns], [tensor.stride(2), 1], [rows, dims])
+    lines = batch * length
+    if heads_described(tensor) == "beside":
+        columns += (heads - 1) * tensor.stride(1)
+    else:
+        lines *= heads
+    return Boxes(tensor, [lines, columns], [tensor.stride(2), 1], [rows, dims])
 
 
 def is_blocked(tensor: Tensor) -> bool:

@@ -29,6 +29,7 @@ from anyflex_triton.programs import (
     MaskRows,
     Programs,
     aligned,
+    beside,
     classes,
     float_pointers,
     int32s,
@@ -287,7 +288,11 @@ def keys_launch(
     mods = made.mods(call, even)
     wanted = (dk is not None, dv is not None)
     blocks = spec.block_size[::-1] if rows is None else rows.block_size
-    key = ("keys", config, blocks, even, mods.key, wanted, described, *classes(layouts))
+    heads_beside = beside(described, call.query, dout)
+    key = (
+        "keys", config, blocks, even, mods.key, wanted, described, heads_beside,
+        *classes(layouts),
+    )  # fmt: skip
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dk", "dv")
     by_rows = ("query_rows", "dout_rows")
@@ -318,6 +323,7 @@ def keys_launch(
                 "WANT_DK": dk is not None,
                 "WANT_DV": dv is not None,
                 "DESCRIBED": described,
+                "BESIDE": heads_beside,
                 "EVEN": even,
                 "LOOPED": made.target == "blackwell",
                 "FOLLOWS": made.overlaps,
@@ -383,9 +389,10 @@ def queries_launch(
     mods = made.mods(call, even, sums)
     blocks = spec.block_size if rows is None else rows.block_size
     follows = follows_keys and made.overlaps
+    heads_beside = beside(described, call.key, call.value)
     key = (
-        "queries", config, blocks, even, mods.key, dq is not None, described, follows,
-        *classes(layouts),
+        "queries", config, blocks, even, mods.key, dq is not None, described, heads_beside,
+        follows, *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
     names = ("query", "key", "value", "dout", "dq")
@@ -414,6 +421,7 @@ def queries_launch(
                 "KV_BLOCK": blocks[1],
                 "WANT_DQ": dq is not None,
                 "DESCRIBED": described,
+                "BESIDE": heads_beside,
                 "EVEN": even,
                 "FOLLOWS": follows,
                 "BLOCK_M": config.block_m,

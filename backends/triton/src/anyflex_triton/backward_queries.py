@@ -25,6 +25,7 @@ from anyflex_triton.tiles import (
     long_steps,
     mask_row,
     next_other_step,
+    place_of_head,
     tensor_at,
 )
 
@@ -36,13 +37,13 @@ __all__ = ["query_kernel"]
 
 @triton.jit
 def add_to_queries(
-    dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2, d, top, size,
-    first, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats,
-    totals, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD:
-    tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
+    dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do, lse2, d,
+    top, size, first, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints,
+    floats, totals, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """dQ with what the keys from `first` on add.
 
@@ -53,11 +54,11 @@ def add_to_queries(
     """
     keys = first + columns
     k = load_parts(
-        key, k_base, k_strides, first_key, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
+        key, k_base, k_strides, k_place, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
         WIDE, BOUND, DESCRIBED,
     )
     v = load_parts(
-        value, v_base, v_strides, first_key, first, columns, end, VALUE_DIM, DV, UNITS[2],
+        value, v_base, v_strides, v_place, first, columns, end, VALUE_DIM, DV, UNITS[2],
         SCATTERED[2], WIDE, BOUND, DESCRIBED,
     )
     kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
@@ -87,7 +88,8 @@ def query_kernel(
     HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
     KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr,
+    WANT_DQ: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BESIDE: tl.constexpr,
+    EVEN: tl.constexpr,
     FOLLOWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
     """dQ, and the gradients of captured tensors: one program a query tile, as in forward.
@@ -96,6 +98,7 @@ def query_kernel(
         D, DV: columns of a part (`column_parts`).
         row_values: of `row_kernel`, [4, values_in_all].
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
+        DESCRIBED, BESIDE: as in `forward_kernel`.
         totals: accumulators of the captured tensors that learn, added to atomically.
         FOLLOWS: it may begin before the launch before it ends, which is `key_kernel`'s, all of
             whose programs have waited, so that row values are there.
@@ -128,7 +131,12 @@ def query_kernel(
     else:
         k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
         v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    first_key = 0 if DESCRIBED == "kernel" else (kv_b * (heads // GROUP) + kv_head) * kv_length
+    k_place = place_of_head(
+        kv_b, kv_head, heads // GROUP, kv_length, k_strides, UNITS[1], DESCRIBED, BESIDE[0],
+    )
+    v_place = place_of_head(
+        kv_b, kv_head, heads // GROUP, kv_length, v_strides, UNITS[2], DESCRIBED, BESIDE[1],
+    )
     if DESCRIBED == "kernel":
         key = tl.make_tensor_descriptor(
             k_base, [kv_length, DIM], [k_strides[2] * UNITS[1], 1], [BLOCK_N, D]
@@ -160,9 +168,9 @@ def query_kernel(
         others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, d, d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h,
-                q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do,
+                lse2, d, d, d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b,
+                mod_h, q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
                 SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
                 SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, False, False,
             )
@@ -183,9 +191,9 @@ def query_kernel(
             else:
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, first_key, q, do, lse2,
-                d, d, d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx,
-                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do,
+                lse2, d, d, d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h,
+                q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
                 SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
                 SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
             )
@@ -208,11 +216,11 @@ def query_kernel(
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in tl.range(begin, end, FEW, num_stages=1):
                 dq_sum = add_to_queries(
-                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, 0, q, do,
-                    lse2, d, top, size, first, few, end, kv_length, True, full, mod_b, mod_h,
-                    q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV,
-                    UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
+                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, k_place,
+                    v_place, q, do, lse2, d, top, size, first, few, end, kv_length, True, full,
+                    mod_b, mod_h, q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS,
+                    SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D,
+                    DV, UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
                 )
 
     if WANT_DQ:

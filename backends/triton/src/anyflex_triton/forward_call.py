@@ -29,6 +29,7 @@ from anyflex_triton.programs import (
     Mods,
     Programs,
     aligned,
+    beside,
     classes,
     float_pointers,
     int32s,
@@ -203,9 +204,11 @@ def _fixed_prefill(
     rest, tops = kept_of(out.saved)
     layouts = made.layouts(call, layout_of(out.out), layout_of(or_else(rest, out.out)))
     described = made.describer(call.key, call.value)
+    heads_beside = beside(described, call.key, call.value)
     blocks = spec.block_size if rows is None else rows.block_size
     key = (
-        "forward", config, blocks, even, mods.key, described, tops is not None, *classes(layouts),
+        "forward", config, blocks, even, mods.key, described, heads_beside, tops is not None,
+        *classes(layouts),
     )  # fmt: skip
     program = made.existing.get(key)
     if program is None:
@@ -230,6 +233,7 @@ def _fixed_prefill(
                 "WANT_REST": rest is not None,
                 "WANT_TOPS": tops is not None,
                 "DESCRIBED": described,
+                "BESIDE": heads_beside,
                 "MASK_READS": made.mask_reads_pairs,
                 "EVEN": even,
                 "OVERLAP": config.overlap,

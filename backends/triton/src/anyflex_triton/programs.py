@@ -15,8 +15,8 @@ from anyflex_triton.arguments import (
     BYTES,
     Layout,
     descriptor_of,
+    heads_described,
     is_blocked,
-    is_described,
     layout_of,
 )
 from anyflex_triton.configs import (
@@ -57,6 +57,7 @@ __all__ = [
     "Mods",
     "Programs",
     "aligned",
+    "beside",
     "classes",
     "columns_of_part",
     "float_pointers",
@@ -458,7 +459,7 @@ class Programs:
         """Who can make descriptors of these tensors that the target loads faster by, if any."""
         # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
-        if fits and self.target in _DESCRIBING and all(map(is_described, tensors)):
+        if fits and self.target in _DESCRIBING and all(map(_has_boxes, tensors)):
             return "host"
         return self.own_describer(*tensors)
 
@@ -603,6 +604,19 @@ def tile_count(rows: MaskRows | None, length: int, size: int) -> int:
     """Tiles of `size` rows of a head; none crosses a block of the mask's."""
     block = size if rows is None else rows.block_size[0]
     return -(-length // block) * -(-block // size)
+
+
+def _has_boxes(tensor: Tensor) -> bool:
+    """Whether a descriptor gives tiles of its heads' rows: where heads lie beside each other
+    columns of padding would be the next one's."""
+    heads = heads_described(tensor)
+    dims = tensor.shape[3]
+    return heads == "stacked" or (heads == "beside" and dims % columns_of_part(dims) == 0)
+
+
+def beside(described: Describer | None, *tensors: Tensor) -> tuple[bool, ...]:
+    """BESIDE of these tensors, as the kernels have it."""
+    return tuple(described == "host" and heads_described(tensor) == "beside" for tensor in tensors)
 
 
 def classes(layouts: Sequence[Layout]) -> tuple[tuple[int, bool], ...]:

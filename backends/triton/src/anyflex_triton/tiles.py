@@ -26,6 +26,7 @@ __all__ = [
     "mask_row",
     "masked_scores",
     "next_other_step",
+    "place_of_head",
     "row_offsets",
     "store_part",
     "store_rows",
@@ -61,6 +62,23 @@ LONG = tl.constexpr(4)
 def tensor_at(pointer, strides, b, h, UNIT: tl.constexpr):
     """The first row of (b, h) of a tensor whose strides are counted in UNIT elements."""
     return pointer + (b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]) * UNIT
+
+
+@triton.jit
+def place_of_head(
+    b, h, heads, length, strides, UNIT: tl.constexpr, DESCRIBED: tl.constexpr, BESIDE: tl.constexpr
+):
+    """(row, column) where the rows of (b, h) begin in what DESCRIBED says.
+
+    Args:
+        BESIDE: heads lie beside each other in the descriptor's rows, else one after the other.
+    """
+    if DESCRIBED != "host":
+        return 0, 0
+    elif BESIDE:
+        return b * length, (h * strides[1] * UNIT).to(tl.int32)
+    else:
+        return (b * heads + h) * length, 0
 
 
 @triton.jit
@@ -136,18 +154,19 @@ def load_part(
 
 @triton.jit
 def load_tile(
-    tensor, base, strides, first_row, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
+    tensor, base, strides, place, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
     DESCRIBED: tl.constexpr, FIRST: tl.constexpr = 0,
 ):
     """Rows of one (b, h), from row `first` on, D columns from FIRST on.
 
     Where DESCRIBED, `tensor` is a descriptor: "host", of all rows of all heads, which TMA loads
-    without a register, and this head's begin at `first_row`; "kernel", of this head's alone. Past
-    `end` it gives rows of the next head or block, or 0: they are dead pairs' all the same.
+    without a register; "kernel", of this head's alone. This head's begin at `place`, (row,
+    column). Past `end` it gives rows of the next head, batch entry or block, or 0: they are dead
+    pairs' all the same.
     """
     if DESCRIBED is not None:
-        return tensor.load([first_row + first, FIRST])
+        return tensor.load([place[0] + first, place[1] + FIRST])
     else:
         return load_rows(
             base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND, FIRST,
