@@ -654,6 +654,9 @@ def test_a_descriptor_takes_heads_one_after_the_other_or_beside_each_other() -> 
     key = torch.zeros(2, 5, 3 * 4 * 16).view(2, 5, 3, 4, 16)[:, :, 1].transpose(1, 2)
     assert heads_described(beside) == heads_described(key) == "beside"
     assert heads_described(key[:1]) == heads_described(key[:1, :1].expand(1, 4, 5, 16)) == "beside"
+    # More columns than a descriptor has.
+    wide = torch.empty_strided((1, 2, 3, 16), (0, 1 << 31, 1 << 32, 1), device="meta")
+    assert heads_described(wide) is None
     # Rows of the next batch entry don't follow.
     assert heads_described(key[:, :, :4]) is None
     for tensor, shape, step in (

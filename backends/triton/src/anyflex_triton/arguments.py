@@ -128,7 +128,8 @@ def _heads_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int
         return None
     if (heads == 1 or h == rows * row) and (batch == 1 or b == heads * rows * row):
         return "stacked"
-    if h >= 0 and (heads - 1) * h + dims <= row and (batch == 1 or b == rows * row):
+    columns = (heads - 1) * h + dims
+    if columns <= row and columns < 1 << 31 and (batch == 1 or b == rows * row):
         return "beside"
     return None
 
