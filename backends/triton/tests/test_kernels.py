@@ -205,7 +205,7 @@ def test_heads_beside_each_other_are_read_by_descriptors(
         "forward_kernel": ("host", keys[value_dim]), "query_kernel": ("host", keys[value_dim]),
         "key_kernel": ("host", (True, not dense_dout)),
     } if head_dim != 24 else dict.fromkeys(seen, (None, (False, False)))  # fmt: skip
-    assert seen == expected_seen
+    assert seen == expected_seen and len(seen) == 3
 
 
 def test_grouped_heads_of_float32_in_parts() -> None:
@@ -657,6 +657,8 @@ def test_a_descriptor_takes_heads_one_after_the_other_or_beside_each_other() -> 
     # More columns than a descriptor has.
     wide = torch.empty_strided((1, 2, 3, 16), (0, 1 << 31, 1 << 32, 1), device="meta")
     assert heads_described(wide) is None
+    # Heads that don't begin at 16 bytes.
+    assert heads_described(torch.zeros(2, 5, 4, 17)[..., :16].transpose(1, 2)) is None
     # Rows of the next batch entry don't follow.
     assert heads_described(key[:, :, :4]) is None
     for tensor, shape, step in (

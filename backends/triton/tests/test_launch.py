@@ -400,7 +400,7 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
     monkeypatch.setattr("triton.compile", compiled)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
     for stages, tried in ((4, [4, 3, 2]), (2, [2]), (1, [1])):
-        program = launch.Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, (),
+        program = launch.Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {},
                                  launch.Options(4, stages))  # fmt: skip
         asked.clear()
         found = program.compile(GPU.index)

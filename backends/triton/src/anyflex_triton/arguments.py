@@ -129,9 +129,9 @@ def _heads_described(sizes: tuple[int, ...], strides: tuple[int, ...], size: int
     if (heads == 1 or h == rows * row) and (batch == 1 or b == heads * rows * row):
         return "stacked"
     columns = (heads - 1) * h + dims
-    if columns <= row and columns < 1 << 31 and (batch == 1 or b == rows * row):
-        return "beside"
-    return None
+    if h % (BYTES // size) or columns > row or columns >= 1 << 31:
+        return None
+    return "beside" if batch == 1 or b == rows * row else None
 
 
 class Boxes(TensorDescriptor):  # type: ignore[misc]

@@ -290,11 +290,12 @@ def config_for(target: Target, kernel: KernelName, traits: Traits) -> Config:
 
 
 def _for_unaligned_rows(kernel: KernelName, traits: Traits) -> Config | None:
-    """For Hopper, of 16-bit types and head dims up to 128, where TMA doesn't load rows: copies of
-    4 or 8 bytes do, or where a row is an odd number of elements no copy does, and they come
-    through registers. The fastest of five to nine each, measured on an H200 with head dims 50,
-    100, 49 and 99, causal and full (`bench/results/h200_triton.md`), though some spill a few bytes
-    with Triton 3.6. None where the table's is, or where Triton 3.9 would spill in each step."""
+    """For Hopper, of 16-bit types and head dims up to 128, where TMA doesn't load a contiguous
+    tensor's rows: copies of 4 or 8 bytes do, or where a row is an odd number of elements no copy
+    does, and they come through registers. The fastest of five to nine each, measured on an H200
+    with head dims 50, 100, 49 and 99, causal and full (`bench/results/h200_triton.md`), though
+    some spill a few bytes with Triton 3.6. None where the table's is, or where Triton 3.9 would
+    spill in each step."""
     wide = traits.head_dim > 64
     copied = traits.row_bytes >= LEAST_COPIED
     if kernel == "forward":
