@@ -232,13 +232,11 @@ def main() -> int:
             flush=True,
         )
     if options.json:
-        from anyflex.bench.machine import machine_facts, source_commit, version_facts
+        from anyflex.bench.machine import provenance
 
         report = {
             "command": f"python bench/block_masks.py{' --torch' if options.torch else ''}",
-            "commit": source_commit(),
-            "machine": machine_facts(torch.device("cpu")),
-            "versions": version_facts(),
+            **provenance(torch.device("cpu")),
             "rows": rows,
             "ratios": ratios,
         }
