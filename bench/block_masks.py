@@ -232,10 +232,10 @@ def main() -> int:
             flush=True,
         )
     if options.json:
-        from anyflex.bench.machine import provenance
+        from anyflex.bench.machine import command_of, provenance
 
         report = {
-            "command": f"python bench/block_masks.py{' --torch' if options.torch else ''}",
+            "command": command_of("bench/block_masks.py"),
             **provenance(torch.device("cpu")),
             "rows": rows,
             "ratios": ratios,

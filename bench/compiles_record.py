@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anyflex.bench.machine import source_commit
+from anyflex.bench.machine import command_of, source_commit
 
 __all__ = ["ENTRY", "record", "recorded"]
 
@@ -47,7 +46,7 @@ def record(
         if tuple(one[name] for name in COMPILED) not in found
     ]
     run = {
-        "command": " ".join(["python bench/triton_compiles.py", *sys.argv[1:]]),
+        "command": command_of("bench/triton_compiles.py"),
         "commit": source_commit(),
         "torch": torch.__version__,
         "seconds": round(seconds),

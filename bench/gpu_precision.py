@@ -30,7 +30,7 @@ import torch
 from anyflex.bench.case import BenchCase
 from anyflex.bench.check import Formula, errors_of
 from anyflex.bench.contenders import chosen_contenders
-from anyflex.bench.machine import provenance
+from anyflex.bench.machine import command_of, provenance
 from anyflex.errors import BackendRefused
 
 __all__ = ["LIMIT", "Row", "call_of", "faults", "long_rows", "main", "row_of"]
@@ -224,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
                   f"largest {max(ratios):.3f}")  # fmt: skip
     if args.json is not None:
         report = {
-            "command": " ".join(["python", "bench/gpu_precision.py", *(words or sys.argv[1:])]),
+            "command": command_of("bench/gpu_precision.py", words),
             **provenance(device),
             "rows": [asdict(row) for row in rows],
         }

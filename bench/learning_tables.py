@@ -25,7 +25,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import anyflex
 from anyflex.bench.clock import Timed, clock_of
-from anyflex.bench.machine import provenance
+from anyflex.bench.machine import command_of, provenance
 
 __all__ = ["TABLES", "main"]
 
@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda")
     wrong = False
     report: dict[str, Any] = {
-        "command": " ".join(["python bench/learning_tables.py", *(arguments or sys.argv[1:])]),
+        "command": command_of("bench/learning_tables.py", arguments),
         **provenance(device),
         "length": chosen.length, "width": chosen.width, "errors": {}, "ms": {},
     }  # fmt: skip

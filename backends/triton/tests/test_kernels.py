@@ -208,6 +208,29 @@ def test_heads_beside_each_other_are_read_by_descriptors(
     assert seen == expected_seen and len(seen) == 3
 
 
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_forward_foresees_backward_of_a_gradient_laid_out_as_its_query(
+    heads_last: bool,
+    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    foreseen: list[launch.Program] = []
+
+    def foresee(_spec: Any, _program: Any, call: Any, out: Any, needed_next: Any) -> None:
+        foreseen.extend(needed_next(call, out))
+
+    def drawn() -> Tensor:
+        tensor = randn(2, 140, 4, 16).transpose(1, 2)
+        return tensor if heads_last else tensor.contiguous()
+
+    monkeypatch.setattr("anyflex_triton.forward_call.compile_next", foresee)
+    query, key, value = (drawn().requires_grad_() for _ in range(3))
+    out = attention(query, key, value)
+    launched.clear()
+    torch.autograd.grad(out, (query, key, value), drawn())
+    assert foreseen and [program for program, _ in launched] == foreseen
+
+
 def test_grouped_heads_of_float32_in_parts() -> None:
     """Four query heads of a key head that all batch entries share."""
     query, key, value = randn(2, 4, 40, 160), randn(1, 1, 70, 160), randn(1, 1, 70, 176)
@@ -627,7 +650,7 @@ def test_layouts_keep_what_is_known_of_alignment() -> None:
     assert layout_of(dense[..., 1:]).unit == 1
     for dtype, columns, unit, alignment in (
         (torch.bfloat16, 100, 4, 8), (torch.bfloat16, 50, 2, 4), (torch.bfloat16, 99, 1, 2),
-        (torch.float32, 50, 2, 8), (torch.float32, 99, 1, 4),
+        (torch.float32, 50, 2, 8), (torch.float32, 99, 1, 4), (torch.float64, 99, 1, 8),
     ):  # fmt: skip
         rows = torch.zeros(2, 3, 5, columns, dtype=dtype)
         layout = layout_of(rows)

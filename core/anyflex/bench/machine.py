@@ -7,6 +7,8 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,14 @@ import torch
 
 import anyflex
 
-__all__ = ["cpu_name", "machine_facts", "provenance", "source_commit", "version_facts"]
+__all__ = [
+    "command_of",
+    "cpu_name",
+    "machine_facts",
+    "provenance",
+    "source_commit",
+    "version_facts",
+]
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -26,6 +35,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "machine": machine_facts(device),
         "versions": version_facts(),
     }
+
+
+def command_of(program: str, arguments: Sequence[str] | None = None) -> str:
+    """Return how a program was called, with its path in the repository: with these arguments, or
+    the process's own."""
+    return " ".join(["python", program, *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

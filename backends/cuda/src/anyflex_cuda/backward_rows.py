@@ -149,9 +149,9 @@ def repair_queries(
         begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
         for first in range(begin, end, BLOCK_N):
             sums = add_to_queries(
-                sums, key, value, k_base, v_base, k_strides, v_strides, (0, 0), (0, 0), q, do,
-                lse2, delta, top, size, first, columns, end, kv_length, True, full, b + shifts[0],
-                h + shifts[1], q_idx, shifts, tables, ints, floats, totals, scale, None, SCORE_MOD,
+                sums, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, delta, top,
+                size, first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1],
+                q_idx, shifts, tables, ints, floats, totals, scale, None, SCORE_MOD,
                 SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
                 SCATTERED, WIDE, True, PRECISION, None, True, True,
             )
@@ -204,11 +204,11 @@ def repair_keys(
             for first in range(begin, end, BLOCK_M):
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
-                    do_strides, (0, 0), (0, 0), first_value, values_in_all, k, v, first,
-                    rows_of_tile, end, q_length, True, full, b + shifts[0], h + shifts[1], kv_idx,
-                    shifts, tables, ints, floats, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD,
-                    MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION,
-                    None, True, True,
+                    do_strides, first_value, values_in_all, k, v, first, rows_of_tile, end,
+                    q_length, True, full, b + shifts[0], h + shifts[1], kv_idx, shifts, tables,
+                    ints, floats, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION, None, True,
+                    True,
                 )
     base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[6])
     store_parts(base, dv_strides, keys, kv_length, dv_sum, None, VALUE_DIM, DV, UNITS[6], WIDE)

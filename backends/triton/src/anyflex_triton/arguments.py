@@ -65,9 +65,10 @@ class Layout:
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: the
-    largest power of two, up to 64, of which a tensor's address is a multiple."""
-    return math.gcd(tensor.data_ptr(), _BLOCK_BYTES)
+    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: of
+    64 and the powers of two up to 16 the largest that a tensor's address is a multiple of."""
+    address = tensor.data_ptr()
+    return math.gcd(address, BYTES) if address % _BLOCK_BYTES else _BLOCK_BYTES
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -98,7 +99,7 @@ def layout_like(
     if sizes[3] > 1 and column != 1:
         return Layout((b, h, row, column), 1, size, True)
     alignment = math.gcd(alignment, b * size, h * size, row * size)
-    if alignment < LEAST_COPIED:
+    if alignment < max(LEAST_COPIED, size):
         alignment = size
     unit = alignment // size
     return Layout((b // unit, h // unit, row // unit, 1), unit, alignment, False)

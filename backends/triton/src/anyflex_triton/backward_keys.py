@@ -22,11 +22,11 @@ from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
+    head_at,
     indices,
     long_steps,
     mask_row,
     next_other_step,
-    place_of_head,
     tensor_at,
 )
 
@@ -56,14 +56,13 @@ def load_row_values(
 
 @triton.jit
 def add_to_keys(
-    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides, do_strides, q_place,
-    do_place, first_value, values_in_all, k, v, first, rows_of_tile, end, q_length, masked, full,
-    b, h, kv_idx, shifts, tables, ints, floats, scale, READ_ROWS: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr,
-    WANT_DV: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
-    CAREFUL: tl.constexpr,
+    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides, do_strides, first_value,
+    values_in_all, k, v, first, rows_of_tile, end, q_length, masked, full, b, h, kv_idx, shifts,
+    tables, ints, floats, scale, READ_ROWS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """dK and dV with what the query rows from `first` on add.
 
@@ -74,12 +73,12 @@ def add_to_keys(
     """
     rows = first + rows_of_tile
     q = load_parts(
-        query, q_base, q_strides, q_place, first, rows_of_tile, end, DIM, D, UNITS[0],
-        SCATTERED[0], WIDE, BOUND, DESCRIBED,
+        query, q_base, q_strides, first, rows_of_tile, end, DIM, D, UNITS[0], SCATTERED[0], WIDE,
+        BOUND, DESCRIBED,
     )
     do = load_parts(
-        dout, do_base, do_strides, do_place, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3],
-        SCATTERED[3], WIDE, BOUND, DESCRIBED,
+        dout, do_base, do_strides, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3], SCATTERED[3],
+        WIDE, BOUND, DESCRIBED,
     )
     lse2 = load_row_values(row_values, first_value, first, rows_of_tile, end, BOUND, DESCRIBED)
     if WANT_DK:
@@ -143,7 +142,7 @@ def key_kernel(
             DESCRIBED says.
         DESCRIBED: "host": query, dout and row_values are descriptors, of tiles of BLOCK_M.
             "kernel": those of query and dout are made here, of a head's rows. None: pointers.
-        BESIDE: of query and dout, as in `place_of_head`.
+        BESIDE: of query and dout, as in `head_at`.
         offsets, ends, runs: of the transposed mask: a row is one of key blocks, runs count q
             blocks.
         LOOPED: the loop over query heads stays one where there is one head.
@@ -195,17 +194,11 @@ def key_kernel(
             read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
         else:
             read = tables
-        if DESCRIBED == "host":
-            q_base = 0
-            do_base = 0
-        else:
-            q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-            do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-        q_place = place_of_head(
-            b, h, heads, q_length, q_strides, UNITS[0], DESCRIBED, BESIDE[0],
+        q_base = head_at(
+            query, q_strides, b, h, heads, q_length, UNITS[0], DESCRIBED, BESIDE[0],
         )
-        do_place = place_of_head(
-            b, h, heads, q_length, do_strides, UNITS[3], DESCRIBED, BESIDE[1],
+        do_base = head_at(
+            dout, do_strides, b, h, heads, q_length, UNITS[3], DESCRIBED, BESIDE[1],
         )
         if DESCRIBED == "kernel":
             q_rows = tl.make_tensor_descriptor(
@@ -233,11 +226,11 @@ def key_kernel(
             for step in range(steps):
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
-                    do_strides, q_place, do_place, first_value, values_in_all, k, v,
-                    begin + step * BLOCK_M, rows_of_tile, 0, q_length, None, True, mod_b, mod_h,
-                    kv_idx, shifts, read, ints, floats, scale, READ_ROWS, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                    WANT_DK, WANT_DV, PRECISION, DESCRIBED, False, False,
+                    do_strides, first_value, values_in_all, k, v, begin + step * BLOCK_M,
+                    rows_of_tile, 0, q_length, None, True, mod_b, mod_h, kv_idx, shifts, read,
+                    ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
+                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
+                    DESCRIBED, False, False,
                 )
 
         # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -257,11 +250,11 @@ def key_kernel(
                     masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(
                     dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
-                    do_strides, q_place, do_place, first_value, values_in_all, k, v, first,
-                    rows_of_tile, end, q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts,
-                    read, ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                    DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
-                    DESCRIBED, not EVEN, False,
+                    do_strides, first_value, values_in_all, k, v, first, rows_of_tile, end,
+                    q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, read, ints, floats,
+                    scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D,
+                    DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, not EVEN,
+                    False,
                 )
                 r, first, end, full = next_other_step(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
@@ -296,11 +289,11 @@ def key_kernel(
                 for first in tl.range(begin, end, FEW, num_stages=1):
                     dk_sum, dv_sum = add_to_keys(
                         dk_sum, dv_sum, query_rows, dout_rows, values_by_row, q_base, do_base,
-                        q_strides, do_strides, (0, 0), (0, 0), first_value, values_in_all, k, v,
-                        first, few, end, q_length, True, full, mod_b, mod_h, kv_idx, shifts, read,
-                        ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                        DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
-                        None, True, True,
+                        q_strides, do_strides, first_value, values_in_all, k, v, first, few, end,
+                        q_length, True, full, mod_b, mod_h, kv_idx, shifts, read, ints, floats,
+                        scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM,
+                        D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, None, True,
+                        True,
                     )
 
     if WANT_DV:

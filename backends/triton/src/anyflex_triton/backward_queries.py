@@ -21,11 +21,11 @@ from anyflex_triton.tiles import (
     FEW,
     bounded_run,
     first_other_step,
+    head_at,
     indices,
     long_steps,
     mask_row,
     next_other_step,
-    place_of_head,
     tensor_at,
 )
 
@@ -37,13 +37,13 @@ __all__ = ["query_kernel"]
 
 @triton.jit
 def add_to_queries(
-    dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do, lse2, d,
-    top, size, first, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints,
-    floats, totals, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
+    dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, top, size, first,
+    columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats, totals,
+    scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
+    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """dQ with what the keys from `first` on add.
 
@@ -54,12 +54,12 @@ def add_to_queries(
     """
     keys = first + columns
     k = load_parts(
-        key, k_base, k_strides, k_place, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
-        WIDE, BOUND, DESCRIBED,
+        key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, BOUND,
+        DESCRIBED,
     )
     v = load_parts(
-        value, v_base, v_strides, v_place, first, columns, end, VALUE_DIM, DV, UNITS[2],
-        SCATTERED[2], WIDE, BOUND, DESCRIBED,
+        value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE,
+        BOUND, DESCRIBED,
     )
     kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
     inside = (keys < end)[None, :] if BOUND else None
@@ -125,17 +125,11 @@ def query_kernel(
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
     q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    if DESCRIBED == "host":
-        k_base = 0
-        v_base = 0
-    else:
-        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k_place = place_of_head(
-        kv_b, kv_head, heads // GROUP, kv_length, k_strides, UNITS[1], DESCRIBED, BESIDE[0],
+    k_base = head_at(
+        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[1], DESCRIBED, BESIDE[0],
     )
-    v_place = place_of_head(
-        kv_b, kv_head, heads // GROUP, kv_length, v_strides, UNITS[2], DESCRIBED, BESIDE[1],
+    v_base = head_at(
+        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[2], DESCRIBED, BESIDE[1],
     )
     if DESCRIBED == "kernel":
         key = tl.make_tensor_descriptor(
@@ -168,9 +162,9 @@ def query_kernel(
         others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do,
-                lse2, d, d, d, begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b,
-                mod_h, q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, d, d,
+                begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h, q_idx,
+                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
                 SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
                 SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, False, False,
             )
@@ -191,11 +185,11 @@ def query_kernel(
             else:
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, k_place, v_place, q, do,
-                lse2, d, d, d, first, columns, end, kv_length, masked, mask_full, mod_b, mod_h,
-                q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
-                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
-                SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
+                dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, d, d,
+                first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx, shifts,
+                tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD, SCORE_MOD_BACKWARD,
+                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
+                WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
@@ -216,11 +210,11 @@ def query_kernel(
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in tl.range(begin, end, FEW, num_stages=1):
                 dq_sum = add_to_queries(
-                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, k_place,
-                    v_place, q, do, lse2, d, top, size, first, few, end, kv_length, True, full,
-                    mod_b, mod_h, q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS,
-                    SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D,
-                    DV, UNITS, SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
+                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, q, do,
+                    lse2, d, top, size, first, few, end, kv_length, True, full, mod_b, mod_h,
+                    q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
+                    SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
+                    SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
                 )
 
     if WANT_DQ:

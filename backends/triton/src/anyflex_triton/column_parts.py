@@ -34,7 +34,7 @@ __all__ = [
 
 @triton.jit
 def load_parts(
-    tensor, base, strides, place, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
+    tensor, base, strides, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):
@@ -42,8 +42,8 @@ def load_parts(
     parts = ()
     for column in tl.static_range(0, DIM, D):
         parts = parts + (load_tile(
-            tensor, base, strides, place, first, rows, end, DIM, D, UNIT, SCATTERED, WIDE,
-            BOUND, DESCRIBED, column,
+            tensor, base, strides, first, rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND,
+            DESCRIBED, column,
         ),)
     return parts
 

@@ -295,7 +295,7 @@ def _for_unaligned_rows(kernel: KernelName, traits: Traits) -> Config | None:
     does, and they come through registers. The fastest of five to nine each, measured on an H200
     with head dims 50, 100, 49 and 99, causal and full (`bench/results/h200_triton.md`), though
     some spill a few bytes with Triton 3.6. None where the table's is, or where Triton 3.9 would
-    spill in each step."""
+    spill in each step. With documents and grouped heads they were compiled, and not timed."""
     wide = traits.head_dim > 64
     copied = traits.row_bytes >= LEAST_COPIED
     if kernel == "forward":
@@ -333,7 +333,7 @@ def _for_hopper(kernel: KernelName, traits: Traits, config: Config) -> Config:
         # heads weren't timed.
         config = replace(config, parts=True)
     narrow_plain = traits.head_dim <= 64 and is_half and traits.is_plain
-    if kernel == "forward" and narrow_plain and traits.row_bytes == BYTES:
+    if kernel == "forward" and narrow_plain:
         # Measured on an H200: 5 to 7 % faster; causal it is 8 % slower at S = 2048.
         return replace(config, block_n=128, options=Options(4, 2))
     if kernel == "forward" and is_half and 32 < traits.head_dim <= 64 and _needs_little(traits):

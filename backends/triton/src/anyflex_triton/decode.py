@@ -130,12 +130,12 @@ def decode_kernel(
             first = begin + step * BLOCK_N
             keys = first + columns
             k = load_tile(
-                key, k_base, k_strides, (0, 0), first, columns, 0, DIM, D, UNITS[1], SCATTERED[1],
-                WIDE, False, DESCRIBED,
+                key, k_base, k_strides, first, columns, 0, DIM, D, UNITS[1], SCATTERED[1], WIDE,
+                False, DESCRIBED,
             )
             v = load_tile(
-                value, v_base, v_strides, (0, 0), first, columns, 0, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, False, DESCRIBED,
+                value, v_base, v_strides, first, columns, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2],
+                WIDE, False, DESCRIBED,
             )
             scores = scores_of_tile(
                 q, k, None, mod_b, mod_h, q_idx, keys[None, :] + shifts[3], tables, ints, floats,
@@ -164,11 +164,11 @@ def decode_kernel(
         for first in range(begin, end, BLOCK_N):
             keys = first + columns
             k = load_tile(
-                key, k_base, k_strides, (0, 0), first, columns, end, DIM, D, UNITS[1],
-                SCATTERED[1], WIDE, True, DESCRIBED,
+                key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE,
+                True, DESCRIBED,
             )
             v = load_tile(
-                value, v_base, v_strides, (0, 0), first, columns, end, VALUE_DIM, DV, UNITS[2],
+                value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNITS[2],
                 SCATTERED[2], WIDE, True, DESCRIBED,
             )
             kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]

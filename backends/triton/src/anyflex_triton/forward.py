@@ -23,6 +23,7 @@ from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
     first_other_step,
+    head_at,
     indices,
     is_far,
     load_part,
@@ -30,7 +31,6 @@ from anyflex_triton.tiles import (
     mask_row,
     masked_scores,
     next_other_step,
-    place_of_head,
     store_part,
     store_rows,
     strange_sum,
@@ -130,14 +130,14 @@ def added_to_rows(total, weights, alpha, PARTS: tl.constexpr):
 
 @triton.jit
 def add_values(
-    acc, weights, alpha, value, v_base, v_strides, v_place, first, columns, end,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr,
-    WIDE: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
+    acc, weights, alpha, value, v_base, v_strides, first, columns, end, VALUE_DIM: tl.constexpr,
+    DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
 ):
     """The sum after the values of one step; `alpha` scales what was there."""
     v = load_parts(
-        value, v_base, v_strides, v_place, first, columns, end, VALUE_DIM, DV, UNIT, SCATTERED,
-        WIDE, BOUND, DESCRIBED,
+        value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNIT, SCATTERED, WIDE, BOUND,
+        DESCRIBED,
     )
     return add_products(scaled_rows(acc, alpha), weights.to(v[0].dtype), v, PRECISION)
 
@@ -145,8 +145,8 @@ def add_values(
 @triton.jit
 def forward_step(
     acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base, k_strides,
-    v_strides, k_place, v_place, first, before, columns, end, kv_length, masked, full, b, h, q_idx,
-    shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    v_strides, first, before, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables,
+    ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
     MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
     WANT_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
@@ -165,14 +165,14 @@ def forward_step(
         PARTS: of rows' largest scores and sums of weights.
     """
     k = load_parts(
-        key, k_base, k_strides, k_place, first, columns, end, DIM, D, UNITS[1], SCATTERED[1],
-        WIDE, BOUND, DESCRIBED,
+        key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, BOUND,
+        DESCRIBED,
     )
     raw = product_of_rows(q, k, PRECISION)
     if OVERLAP:
         acc = add_values(
-            acc, weights, alpha, value, v_base, v_strides, v_place, before, columns, end,
-            VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
+            acc, weights, alpha, value, v_base, v_strides, before, columns, end, VALUE_DIM, DV,
+            UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
         )
     keys = first + columns
     kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
@@ -197,8 +197,8 @@ def forward_step(
     total = added_to_rows(total, weights, alpha, PARTS)
     if not OVERLAP:
         acc = add_values(
-            acc, weights, alpha, value, v_base, v_strides, v_place, first, columns, end,
-            VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
+            acc, weights, alpha, value, v_base, v_strides, first, columns, end, VALUE_DIM, DV,
+            UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
         )
     return acc, weights, alpha, new_top, new_base, total, nans
 
@@ -295,7 +295,7 @@ def forward_kernel(
         key_rows, value_rows: key and value by pointers, whatever DESCRIBED says.
         DESCRIBED: "host": key and value are descriptors of all rows of all heads, of tiles of
             BLOCK_N. "kernel": they are made here, of a head's rows. None: tiles come by pointers.
-        BESIDE: of key and value, as in `place_of_head`.
+        BESIDE: of key and value, as in `head_at`.
     """
     tile, bh = tile_of_program(tl.program_id(0), tiles, batch_heads, head_group)
     b = bh // heads
@@ -317,17 +317,11 @@ def forward_kernel(
     kv_b = 0 * b if KV_SHARED else b
     rows = first_row + tl.arange(0, BLOCK_M)
     q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    if DESCRIBED == "host":
-        k_base = 0
-        v_base = 0
-    else:
-        k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-        v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k_place = place_of_head(
-        kv_b, kv_head, heads // GROUP, kv_length, k_strides, UNITS[1], DESCRIBED, BESIDE[0],
+    k_base = head_at(
+        key, k_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[1], DESCRIBED, BESIDE[0],
     )
-    v_place = place_of_head(
-        kv_b, kv_head, heads // GROUP, kv_length, v_strides, UNITS[2], DESCRIBED, BESIDE[1],
+    v_base = head_at(
+        value, v_strides, kv_b, kv_head, heads // GROUP, kv_length, UNITS[2], DESCRIBED, BESIDE[1],
     )
     if DESCRIBED == "kernel":
         key = tl.make_tensor_descriptor(
@@ -367,18 +361,18 @@ def forward_kernel(
             before = begin + tl.maximum(step - 1, 0) * BLOCK_N
             acc, weights, alpha, top, base, total, nans = forward_step(
                 acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
-                k_strides, v_strides, k_place, v_place, first, before, columns, 0, kv_length, None,
-                True, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS,
-                SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX,
-                PRECISION, DESCRIBED, False, OVERLAP, PARTS,
+                k_strides, v_strides, first, before, columns, 0, kv_length, None, True, mod_b,
+                mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
+                DESCRIBED, False, OVERLAP, PARTS,
             )
         # Two questions: together with a constant the second would be no branch.
         if OVERLAP:  # noqa: SIM102
             if steps > 0:
                 acc = add_values(
-                    acc, weights, alpha, value, v_base, v_strides, v_place,
-                    begin + (steps - 1) * BLOCK_N, columns, 0, VALUE_DIM, DV, UNITS[2],
-                    SCATTERED[2], WIDE, PRECISION, DESCRIBED, False,
+                    acc, weights, alpha, value, v_base, v_strides, begin + (steps - 1) * BLOCK_N,
+                    columns, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED,
+                    False,
                 )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -403,10 +397,10 @@ def forward_kernel(
                 masked = (not full) | (first + BLOCK_N > end)
             acc, weights, alpha, top, base, total, nans = forward_step(
                 acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
-                k_strides, v_strides, k_place, v_place, first, first, columns, end, kv_length,
-                masked, mask_full, mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale,
-                READ_COLUMNS, SCORE_MOD, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_MAX, PRECISION, DESCRIBED, not EVEN, False, PARTS,
+                k_strides, v_strides, first, first, columns, end, kv_length, masked, mask_full,
+                mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
+                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
+                DESCRIBED, not EVEN, False, PARTS,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,

@@ -459,7 +459,7 @@ class Programs:
         """Who can make descriptors of these tensors that the target loads faster by, if any."""
         # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
-        if fits and self.target in _DESCRIBING and all(map(_has_boxes, tensors)):
+        if fits and self.target in _DESCRIBING and all(map(_is_described, tensors)):
             return "host"
         return self.own_describer(*tensors)
 
@@ -606,7 +606,7 @@ def tile_count(rows: MaskRows | None, length: int, size: int) -> int:
     return -(-length // block) * -(-block // size)
 
 
-def _has_boxes(tensor: Tensor) -> bool:
+def _is_described(tensor: Tensor) -> bool:
     """Whether a descriptor gives tiles of its heads' rows: where heads lie beside each other
     columns of padding would be the next one's."""
     heads = heads_described(tensor)

@@ -17,6 +17,7 @@ __all__ = [
     "PARTIAL",
     "bounded_run",
     "first_other_step",
+    "head_at",
     "indices",
     "is_far",
     "load_part",
@@ -26,7 +27,6 @@ __all__ = [
     "mask_row",
     "masked_scores",
     "next_other_step",
-    "place_of_head",
     "row_offsets",
     "store_part",
     "store_rows",
@@ -65,16 +65,18 @@ def tensor_at(pointer, strides, b, h, UNIT: tl.constexpr):
 
 
 @triton.jit
-def place_of_head(
-    b, h, heads, length, strides, UNIT: tl.constexpr, DESCRIBED: tl.constexpr, BESIDE: tl.constexpr
+def head_at(
+    tensor, strides, b, h, heads, length, UNIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
-    """(row, column) where the rows of (b, h) begin in what DESCRIBED says.
+    """Where the rows of (b, h) begin: a pointer, or where one descriptor covers all heads,
+    DESCRIBED is "host", (row, column) in it.
 
     Args:
         BESIDE: heads lie beside each other in the descriptor's rows, else one after the other.
     """
     if DESCRIBED != "host":
-        return 0, 0
+        return tensor_at(tensor, strides, b, h, UNIT)
     elif BESIDE:
         return b * length, (h * strides[1] * UNIT).to(tl.int32)
     else:
@@ -154,19 +156,21 @@ def load_part(
 
 @triton.jit
 def load_tile(
-    tensor, base, strides, place, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
+    tensor, base, strides, first, rows, end, DIM: tl.constexpr, D: tl.constexpr,
     UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, BOUND: tl.constexpr,
     DESCRIBED: tl.constexpr, FIRST: tl.constexpr = 0,
 ):
     """Rows of one (b, h), from row `first` on, D columns from FIRST on.
 
     Where DESCRIBED, `tensor` is a descriptor: "host", of all rows of all heads, which TMA loads
-    without a register; "kernel", of this head's alone. This head's begin at `place`, (row,
-    column). Past `end` it gives rows of the next head, batch entry or block, or 0: they are dead
-    pairs' all the same.
+    without a register; "kernel", of this head's alone. `base` is what `head_at` returns. Past
+    `end` it gives rows of the next head, batch entry or block, or 0: they are dead pairs' all the
+    same.
     """
-    if DESCRIBED is not None:
-        return tensor.load([place[0] + first, place[1] + FIRST])
+    if DESCRIBED == "host":
+        return tensor.load([base[0] + first, base[1] + FIRST])
+    elif DESCRIBED == "kernel":
+        return tensor.load([first, FIRST])
     else:
         return load_rows(
             base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND, FIRST,
