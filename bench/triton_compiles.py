@@ -140,7 +140,7 @@ class Compiled:
     waits: int
     loads: int
     own: int
-    copies: tuple[int, ...]
+    copies: tuple[int, ...] = ()
 
     def faults(self) -> Iterator[str]:
         """What the table's entry may not do."""

@@ -167,10 +167,11 @@ def load_tile(
     `end` it gives rows of the next head, batch entry or block, or 0: they are dead pairs' all the
     same.
     """
-    if DESCRIBED == "host":
-        return tensor.load([base[0] + first, base[1] + FIRST])
-    elif DESCRIBED == "kernel":
-        return tensor.load([first, FIRST])
+    if DESCRIBED is not None:
+        if DESCRIBED == "host":
+            return tensor.load([base[0] + first, base[1] + FIRST])
+        else:
+            return tensor.load([first, FIRST])
     else:
         return load_rows(
             base, strides, first + rows, end, DIM, D, UNIT, SCATTERED, WIDE, BOUND, FIRST,
