@@ -17,6 +17,7 @@ from anyflex.failing import fail
 from anyflex.fixed import fixed
 from anyflex.lazy_parameters import check_initialized
 from anyflex.symbolic import SYMBOLIC
+from anyflex.torch_versions import dual_level
 
 __all__ = [
     "check_aux",
@@ -255,7 +256,7 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    if forward_ad._current_level == -1:
+    if dual_level() == -1:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from anyflex.arguments import (
     check_aux,
@@ -30,6 +29,7 @@ from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.request import write_request
 from anyflex.runtime.saved_bytes import NOTHING, saved_bytes
+from anyflex.torch_versions import dispatch_modes, dual_level, dynamo_constant, transform_stack
 
 __all__ = [
     "ScoreMod",
@@ -243,16 +243,12 @@ def _own_mask(block_mask: Any) -> Any:
     )
 
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_functorch_level = torch._C._functorch.peek_interpreter_stack
-
-
 def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
     who watches the dispatcher."""
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return False
-    if _dispatch_modes() != 0:
+    if dispatch_modes() != 0:
         return False
     if query.is_meta:
         fail(
@@ -261,15 +257,15 @@ def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
             "torch.compile or FakeTensorMode instead.",
             reasons={"reference": "device meta holds no numbers"},
         )
-    if _functorch_level() is not None:
+    if transform_stack() is not None:
         _refuse_transform(_transform())
     return True
 
 
 def _transform() -> str:
     """The innermost functorch transform, or ""."""
-    level = _functorch_level()
-    return "" if level is None else str(level.key()).rpartition(".")[2]
+    innermost = transform_stack()
+    return "" if innermost is None else str(innermost.key()).rpartition(".")[2]
 
 
 def _refuse_transform(transform: str) -> NoReturn:
@@ -291,17 +287,14 @@ def refuse_transforms() -> None:
         _refuse_transform(found)
 
 
+@dynamo_constant
 def _unfit_transform(compiling: bool) -> str:
     """The transform, or "dual level", that the static op can't be in, or "". Dynamo runs this, as
     it traces inside of the transforms."""
     transform = _transform()
     if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
         return transform
-    return "" if forward_ad._current_level == -1 else "dual level"
-
-
-# The same mark as in anyflex.failing.
-_unfit_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return "" if dual_level() == -1 else "dual level"
 
 
 def refuse_forward_mode() -> NoReturn:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from anyflex import errors
+from anyflex.torch_versions import dynamo_constant, dynamo_name
 
 __all__ = ["fail", "fail_while_compiling"]
 
@@ -23,6 +24,7 @@ def fail(name: str, message: str, **attributes: Any) -> NoReturn:
     raise getattr(errors, name)(message, **attributes) from None
 
 
+@dynamo_constant
 def fail_while_compiling(
     name: str, message: str, attributes: dict[str, Any], *, breaks_graph: bool = True
 ) -> NoReturn:
@@ -33,10 +35,8 @@ def fail_while_compiling(
         breaks_graph: without ``fullgraph=True`` Dynamo goes on in Python, which meets the error
             itself. Otherwise the user gets it at once.
     """
-    from torch._dynamo.exc import UncapturedHigherOrderOpError, Unsupported
-
     plain = getattr(errors, name)
-    final: Any = Unsupported if breaks_graph else UncapturedHigherOrderOpError
+    final = dynamo_name("exc.Unsupported" if breaks_graph else "exc.UncapturedHigherOrderOpError")
 
     class Raised(plain, final):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
@@ -46,8 +46,3 @@ def fail_while_compiling(
 
     Raised.__name__, Raised.__qualname__ = plain.__name__, plain.__qualname__
     raise Raised
-
-
-# Dynamo calls functions marked so while it traces, instead of inlining them
-# (torch.compiler.assume_constant_result sets the same mark, but imports Dynamo to do it).
-fail_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.chunks import chunked_runs, element_boxes, live_elements
@@ -24,6 +23,7 @@ from anyflex.mod_graph.trace import TracedMod, mod_kind, trace_mod
 from anyflex.registry.isolation import user_stacklevel
 from anyflex.runtime.allocation import no_memory_for
 from anyflex.runtime.readable import why_unreadable
+from anyflex.torch_versions import kept_out_of_graphs
 
 __all__ = ["create_block_mask", "create_mask"]
 
@@ -170,8 +170,7 @@ def _decided_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList
     return runs
 
 
-# Not torch.compiler.disable: that would import the compiler with this module.
-_create_uncompiled = _disable_dynamo(_create)
+_create_uncompiled = kept_out_of_graphs(_create)
 
 
 def create_mask(

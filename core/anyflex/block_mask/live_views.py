@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
-import torch
 from torch import Tensor
 
 from anyflex.block_mask.views import MaskViews, changes
 from anyflex.block_mask.watch import Watch
 from anyflex.errors import BlockMaskError
 from anyflex.runtime.readable import PLAIN
+from anyflex.torch_versions import is_wrapped
 
 __all__ = ["find", "holds_numbers", "shared", "watch"]
 
 _live: WeakValueDictionary[object, MaskViews] = WeakValueDictionary()
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def shared(views: MaskViews) -> MaskViews:
@@ -46,7 +45,7 @@ def shared(views: MaskViews) -> MaskViews:
 def holds_numbers(tensor: Tensor) -> bool:
     """Whether a tensor has numbers at an address of its own: fake tensors, other subclasses and
     functorch's wrappers have not."""
-    return type(tensor) in PLAIN and not tensor.is_meta and not _is_wrapped(tensor)
+    return type(tensor) in PLAIN and not tensor.is_meta and not is_wrapped(tensor)
 
 
 def watch(views: MaskViews, values: Watch) -> None:

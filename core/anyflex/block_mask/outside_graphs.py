@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
+
+from anyflex.torch_versions import kept_out_of_graphs
 
 __all__ = ["outside_graphs"]
 
@@ -19,8 +20,8 @@ def outside_graphs(method: Method) -> Method:
 
     Under ``fullgraph=True`` torch raises: call it outside.
     """
-    # Not torch.compiler.disable, and not for every call: both would import the compiler.
-    disabled = _disable_dynamo(method)
+    # Not for every call: that would import the compiler.
+    disabled = kept_out_of_graphs(method)
 
     @functools.wraps(method)
     def called(*arguments: Any, **options: Any) -> Any:

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import torch.utils._pytree as torch_pytree
-
 from anyflex.mod_graph.trace import TracedMod
+from anyflex.torch_versions import GetAttrKey, register_pytree_node
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask
@@ -25,7 +24,7 @@ _Context = tuple[Any, ...]
 
 def register(cls: type[BlockMask]) -> None:
     """Register the class; done once, where it is defined."""
-    torch_pytree.register_pytree_node(
+    register_pytree_node(
         cls,
         _flatten,
         lambda leaves, context: _unflatten(cls, leaves, context),
@@ -51,7 +50,7 @@ def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context
     leaves, context = _flatten(mask)
     names = ["offsets", "runs", "q_length", "kv_length"]
     names += [f"mask_mod_{i}" for i in range(len(leaves) - len(names))]
-    keys = [torch_pytree.GetAttrKey(name) for name in names]
+    keys = [GetAttrKey(name) for name in names]
     return list(zip(keys, leaves, strict=True)), context
 
 

@@ -17,17 +17,16 @@ from anyflex.errors import BlockMaskError
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.trace import TracedMod
 from anyflex.symbolic import NUMBERS
+from anyflex.torch_versions import dispatch_modes
 
 __all__ = ["can_be_read", "check_captured", "check_reads", "checked_structure"]
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def can_be_read(offsets: Any, runs: Any) -> bool:
     """Whether the numbers of both can be looked at: not those of fake tensors, nor inside of a
     transform or of a mode, which sees each look."""
     return (
-        _dispatch_modes() == 0
+        dispatch_modes() == 0
         and isinstance(offsets, Tensor)
         and isinstance(runs, Tensor)
         and holds_numbers(offsets)

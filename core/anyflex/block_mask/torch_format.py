@@ -14,6 +14,7 @@ from anyflex.block_mask.mask_function import sliced_mask_mod
 from anyflex.block_mask.runs import block_count
 from anyflex.errors import ArgumentTypeError, BlockMaskError
 from anyflex.mod_graph.trace import trace_mod
+from anyflex.torch_versions import version_counter
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask
@@ -110,7 +111,7 @@ def _facts(mask: Any) -> object:
     for name in (*_NEEDED[-2:], *_OPTIONAL):
         tensor = getattr(mask, name, None)
         if isinstance(tensor, Tensor):
-            facts += [id(tensor), 0 if tensor.is_inference() else tensor._version]
+            facts += [id(tensor), 0 if tensor.is_inference() else version_counter(tensor)]
     return facts
 
 

@@ -23,6 +23,7 @@ from anyflex.block_mask.runs import (
     unpack_rows,
 )
 from anyflex.errors import BlockMaskError
+from anyflex.torch_versions import version_counter
 
 if TYPE_CHECKING:
     from weakref import ref
@@ -38,7 +39,7 @@ _HOST = torch.device("cpu")
 def changes(tensor: Tensor) -> int:
     """How often a tensor was changed in place, as far as torch counts."""
     # One made under inference_mode counts none.
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 class _Referable:

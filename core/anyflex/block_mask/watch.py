@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import BlockMaskError
+from anyflex.torch_versions import version_counter
 
 __all__ = ["Watch"]
 
@@ -21,7 +22,7 @@ class Watch:
     def add(self, name: str, tensor: Tensor, *, values: bool = True) -> None:
         """Watch a tensor's shape, and unless `values` is False every change in place."""
         # A tensor made under inference_mode counts no changes.
-        version = tensor._version if values and not tensor.is_inference() else None
+        version = version_counter(tensor) if values and not tensor.is_inference() else None
         self._entries.append((name, tensor, tensor.shape, version))
 
     def is_of(self, captured: Sequence[Tensor]) -> bool:
@@ -45,7 +46,7 @@ class Watch:
                     f"{name} of this block mask had shape {list(shape)} and has "
                     f"{list(tensor.shape)} now: build the mask anew"
                 )
-            if version is not None and tensor._version != version:
+            if version is not None and version_counter(tensor) != version:
                 raise BlockMaskError(
                     f"{name} of this block mask was changed in place after the mask was built "
                     "from it: build the mask anew"

@@ -78,11 +78,12 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _versions(versions: dict[str, Any]) -> list[str]:
     oldest, newest = versions["torch_tested"]
-    tested = oldest if oldest == newest else f"{oldest} to {newest}"
-    note = "" if versions["torch_in_tested_range"] else "; this one is not"
+    note = "" if versions["torch_in_tested_range"] else "not tested; "
+    lacks = [f"  lacks {each['name']}: {each['without']}" for each in versions["torch_lacks"]]
     return [
         f"anyflex {versions['anyflex']} (plugin contract {versions['contracts'][-1]})",
-        f"torch {versions['torch']} (tested: {tested}{note})",
+        f"torch {versions['torch']} ({note}tested: {oldest} to {newest})",
+        *lacks,
         f"Python {versions['python']} on {versions['platform']}",
     ]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import anyflex
+from anyflex import torch_versions
 from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
@@ -26,10 +27,7 @@ from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
 from anyflex.registry.isolation import first_line
 from anyflex.runtime import disk_cache
 
-__all__ = ["TESTED_TORCH", "collect"]
-
-TESTED_TORCH = ("2.11", "2.13")
-"""The oldest and the newest release of torch that the tests are run with."""
+__all__ = ["collect"]
 
 _SLOW_S = 5.0
 _FAILING_STATES = {"broken": "is broken", "conflict": "is registered by two distributions"}
@@ -74,20 +72,14 @@ def _versions() -> dict[str, Any]:
         "contracts": [CONTRACT_MIN, CONTRACT],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torch_tested": list(TESTED_TORCH),
-        "torch_in_tested_range": _in_tested_range(torch.__version__),
+        "torch_tested": list(torch_versions.TESTED),
+        "torch_in_tested_range": torch_versions.is_tested(torch.__version__),
+        "torch_lacks": [
+            {"name": f"torch.{name.path}", "without": name.without}
+            for name in torch_versions.missing_names()
+        ],
         "platform": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _in_tested_range(version: str) -> bool:
-    oldest, newest = (_release(text) for text in TESTED_TORCH)
-    return oldest <= _release(version) <= newest
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return major and minor of ``"2.13.0+cpu"``."""
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 def _device(device_type: str, backends: list[dict[str, Any]]) -> dict[str, Any]:

@@ -21,12 +21,9 @@ __all__ = [
     "call_mod",
     "codes_of",
     "error_location",
-    "functorch_level",
     "refuse_recursion",
     "refuse_transform",
 ]
-
-functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 _FUNCTORCH = os.path.join(_TORCH, "_functorch")

@@ -17,6 +17,7 @@ import torch
 
 from anyflex.mod_graph.dynamo_last_words import mend_last_words
 from anyflex.mod_graph.dynamo_refusals import mend_refusals
+from anyflex.torch_versions import dynamo_constant, dynamo_name
 
 __all__ = ["mend_comparisons"]
 
@@ -24,6 +25,7 @@ _REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": 
 _state = {"mended": False}
 
 
+@dynamo_constant
 def mend_comparisons() -> None:
     """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it."""
     if _state["mended"]:
@@ -32,10 +34,9 @@ def mend_comparisons() -> None:
     mend_refusals()
     mend_last_words()
     try:
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        from torch._dynamo.variables.tensor import SymNodeVariable
-        from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
+        BuiltinVariable = dynamo_name("variables.builtin.BuiltinVariable")
+        SymNodeVariable = dynamo_name("variables.tensor.SymNodeVariable")
+        UserDefinedObjectVariable = dynamo_name("variables.user_defined.UserDefinedObjectVariable")
         table: dict[Any, list[Any]] = BuiltinVariable._binop_handlers()
         for name, reflected in _REFLECTED.items():
             entries = table[getattr(operator, name)]
@@ -50,10 +51,6 @@ def mend_comparisons() -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-# The same mark as in anyflex.failing.
-mend_comparisons._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _on_left(name: str) -> Callable[[Any, Any, Any], Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from anyflex.errors import AnyflexError
 from anyflex.mod_graph.dynamo_refusals import Handler, in_mod, is_symbol, refuse_in_words, wrap
 from anyflex.mod_graph.refusal import BRANCH, BRANCH_HINT
+from anyflex.torch_versions import dynamo_name
 
 __all__ = ["mend_last_words"]
 
@@ -37,8 +38,7 @@ def mend_last_words() -> None:
 
 def _flat(variables: Iterable[Any]) -> Iterator[Any]:
     """Operands, and the items of those that are lists or tuples."""
-    from torch._dynamo.variables.lists import BaseListVariable
-
+    BaseListVariable = dynamo_name("variables.lists.BaseListVariable")
     for variable in variables:
         yield variable
         if isinstance(variable, BaseListVariable):
@@ -96,9 +96,7 @@ def _fields(text: str) -> list[tuple[str, str, str | None, str | None]]:
 
 
 def _constant(value: str) -> Any:
-    from torch._dynamo.variables import ConstantVariable
-
-    return ConstantVariable.create(value)
+    return dynamo_name("variables.ConstantVariable").create(value)
 
 
 def _printing(otherwise: Handler) -> Handler:
@@ -134,11 +132,9 @@ def _after_dynamo(otherwise: Handler) -> Handler:
 
     @functools.wraps(otherwise)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        from torch._dynamo.exc import Unsupported
-
         try:
             return otherwise(self, tx, args, kwargs)
-        except Unsupported as error:
+        except dynamo_name("exc.Unsupported") as error:
             if isinstance(error, AnyflexError) or not _symbols(args, kwargs):
                 raise
             name = getattr(getattr(self, "fn", None) or self.value, "__name__", "a function")

@@ -29,6 +29,7 @@ from anyflex.mod_graph.refusal import (
     PLAIN_REFUSED,
     change_in_place,
 )
+from anyflex.torch_versions import dynamo_name
 
 __all__ = ["Handler", "in_mod", "is_symbol", "mend_refusals", "refuse_in_words", "wrap"]
 
@@ -58,12 +59,8 @@ Handler = Callable[..., Any]
 def mend_refusals() -> None:
     """Add the entries; called once a process, by Dynamo while it traces."""
     try:
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        from torch._dynamo.variables.torch import (
-            TorchInGraphFunctionVariable,
-            get_overridable_functions,
-        )
-
+        BuiltinVariable = dynamo_name("variables.builtin.BuiltinVariable")
+        TorchInGraphFunctionVariable = dynamo_name("variables.torch.TorchInGraphFunctionVariable")
         for name, asked in _BUILTINS.items():
             before = getattr(BuiltinVariable, name, None)
             _set(BuiltinVariable, name, _asking(before, asked, asked == "__bool__"))
@@ -73,7 +70,7 @@ def mend_refusals() -> None:
             if callable(function):
                 asked = _ROUNDINGS.get(function, "__float__")
                 handlers[function] = _asking(handlers.get(function), asked, True)
-        overridable = get_overridable_functions()
+        overridable = dynamo_name("variables.torch.get_overridable_functions")()
         for function in (*PLAIN_REFUSED, *filter(_changes, vars(torch).values())):
             if function not in overridable and function not in handlers:
                 handlers[function] = _left_to_mode(None)
@@ -102,10 +99,8 @@ def _set(owner: type, name: str, handler: Handler) -> None:
 
 def wrap(module: str, owner: str, name: str, wrapper: Callable[[Handler], Handler]) -> None:
     """Put a wrapper around a method of a class of Dynamo, if there is such a one."""
-    import importlib
-
     try:
-        found = getattr(importlib.import_module(f"torch._dynamo.variables.{module}"), owner)
+        found = dynamo_name(f"variables.{module}.{owner}")
         setattr(found, name, wrapper(getattr(found, name)))
     except (ImportError, AttributeError):
         return  # another torch, which does what it did
@@ -130,33 +125,29 @@ def _asking(otherwise: Handler | None, asked: str, of_tensors: bool = False) -> 
 def is_symbol(variable: Any) -> bool:
     """Whether a variable of Dynamo stands for a symbol."""
     # Symbols are made in the trace, so they are never lazy; what is lazy must stay so.
-    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-
     from anyflex.mod_graph.symbol import PartialRead, Symbol
 
-    if type(variable) is not UserDefinedObjectVariable:
+    if type(variable) is not dynamo_name("variables.user_defined.UserDefinedObjectVariable"):
         return False
     return variable.value_type in (Symbol, PartialRead)
 
 
 def in_mod(tx: Any) -> bool:
     """Whether a mod is under trace."""
-    from torch._dynamo.variables.torch_function import TorchFunctionModeVariable
-
     from anyflex.mod_graph.trace import TraceMode
 
+    mode_variable = dynamo_name("variables.torch_function.TorchFunctionModeVariable")
     for mode in tx.symbolic_torch_function_state.mode_stack:
-        if type(mode) is TorchFunctionModeVariable and mode.python_type() is TraceMode:
+        if type(mode) is mode_variable and mode.python_type() is TraceMode:
             return True
     return False
 
 
 def _left_to_mode(otherwise: Handler | None) -> Handler:
     def call(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch._dynamo.variables.torch_function import dispatch_torch_function
-
         if in_mod(tx):
-            return dispatch_torch_function(tx, self, args, kwargs)
+            dispatch = dynamo_name("variables.torch_function.dispatch_torch_function")
+            return dispatch(tx, self, args, kwargs)
         return None if otherwise is None else otherwise(self, tx, *args, **kwargs)
 
     return call

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from anyflex.mod_graph.dynamo_refusals import is_symbol
+from anyflex.torch_versions import dynamo_constant, dynamo_name
 
 __all__ = ["NOT_OVERRIDABLE", "mend_symbols"]
 
@@ -22,20 +23,19 @@ NOT_OVERRIDABLE = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
 _state = {"mended": False}
 
 
+@dynamo_constant
 def mend_symbols() -> None:
     """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it."""
     if _state["mended"]:
         return
     _state["mended"] = True
     try:
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-
+        builtin = dynamo_name("variables.builtin.BuiltinVariable")
+        TorchInGraphFunctionVariable = dynamo_name("variables.torch.TorchInGraphFunctionVariable")
         handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
         for function in NOT_OVERRIDABLE:
             handlers[function] = _overridden
         handlers[torch.is_tensor] = _is_tensor(handlers[torch.is_tensor])
-        builtin: Any = BuiltinVariable
         builtin.call_isinstance = _is_instance(builtin.call_isinstance)
         builtin.call_invert = _invert(getattr(builtin, "call_invert", None))
         builtin.call_function_handler_cache.clear()
@@ -50,10 +50,6 @@ def mend_symbols() -> None:
         )
 
 
-# The same mark as in anyflex.failing.
-mend_symbols._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _is_symbol(variable: Any) -> bool:
     # Rows of captured tensors, which `is_symbol` takes for symbols too, are no tensors.
     from anyflex.mod_graph.symbol import Symbol
@@ -61,33 +57,30 @@ def _is_symbol(variable: Any) -> bool:
     return is_symbol(variable) and variable.value_type is Symbol
 
 
-def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    from torch._dynamo.variables.torch_function import dispatch_torch_function
+def _true() -> Any:
+    return dynamo_name("variables.ConstantVariable").create(True)
 
+
+def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     if any(map(_is_symbol, (*args, *kwargs.values()))):
-        return dispatch_torch_function(tx, function, args, kwargs)
+        dispatch = dynamo_name("variables.torch_function.dispatch_torch_function")
+        return dispatch(tx, function, args, kwargs)
     return None
 
 
 def _is_tensor(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def answer(function: Any, tx: Any, value: Any) -> Any:
-        from torch._dynamo.variables import ConstantVariable
-
-        return (
-            ConstantVariable.create(True) if _is_symbol(value) else otherwise(function, tx, value)
-        )
+        return _true() if _is_symbol(value) else otherwise(function, tx, value)
 
     return answer
 
 
 def _is_instance(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     def call_isinstance(self: Any, tx: Any, value: Any, kind: Any) -> Any:
-        from torch._dynamo.variables import ConstantVariable
-
         if _is_symbol(value):
             kinds = kind.as_python_constant()
             if torch.Tensor in (kinds if isinstance(kinds, tuple) else (kinds,)):
-                return ConstantVariable.create(True)
+                return _true()
         return otherwise(self, tx, value, kind)
 
     return call_isinstance

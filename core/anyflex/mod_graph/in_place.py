@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anyflex.mod_graph.refusal import change_in_place, refuse
+from anyflex.torch_versions import TorchDispatchMode
 
 __all__ = ["SetWatch"]
 
 
-class SetWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class SetWatch(TorchDispatchMode):  # type: ignore[misc]
     """Refuses ``table.set_(other)`` while a mod is traced outside of Dynamo.
 
     torch's Python binding of ``set_`` asks neither a mode nor a subclass; its dispatcher does. A
@@ -20,7 +20,7 @@ class SetWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
 from anyflex.failing import fail
+from anyflex.torch_versions import dynamo_constant, is_mutable
 
 __all__ = [
     "BRANCH",
@@ -33,6 +33,7 @@ __all__ = [
     "user_location",
 ]
 
+OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not all of the package: the demo has mods of its own.
 OWN = tuple(
@@ -249,6 +250,8 @@ _NOT_WRITING = ("and_", "or_", "not_", "is_")
 _PURE = "Mods are pure: use a new value instead."
 
 
+# Dynamo doesn't know the names of methods, but can call this.
+@dynamo_constant
 def change_in_place(func: Any) -> tuple[str, str, str] | None:
     """Return (problem, operation, cure) for a torch function that writes to what it is given.
 
@@ -264,7 +267,7 @@ def change_in_place(func: Any) -> tuple[str, str, str] | None:
         return (f"a change in place in a mod: {name}", name, _PURE)
     if isinstance(func, OpOverloadPacket):
         func = getattr(func, "default", None)
-    if isinstance(func, OpOverload) and func._schema.is_mutable:
+    if isinstance(func, OpOverload) and is_mutable(func):
         return (f"a change in place in a mod: {name}", name, _PURE)
     return None
 
@@ -276,6 +279,7 @@ def torch_function(func: Any) -> Any:
     return getattr(torch, name) if name else func
 
 
+@dynamo_constant
 def _aten_name(func: Any) -> str:
     """Return the name of a function of torch's that is an operator's binding, or ""."""
     if isinstance(func, (OpOverload, OpOverloadPacket)) and str(func).startswith("aten."):
@@ -283,11 +287,6 @@ def _aten_name(func: Any) -> str:
         if isinstance(getattr(torch, name, None), types.BuiltinFunctionType):
             return name
     return ""
-
-
-# Dynamo doesn't know the names of methods, but can call this. The mark of anyflex.failing.
-change_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_aten_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_function(func: Any) -> NoReturn:

@@ -12,19 +12,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from anyflex.mod_graph.symbol import Symbol
 from anyflex.mod_graph.symbol_attributes import install_attributes
+from anyflex.torch_versions import as_symbol_tensor, without_modes
 
 if TYPE_CHECKING:
     from anyflex.mod_graph.tracer import Tracer
 
 __all__ = ["TensorSymbol", "tensor_symbol"]
 
-with _disable_current_modes():  # anyflex may first be imported under fake tensors
+with without_modes():  # anyflex may first be imported under fake tensors
     _BASE = torch.empty((), device="meta")
-_make = torch.Tensor._make_subclass
 
 
 install_attributes()
@@ -36,7 +35,7 @@ class TensorSymbol(Symbol, torch.Tensor):  # type: ignore[misc, override]
 
 def tensor_symbol(tracer: Tracer, position: int, kind: str) -> Symbol:
     """Return a symbol of an eager trace."""
-    symbol: Symbol = _make(TensorSymbol, _BASE)
+    symbol: Symbol = as_symbol_tensor(TensorSymbol, _BASE)
     symbol.tracer = tracer
     symbol.position = position
     symbol.kind = kind

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
-from anyflex.mod_graph.calling import call_mod, codes_of, functorch_level
+from anyflex.mod_graph.calling import call_mod, codes_of
 from anyflex.mod_graph.conversions import FACTORIES
 from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.dynamo_symbols import mend_symbols
@@ -38,6 +38,7 @@ from anyflex.mod_graph.symbol import (
 from anyflex.mod_graph.tensor_symbol import tensor_symbol
 from anyflex.mod_graph.tracer import Tracer
 from anyflex.symbolic import NUMBERS
+from anyflex.torch_versions import functorch_level
 
 __all__ = ["TracedMod", "captured_name", "check_signature", "mod_kind", "trace_mod"]
 

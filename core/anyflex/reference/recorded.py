@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, ModIndexError, ModTraceError
-from anyflex.mod_graph.calling import functorch_level
 from anyflex.mod_graph.refusal import TRANSFORM, change_in_place, refuse, user_location
 from anyflex.mod_graph.trace import captured_name
 from anyflex.reference.opaque import (
@@ -29,10 +28,9 @@ from anyflex.reference.opaque import (
     watched_mask,
     watched_score,
 )
+from anyflex.torch_versions import batch_level, functorch_level, is_batched
 
 __all__ = ["RecordedMod", "read_tensors", "recorded"]
-
-_functorch = torch._C._functorch
 
 
 class _Place(NamedTuple):
@@ -278,9 +276,7 @@ class _Recorder(ModWatch):
 
     def _refuse_hidden(self, tensor: Tensor) -> None:
         """Raise for a tensor of pairs that is of no step."""
-        if _functorch.is_batchedtensor(tensor) and (
-            _functorch.maybe_get_level(tensor) > self._outside
-        ):
+        if is_batched(tensor) and (batch_level(tensor) > self._outside):
             refuse(
                 "a mod that can't be traced calls something that hides from torch what it does, "
                 "as a torch.jit.script function",

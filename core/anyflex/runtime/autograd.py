@@ -13,6 +13,7 @@ from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.readable import captured_name, kept_name
 from anyflex.runtime.unpacked import Contiguous, are_contiguous, as_saved, facts_of
+from anyflex.torch_versions import is_batched, version_counter
 
 __all__ = ["FlexAttention", "not_twice"]
 
@@ -115,7 +116,7 @@ class FlexAttention(torch.autograd.Function):
                 names=names,
             )
         except (PluginError, ArgumentError) as error:
-            if not (_is_batched(dout) or (dlse is not None and _is_batched(dlse))):
+            if not (is_batched(dout) or (dlse is not None and is_batched(dlse))):
                 raise
             raise BackendRefused(
                 "gradients of flex_attention can't be batched (is_grads_batched=True, "
@@ -142,22 +143,17 @@ def _name(position: int, captured: int, names: tuple[list[str], list[str]]) -> s
     return kept_name(position - captured)
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    functorch = torch._C._functorch
-    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
 def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
     """The captured tensors themselves, and every tensor that the untraced mods read, with its
     count of changes."""
     functions: tuple[Any, ...] = call.score_function, call.mask_function
     read = [tensor for mod in functions if mod is not None for tensor in mod.tensors]
-    return call.captured, [(t, t._version) for t in read if not t.is_inference()]
+    return call.captured, [(t, version_counter(t)) for t in read if not t.is_inference()]
 
 
 def _check_unchanged(read: list[tuple[Tensor, int]]) -> None:
     for tensor, version in read:
-        if tensor._version != version:
+        if version_counter(tensor) != version:
             raise ArgumentError(
                 f"a tensor of shape {list(tensor.shape)}, which score_mod or mask_mod reads, was "
                 "changed in place between forward and backward: clone it before the call."

@@ -30,6 +30,7 @@ from anyflex.runtime.facts import fp32_precision
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.runtime.signs import shown
+from anyflex.torch_versions import apply_of, dual_level
 
 if TYPE_CHECKING:
     from anyflex.reference.recorded import RecordedMod
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["gather", "run"]
 
 STRIDED = torch.strided
-# Function.apply first looks for functorch transforms, which `flex_attention` has refused already.
-_apply: Any = super(torch.autograd.Function, FlexAttention).apply
+# `flex_attention` has refused functorch transforms already.
+_apply = apply_of(FlexAttention)
 _NO_MOD = TracedMod("", [], [], [], [])
 
 
@@ -61,7 +62,7 @@ def run(
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
     # `shown` has another call, where a tensor is changed: autograd goes through its copies.
     call = inputs.call = shown(inputs.call)
-    if forward_ad._current_level != -1:
+    if dual_level() != -1:
         _refuse_tangents(call)
     try:
         plan = plan_for(inputs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anyflex.runtime.readable import PLAIN, check_readable, last_element
+from anyflex.torch_versions import dynamo_constant
 
 if TYPE_CHECKING:
     from anyflex.contract.spec import Alignment
@@ -122,6 +123,9 @@ _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "me
 """By torch's settings of a backend, those of `torch.set_float32_matmul_precision`."""
 
 
+# A compiled program keeps what was allowed when it was compiled. torch.compile compiles again
+# where what CUDA is allowed has changed.
+@dynamo_constant
 def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     """Return to what torch allows products of float32 on the device to be rounded at this moment:
     a word of `torch.set_float32_matmul_precision`; "" for other types.
@@ -133,13 +137,8 @@ def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     if dtype is not torch.float32:
         return ""
     settings = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
-    # By a word that only a later torch has nothing is rounded.
+    # Unknown settings of newer torch versions count as "highest".
     return _PRECISIONS.get(settings.matmul.fp32_precision, "highest")
-
-
-# Dynamo runs it and takes the result for a constant: a program keeps what was allowed when it was
-# compiled. torch.compile compiles again where what CUDA is allowed has changed.
-fp32_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=64)

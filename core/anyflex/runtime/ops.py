@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from anyflex.arguments import check_scale
 from anyflex.errors import ArgumentError, BackendRefused
@@ -22,6 +21,7 @@ from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
 from anyflex.runtime.saved_bytes import NOTHING, size
 from anyflex.runtime.unpacked import CURE, check_like
+from anyflex.torch_versions import dual_level
 
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
@@ -64,7 +64,7 @@ def _forward(
     from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
     from anyflex.runtime.plan import plan_for
 
-    if forward_ad._current_level != -1:  # a program that was compiled outside of the level
+    if dual_level() != -1:  # a program that was compiled outside of the level
         from anyflex.attention import refuse_forward_mode
 
         refuse_forward_mode()

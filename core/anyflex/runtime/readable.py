@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError
+from anyflex.torch_versions import is_functional, is_zero_tensor
 
 if TYPE_CHECKING:
     from anyflex.contract.call import Call, GradInputs, Saved
@@ -165,9 +166,9 @@ def why_unreadable(tensor: Tensor) -> str:
             "is a FakeTensor, which holds no numbers, in a call that computes: make every tensor "
             "of the call fake, under one FakeTensorMode, or none"
         )
-    if tensor._is_zerotensor():
+    if is_zero_tensor(tensor):
         return "is a zero tensor without memory (torch._efficientzerotensor): pass its .clone()"
-    if torch._is_functional_tensor(tensor):
+    if is_functional(tensor):
         return (
             "is a functional tensor, whose numbers lie in the tensor that it wraps: pass "
             "torch._from_functional_tensor(...) of it"

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from anyflex.contract.call import TensorSpec
     from anyflex.registry.hot_path import Posed
 
+from anyflex.torch_versions import dynamo_constant
+
 __all__ = ["NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
 
 SavedBytes = tuple[int, int]
@@ -28,6 +30,8 @@ NOTHING: SavedBytes = (0, 0)
 _ALIGNMENT = 16
 
 
+# Compiled programs keep the result: a stale guess is harmless.
+@dynamo_constant
 def saved_bytes(
     device: torch.device, dtype: torch.dtype, backend: str | None, posed: Posed | None
 ) -> SavedBytes:
@@ -78,10 +82,6 @@ def saved_bytes(
         return NOTHING
     except (AnyflexError, torch.OutOfMemoryError):
         return NOTHING
-
-
-# Dynamo runs it and takes the result for a constant: a guess may grow old without harm.
-saved_bytes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def size(query: Tensor, value: Tensor, saved: SavedBytes) -> Any:

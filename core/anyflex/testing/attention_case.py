@@ -16,6 +16,7 @@ from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
 from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
+from anyflex.torch_versions import negated_view
 
 __all__ = ["ALL", "LSE", "MAXIMA", "QKV", "AttentionCase", "Drawn", "Layout", "laid_out"]
 
@@ -228,5 +229,5 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
     if layout == "expanded_heads":
         return tensor[:, :1].expand(tensor.shape)
     if layout == "negated":
-        return torch._neg_view(-tensor)
+        return negated_view(-tensor)
     return tensor
