@@ -1,27 +1,30 @@
 # `make test` and `make demo` work in a bare clone: they make their own .venv. See CONTRIBUTING.md.
 #   PYTHON=python3.12     the interpreter to build .venv with
-#   TORCH=torch==2.11.0   the torch to install; default: the interpreter's own, else the pinned one
+#   TORCH=torch==2.11.0   the torch to install, or "newest"; default: the interpreter's own, else the pinned one
 #   ARGS="-k masks -x"    more arguments for pytest, the demo or the docs
 
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
-export TORCH
+# The folder of the virtual environment; test-torch has one of its own.
+VENV ?= .venv
+export TORCH VENV
 # The docs theme advertises another tool.
 export NO_MKDOCS_2_WARNING := 1
 
-RUN := .venv/bin/python
+RUN = $(VENV)/bin/python
 # Beside the pinned Triton: the newest that `anyflex_triton.tried_tritons` names.
 NEWEST_TRITON := $(CURDIR)/.venv/newest-triton/3.9.0
 READY := @$(PYTHON) scripts/development_environment.py
 
 .NOTPARALLEL:
-.PHONY: help setup test test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
+.PHONY: help setup test test-torch test-newest-torch test-random soak conformance conformance-cpu sanitize test-arm test-clang test-xpu test-nvidia bench-nvidia test-newest-triton triton-compiles demo check lint format types imports bench docs docs-serve wheels clean
 
 help:
 	@echo "make demo         train a small transformer on packed documents, about a minute"
 	@echo "make test         the tests"
-	@echo "make check        everything that CI runs: lint, types, imports, docs, test, test-newest-triton"
+	@echo "make check        everything that CI runs: lint, types, imports, docs, test, test-newest-torch, test-newest-triton"
+	@echo "make test-torch TORCH=torch==2.15.0  the tests with another torch, without CUDA; test-newest-torch: those that CI runs with the newest"
 	@echo "make test-random  500 random configurations against the oracles (the tests run 60)"
 	@echo "make bench        what import, scan, front end, masks, kit and small CPU calls cost; fails above a limit"
 	@echo "make conformance  every case of the conformance kit for the reference, a minute"
@@ -42,6 +45,21 @@ setup:
 test:
 	$(READY) test
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# A torch for CUDA is made to run without, in a minute: scripts/torch_without_cuda.py.
+test-torch test-newest-torch: VENV := .venv-torch
+test-torch test-newest-torch: export WITHOUT_CUDA := 1
+test-torch:
+	$(if $(TORCH),,$(error name a torch: make test-torch TORCH=torch==2.15.0))
+	$(READY) test
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-newest-torch: TORCH := newest
+test-newest-torch:
+	$(READY) test
+	@$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,core compile registry mods spellings misuse masks block_masks) $(ARGS)
+	@$(RUN) -m anyflex conformance --backend reference --quick
+	@$(RUN) -m anyflex conformance --backend cpu --quick
 
 test-random:
 	$(READY) test
@@ -160,4 +178,4 @@ wheels:
 	@ANYFLEX_RELEASE=1 ANYFLEX_CPU_REQUIRE_LIBRARY=1 $(RUN) -m pip wheel -qq --no-deps --wheel-dir dist . ./backends/cpu ./backends/triton ./backends/xpu ./backends/cuda
 
 clean:
-	rm -rf .venv dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,15 @@
-"""Makes `.venv` ready for a make target; `python3 scripts/development_environment.py PART...`.
+"""Makes a make target's virtual environment: `python3 scripts/development_environment.py PART...`.
 
 Parts: `test` and `lint` (the checks' tools), `docs`, `demo`. A part is installed once and again
 when something that it depends on changes; otherwise this costs a few milliseconds. anyflex itself
 is installed editable.
 
 Which torch: the environment variable TORCH if set (a requirement for pip, for example
-`torch==2.11.0`, or a wheel's path), else the torch of the invoking Python if it has one that is
-new enough, else the one pinned in constraints-dev.txt.
+`torch==2.11.0`, a wheel's path, or `newest` for the newest of the index), else the torch of the
+invoking Python if it has one that is new enough, else the one pinned in constraints-dev.txt. With
+WITHOUT_CUDA=1 a torch for CUDA is made to run without (scripts/torch_without_cuda.py).
+
+The environment's folder is `.venv`, or what the variable VENV says.
 
 The CPU backend's library is compiled where there is a C++ compiler; where there is none the
 backend installs without it, and the reference computes.
@@ -27,8 +30,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+VENV = ROOT / os.environ.get("VENV", ".venv")
 CONSTRAINTS = ROOT / "constraints-dev.txt"
+WITHOUT_CUDA = ROOT / "scripts" / "torch_without_cuda.py"
 CPU_BACKEND = "./backends/cpu[jit]"
 # Of this repository too, and so in one command with what they need.
 TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
@@ -79,12 +83,25 @@ def new_enough(torch_version: str) -> bool:
 def choose_torch(facts: dict) -> tuple[str, list[str], bool]:
     """Return (words for the user, pip's arguments, whether the invoking Python's is reused)."""
     asked = os.environ.get("TORCH", "").strip()
+    if asked == "newest":
+        asked = f"torch=={newest_torch()}"
     if asked:
         return asked, shlex.split(asked), False
     if facts["torch"] is not None and new_enough(facts["torch"]):
         return f"torch {facts['torch']} of {facts['prefix']}", [f"torch=={facts['torch']}"], True
     pinned = next(line for line in constraint_lines() if line.startswith("torch=="))
     return pinned, [pinned], False
+
+
+def newest_torch() -> str:
+    """Return the version of the index's newest torch, whatever a site-wide constraint allows."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+    command += ["--no-deps", "--quiet", "--report", "-", "torch"]
+    environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+    report = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    if report.returncode != 0:
+        raise SystemExit("error: TORCH=newest asks pip for the newest torch, which failed")
+    return str(json.loads(report.stdout)["install"][0]["metadata"]["version"])
 
 
 def constraint_lines() -> list[str]:
@@ -124,6 +141,9 @@ def pip(*arguments: str) -> None:
     command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
     command += arguments
     environment = dict(os.environ)
+    if environment.get("TORCH"):
+        # A site-wide constraint may cap torch below the one that was asked for.
+        environment["PIP_CONSTRAINT"] = os.devnull
     if any(map(shutil.which, COMPILERS)):
         # A library that doesn't compile is an error then, not a reason to leave it out.
         environment["ANYFLEX_CPU_REQUIRE_LIBRARY"] = "1"
@@ -156,7 +176,10 @@ def main(parts: list[str]) -> None:
     words, torch_requirement, reuse = choose_torch(facts)
 
     state_file = VENV / "anyflex-state.json"
-    base = repr((str(VENV), facts["version"], facts["base"], torch_requirement, reuse))
+    without_cuda = os.environ.get("WITHOUT_CUDA") == "1" and not reuse
+    base = repr(
+        (str(VENV), facts["version"], facts["base"], torch_requirement, reuse, without_cuda)
+    )
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -164,11 +187,18 @@ def main(parts: list[str]) -> None:
     if state.get("base") != base:
         state = {"base": base, "parts": {}}
         version = ".".join(str(number) for number in facts["version"])
-        print(f"setting up .venv: Python {version}, {words} (once, a minute or so)", flush=True)
+        print(
+            f"setting up {VENV.name}: Python {version}, {words} (once, a minute or so)", flush=True
+        )
         if VENV.exists():
             shutil.rmtree(VENV)
         create_venv(facts, reuse)
-        pip(*torch_requirement)
+        if without_cuda:
+            command = [sys.executable, str(WITHOUT_CUDA), str(venv_python()), *torch_requirement]
+            if subprocess.run(command, check=False).returncode != 0:
+                raise SystemExit(f"error: {WITHOUT_CUDA.name} failed (see above)")
+        else:
+            pip(*torch_requirement)
 
     wanted = digest(base)
     missing = [part for part in parts if state["parts"].get(part) != wanted]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scripts import development_environment
 from scripts.development_environment import (
     FACTS_PROGRAM,
     choose_torch,
@@ -51,6 +52,12 @@ def test_a_torch_that_is_too_old_is_not_reused() -> None:
 def test_a_named_torch_goes_before_the_one_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH", "torch==2.12.0 --pre")
     assert choose_torch(facts("2.13.0"))[1:] == (["torch==2.12.0", "--pre"], False)
+
+
+def test_the_newest_torch_is_asked_for_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH", "newest")
+    monkeypatch.setattr(development_environment, "newest_torch", lambda: "9.8.7")
+    assert choose_torch(facts("2.13.0")) == ("torch==9.8.7", ["torch==9.8.7"], False)
 
 
 def test_the_development_pins_name_no_address() -> None:
