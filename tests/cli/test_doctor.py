@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import anyflex
+from anyflex import torch_versions
 from anyflex.cli import doctor_facts
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS
@@ -33,6 +34,25 @@ def test_a_healthy_machine_passes(command: RunCommand) -> None:
     assert "reference  usable" in result.out
     assert "self-test on cpu, float32, forward and backward: PASS" in result.out
     assert "All checks passed." in result.out
+
+
+def test_a_torch_that_no_test_ran_with_is_told_and_no_failure(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest, newest = torch_versions.TESTED
+    assert f"torch {torch.__version__} (tested: {oldest} to {newest})" in command("doctor").out
+    monkeypatch.setattr(torch_versions, "TESTED", ("2.1", "2.2"))
+    result = command("doctor")
+    assert f"torch {torch.__version__} (not tested; tested: 2.1 to 2.2)" in result.out
+    assert result.code == ExitCode.OK
+
+
+def test_a_private_name_that_torch_lacks_is_told_with_what_that_means(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = torch_versions.PrivateName("_C._gone", "2.11 to 2.15", "calls are slower", False)
+    monkeypatch.setattr(torch_versions, "missing_names", lambda: [lost])
+    assert "lacks torch._C._gone: calls are slower" in command("doctor").out
 
 
 def test_json_has_the_same_facts(command: RunCommand, tmp_path: Path) -> None:
