@@ -17,7 +17,7 @@ from anyflex.failing import fail
 from anyflex.fixed import fixed
 from anyflex.lazy_parameters import check_initialized
 from anyflex.symbolic import SYMBOLIC
-from anyflex.torch_versions import dual_level
+from anyflex.torch_versions import tangents_possible
 
 __all__ = [
     "check_aux",
@@ -256,7 +256,7 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    if dual_level() == -1:
+    if not tangents_possible():
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

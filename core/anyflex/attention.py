@@ -29,7 +29,7 @@ from anyflex.runtime.ops import flex_attention_op
 from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.request import write_request
 from anyflex.runtime.saved_bytes import NOTHING, saved_bytes
-from anyflex.torch_versions import dispatch_modes, dual_level, dynamo_constant, transform_stack
+from anyflex.torch_versions import dispatch_modes, dynamo_constant, in_dual_level, transform_stack
 
 __all__ = [
     "ScoreMod",
@@ -294,7 +294,7 @@ def _unfit_transform(compiling: bool) -> str:
     transform = _transform()
     if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
         return transform
-    return "" if dual_level() == -1 else "dual level"
+    return "dual level" if in_dual_level() else ""
 
 
 def refuse_forward_mode() -> NoReturn:

@@ -31,10 +31,10 @@ __all__ = [
     "as_symbol_tensor",
     "batch_level",
     "dispatch_modes",
-    "dual_level",
     "dynamo_constant",
     "dynamo_name",
     "functorch_level",
+    "in_dual_level",
     "is_batched",
     "is_functional",
     "is_mutable",
@@ -46,6 +46,7 @@ __all__ = [
     "negated_view",
     "register_pytree_node",
     "release",
+    "tangents_possible",
     "transform_stack",
     "version_counter",
     "without_modes",
@@ -250,13 +251,18 @@ negated_view: Callable[[Tensor], Tensor] = _find(
 _has_levels = _find(
     "autograd.forward_ad._current_level",
     None,
-    "forward-mode derivatives are refused by torch, where it notices them",
+    "each eager call looks at its tensors for tangents; in compiled ones torch refuses them",
 )
 
 
-def dual_level() -> int:
-    """Level of ``torch.autograd.forward_ad`` in force, -1 outside of it."""
-    return -1 if _has_levels is None else forward_ad._current_level
+def in_dual_level() -> bool:
+    """Whether a level of ``torch.autograd.forward_ad`` is known to be in force."""
+    return _has_levels is not None and forward_ad._current_level != -1
+
+
+def tangents_possible() -> bool:
+    """Whether a tensor may have a tangent: `in_dual_level`, or nobody knows."""
+    return _has_levels is None or forward_ad._current_level != -1
 
 
 _base_apply = _find("_C._FunctionBase.apply", None, "gradients cost a microsecond a call more")

@@ -30,7 +30,7 @@ from anyflex.runtime.facts import fp32_precision
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.runtime.signs import shown
-from anyflex.torch_versions import apply_of, dual_level
+from anyflex.torch_versions import apply_of, tangents_possible
 
 if TYPE_CHECKING:
     from anyflex.reference.recorded import RecordedMod
@@ -62,7 +62,7 @@ def run(
     inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
     # `shown` has another call, where a tensor is changed: autograd goes through its copies.
     call = inputs.call = shown(inputs.call)
-    if dual_level() != -1:
+    if tangents_possible():
         _refuse_tangents(call)
     try:
         plan = plan_for(inputs)

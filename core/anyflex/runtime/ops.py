@@ -21,7 +21,7 @@ from anyflex.runtime.recent import Recent
 from anyflex.runtime.request import read_request
 from anyflex.runtime.saved_bytes import NOTHING, size
 from anyflex.runtime.unpacked import CURE, check_like
-from anyflex.torch_versions import dual_level
+from anyflex.torch_versions import in_dual_level
 
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
@@ -64,7 +64,7 @@ def _forward(
     from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
     from anyflex.runtime.plan import plan_for
 
-    if dual_level() != -1:  # a program that was compiled outside of the level
+    if in_dual_level():  # a program that was compiled outside of the level
         from anyflex.attention import refuse_forward_mode
 
         refuse_forward_mode()
