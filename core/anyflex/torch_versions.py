@@ -33,6 +33,7 @@ __all__ = [
     "dispatch_modes",
     "dynamo_constant",
     "dynamo_name",
+    "forward_mode_enabled",
     "functorch_level",
     "in_dual_level",
     "is_batched",
@@ -46,6 +47,7 @@ __all__ = [
     "negated_view",
     "register_pytree_node",
     "release",
+    "set_forward_mode",
     "tangents_possible",
     "transform_stack",
     "version_counter",
@@ -264,6 +266,19 @@ def tangents_possible() -> bool:
     """Whether a tensor may have a tangent: `in_dual_level`, or nobody knows."""
     return _has_levels is None or forward_ad._current_level != -1
 
+
+forward_mode_enabled: Callable[[], bool] = _find(
+    "_C._is_fwd_grad_enabled",
+    torch.is_grad_enabled,
+    "a mod with no_grad runs through vmap, as one with a custom autograd.Function does",
+)
+"""Whether forward-mode derivatives are switched on, which custom Functions switch off."""
+
+set_forward_mode: Callable[[bool], None] = _find(
+    "_C._set_fwd_grad_enabled",
+    lambda enabled: None,
+    "a mod in a checkpoint is taken for one with a custom autograd.Function",
+)
 
 _base_apply = _find("_C._FunctionBase.apply", None, "gradients cost a microsecond a call more")
 

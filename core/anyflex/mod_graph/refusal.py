@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anyflex.failing import fail
+from anyflex.mod_graph.custom_functions import in_custom_function
 from anyflex.torch_versions import dynamo_constant, is_mutable
 
 __all__ = [
@@ -43,7 +44,6 @@ OWN = tuple(
     ).split()
 )
 _TRACE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
@@ -54,21 +54,17 @@ def refuse(problem: str, operation: str, hint: str = "", pure: bool = False) -> 
 
 
 def refuse_custom_function() -> None:
-    """Raise ModTraceError inside of a custom ``autograd.Function``, where frames can be inspected:
-    a graph would hold what its forward does, and be differentiated instead of its backward being
-    called. ``vmap`` calls it."""
-    if torch.compiler.is_dynamo_compiling():  # Dynamo's own entry is in `dynamo_refusals`
+    """Raise ModTraceError in a custom ``autograd.Function`` that a mod under trace applies."""
+    # While Dynamo traces, `dynamo_refusals` has Dynamo's own entry for it.
+    if torch.compiler.is_dynamo_compiling() or not in_custom_function():
         return
-    inside = False
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        inside = inside or code is _APPLY
         if code.co_name == "trace_mod" and code.co_filename == _TRACE:
-            # One around the attention, as a checkpoint is, is none of the mod's.
-            if inside:
-                _refuse(*CUSTOM_FUNCTION, pure=True)
-            return
+            # Nothing tells a Function in inference mode from inference mode alone.
+            mode = torch.is_inference_mode_enabled()
+            _refuse(*(INFERENCE_MODE if mode else CUSTOM_FUNCTION), pure=True)
         frame = frame.f_back
 
 
@@ -123,6 +119,11 @@ CUSTOM_FUNCTION = (
     "torch.autograd.Function",
     "Write its forward as the mod, with x.detach() where no gradient is to pass: a straight-"
     "through estimator is `x + (torch.round(x) - x).detach()`.",
+)
+INFERENCE_MODE = (
+    "torch.inference_mode, or a torch.autograd.Function under it, in a mod",
+    "torch.inference_mode",
+    "Use torch.no_grad(), or `.detach()`.",
 )
 
 TRANSFORM = (

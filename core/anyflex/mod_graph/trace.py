@@ -15,6 +15,7 @@ from anyflex.errors import ArgumentTypeError, ModTraceError
 from anyflex.failing import fail
 from anyflex.mod_graph.calling import call_mod, codes_of
 from anyflex.mod_graph.conversions import FACTORIES
+from anyflex.mod_graph.custom_functions import in_custom_function, outside_of_functions
 from anyflex.mod_graph.dynamo_comparisons import mend_comparisons
 from anyflex.mod_graph.dynamo_symbols import mend_symbols
 from anyflex.mod_graph.in_place import SetWatch
@@ -153,6 +154,18 @@ def trace_mod(
         BlockMaskError: a mask function whose result is not a bool scalar.
         Whatever `function` itself raises.
     """
+    if torch.compiler.is_dynamo_compiling() or not in_custom_function():
+        return _traced(function, kind, score_dtype, device)
+    with outside_of_functions():
+        return _traced(function, kind, score_dtype, device)
+
+
+def _traced(
+    function: Callable[..., Any],
+    kind: Literal["score", "mask"],
+    score_dtype: torch.dtype,
+    device: torch.device | None,
+) -> TracedMod:
     tracer = Tracer(
         DTYPE_NAMES[torch.get_default_dtype()],
         device if device is not None else torch.device("cpu"),
@@ -165,6 +178,7 @@ def trace_mod(
         tracer.name_of = lambda tensor: captured_name(function, tensor)
         tracer.make_symbol = tensor_symbol
         tracer.transform_level = functorch_level
+        tracer.in_custom_function = in_custom_function
     symbols = [tracer.add("input", "i64", "-", name) for name in INDICES]
     if kind == "score":
         tracer.records_gradients = torch.is_grad_enabled()

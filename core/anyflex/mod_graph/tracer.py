@@ -50,6 +50,8 @@ class Tracer:
         self.name_of: Callable[[Tensor], str] | None = None
         # How deep functorch's transforms are nested, where that can be asked.
         self.transform_level: Callable[[], int | None] | None = None
+        # Whether a Function that the mod applies is running; Dynamo follows no such call.
+        self.in_custom_function: Callable[[], bool] | None = None
         # Of a score mod; under no_grad inside of it torch records none.
         self.records_gradients = False
 
@@ -67,9 +69,12 @@ class Tracer:
 
     def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
         symbol = self._node(operation, kind, arguments, attribute)
-        if not self.records_gradients or torch.is_grad_enabled():
+        if not self.records_gradients:
             return symbol
-        refuse_custom_function()  # its forward runs so, too
+        if self.in_custom_function is not None and self.in_custom_function():
+            refuse_custom_function()
+        if torch.is_grad_enabled():
+            return symbol
         if CATEGORY[kind] != FLOAT or operation in ("const", "number"):
             return symbol
         return self._node("detach", kind, str(symbol.position))
