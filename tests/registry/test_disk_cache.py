@@ -77,6 +77,14 @@ def test_another_version_of_core_reads_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert artifacts().get("a") is None
 
 
+def test_a_torch_that_differentiates_otherwise_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    artifacts().put("a", b"1")
+    monkeypatch.setattr("anyflex.mod_graph.torch_derivatives.IN_FORCE", "other rules")
+    assert artifacts().get("a") is None
+
+
 def test_parts_of_the_key_cannot_run_into_each_other() -> None:
     artifacts(package="ab", version="c").put("a", b"1")
     assert artifacts(package="a", version="bc").get("a") is None

@@ -94,10 +94,10 @@ U8, I8, I32 = (torch.arange(7, dtype=t) for t in (torch.uint8, torch.int8, torch
 @pytest.mark.parametrize(
     "expression",
     [
-        *(f"u8[q].clamp({bound})" for bound in ("max=300", "min=256", "min=-256", "-1, 300")),
-        "torch.clamp_max(i8[q], 128)",
-        "i8[q].clamp_min(-129)",
-        "i32[q].clip(-(1 << 40), 5)",
+        *(f"u8[q].clamp({bound})" for bound in ("min=256", "max=-300", "300, 400", "256, 3")),
+        "torch.clamp_min(i8[q], 128)",
+        "i8[q].clamp_max(-129)",
+        "i32[q].clip(1 << 40)",
         "torch.where(q > k, u8[q], 300)",
         "torch.where(q > k, 300, u8[q])",
         "u8[q].where(q > k, -256)",
@@ -114,7 +114,7 @@ def test_a_number_that_the_type_cannot_hold_is_refused_as_torch_refuses_it(
 ) -> None:
     mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
     zero = torch.zeros((), dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="without overflow"):
+    with pytest.raises(RuntimeError, match="without overflow|outside the representable"):
         mod(zero.float(), zero, zero, zero, zero)
     with pytest.raises(ModTraceError, match=r"can't hold.*`x.long\(\)`"):
         trace_mod(mod, "score")
@@ -144,9 +144,10 @@ def test_a_divisor_that_is_0_in_the_type_is_refused_as_torch_refuses_it(expressi
     "expression",
     [
         "u8[k].clamp(max=255)",
-        "u8[k].clamp(min=-1)",  # 255
+        "u8[k].clamp(min=-1)",  # 255 before torch 2.15
         "u8[k].clamp(-255, 200)",
         "i8[k].clamp(-128, 127)",
+        "(i8[k] - 3).clamp(-1, 2)",
         "u8[k].clamp(max=300.0)",  # a float now
         "u8[k].masked_fill(q > k, -2)",
         "torch.where(q > k, 255, u8[k])",
@@ -168,3 +169,31 @@ def test_a_number_that_torch_accepts_means_what_it_means_there(expression: str) 
     # A float32 score of some 300 is rounded to steps of 3e-5, and weights by as much of each.
     torch.testing.assert_close(out.double(), wanted.out, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(aux.lse.double(), wanted.lse, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(f"u8[q].clamp({bound})" for bound in ("max=300", "min=-256", "-1, 300", "max=-1")),
+        "torch.clamp_max(i8[q], 128)",
+        "(i8[q] - 3).clamp_min(-129)",
+        "(i32[q] - 3).clip(-(1 << 40), 2)",
+        "u8[q].clamp(-300, 300)",
+    ],
+)
+def test_a_clamp_beyond_an_integer_type_is_what_the_torch_that_runs_makes_of_it(
+    expression: str,
+) -> None:
+    """torch 2.15 takes bounds that change nothing, and refuses some that wrapped before."""
+    mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
+    query, key, value = (torch.randn(1, 1, 7, 4) for _ in range(3))
+    try:
+        wanted = dense_attention(query.double(), key.double(), value.double(), mod)
+    except RuntimeError as error:
+        assert "overflow" in str(error) or "representable" in str(error)
+        with pytest.raises(ModTraceError, match=r"can't hold.*`x.long\(\)`"):
+            trace_mod(mod, "score")
+        return
+    out = anyflex.flex_attention(query, key, value, mod)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), wanted.out, rtol=1e-5, atol=1e-5)

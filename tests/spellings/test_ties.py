@@ -1,5 +1,5 @@
-"""At an exact tie torch.maximum and minimum halve the gradient and a clamp passes it, whatever
-simplifying makes of their operands."""
+"""At an exact tie torch.maximum and minimum halve the gradient, and a clamp does what the torch
+that runs does, whatever simplifying makes of their operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALVED = [
     "torch.minimum(s, torch.full_like(q, 0).double())",
     "s.maximum(torch.minimum((h - h) * 1.0, torch.zeros_like(s)))",
 ]
-PASSED = [
+CLAMPED = [
     "torch.clamp(s, min=0.0)",
     "s.clamp(-0.0, 1)",
     "torch.clamp(s, max=(b - b) * 0.25)",
@@ -32,7 +32,7 @@ PASSED = [
 
 
 @pytest.mark.usefixtures("float64_numbers")
-@pytest.mark.parametrize("expression", [*HALVED, *PASSED])
+@pytest.mark.parametrize("expression", [*HALVED, *CLAMPED])
 def test_the_gradient_at_a_tie_is_that_of_autograd(expression: str) -> None:
     function = function_of(f"({expression}) * 3.0", {})
     index = torch.arange(5)
@@ -41,7 +41,8 @@ def test_the_gradient_at_a_tie_is_that_of_autograd(expression: str) -> None:
     given["kv_idx"] = index
     rows = one_by_one(function, given)
     (wanted,) = torch.autograd.grad(torch.stack(rows).sum(), [scores])
-    assert wanted[0] in ((1.5, 2.25) if expression in HALVED else (3.0,))
+    if expression in HALVED:
+        assert wanted[0] in (1.5, 2.25)
     given["score"] = scores.detach()
     traced = trace_mod(function, "score", torch.float64)
     raw = parse_graph(traced.text)

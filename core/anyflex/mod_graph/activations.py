@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from anyflex.mod_graph.arithmetic import clamp
+from anyflex.mod_graph.arithmetic import sharing
 from anyflex.mod_graph.refusal import refuse
 from anyflex.mod_graph.symbol import CATEGORY, FLOAT, Symbol
+from anyflex.mod_graph.torch_derivatives import fmax_halves_at_ties
 from anyflex.mod_graph.tracer import Tracer
 
 __all__ = ["SPELLED"]
@@ -195,10 +196,12 @@ def _number_wins(t: Tracer, x: Any, y: Any, comparison: str, on_bools: str) -> S
     if kind == "bool":
         return t.binary(on_bools, x, y, kind)
     chosen = t.binary(comparison, x, y, kind, "bool")
-    if CATEGORY[kind] == FLOAT:
-        chosen = t.binary("or", chosen, y != y, "bool")
-    # At a tie the whole gradient is the first's, as torch has it.
-    return t.where(chosen, x, y)
+    if CATEGORY[kind] != FLOAT:
+        return t.where(chosen, x, y)
+    result = t.where(t.binary("or", chosen, y != y, "bool"), x, y)
+    if fmax_halves_at_ties:
+        result = t.where(x == y, sharing(t, "maximum", x, y), result)
+    return result
 
 
 def nan_to_num(
@@ -342,7 +345,8 @@ def logit(t: Tracer, x: Any, eps: float | None = None) -> Symbol:
     x = _float(t, x)
     if eps is not None:
         low = _as(t, x, eps)
-        x = clamp(t, x, low, _const(t, x, 1.0) - low)
+        high = _const(t, x, 1.0) - low
+        x = t.where(x < low, low, t.where(x > high, high, x))
     # Not the logarithm of a quotient: its slope at 0 would be NaN.
     return t.floating("log", x) - t.floating("log1p", -x)
 

@@ -12,7 +12,9 @@ from anyflex.fixed import fixed
 from anyflex.mod_graph.operations import DTYPES
 from anyflex.mod_graph.refusal import refuse
 from anyflex.mod_graph.symbol import CATEGORY, FLOAT, INT, Symbol
+from anyflex.mod_graph.torch_derivatives import clamp_halves_at_tensors
 from anyflex.mod_graph.tracer import Tracer
+from anyflex.symbolic import NUMBERS
 
 __all__ = [
     "absolute",
@@ -48,6 +50,7 @@ __all__ = [
     "reversed_subtract",
     "round_to",
     "rounding",
+    "sharing",
     "shift",
     "sign",
     "square",
@@ -268,31 +271,83 @@ def clamp(t: Tracer, x: Any, min: Any = None, max: Any = None) -> Symbol:
         refuse("torch.clamp without bounds", "torch.clamp", "Give min, max or both.")
     x = t.symbol(x)
     kind = x.kind
-    bounds = [("maximum", "ge", "lt", min), ("minimum", "le", "gt", max)]
-    for *_, bound in bounds:
+    for bound in (min, max):
         if bound is not None:
             kind = t.common_kind(t.add("const", kind, "-", "0"), t.operand(bound))
     low, high = (None if bound is None else t.operand(bound) for bound in (min, max))
-    if isinstance(low, Symbol) and isinstance(high, Symbol) and CATEGORY[kind] == FLOAT:
-        # Where the bounds meet, torch gives neither a gradient for what lies below.
-        apart = t.binary("lt", low, high, kind, "bool")
-        low = t.where(apart, low, t.unary("detach", low))
-    for (operation, inside, outside, _), bound in zip(bounds, (low, high), strict=True):
-        if bound is None:
+    tensors = [bound for bound in (low, high) if isinstance(bound, Symbol)]
+    numbers = [bound for bound in (low, high) if isinstance(bound, NUMBERS)]
+    if CATEGORY[kind] != FLOAT:
+        return _clamp_integer(t, x, low, high, kind)
+    if not tensors:
+        if low is not None:
+            x = t.binary("maximum", x, low, kind)
+        return x if high is None else t.binary("minimum", x, high, kind)
+    x = t.as_kind(x, kind)
+    low, high = (None if bound is None else t.as_kind(bound, kind) for bound in (low, high))
+    if not clamp_halves_at_tensors:
+        return _clamp_passing(t, x, low, high)
+    return (_clamp_stopping if numbers else _clamp_halving)(t, x, low, high)
+
+
+def _clamp_integer(t: Tracer, x: Symbol, low: Any, high: Any, kind: str) -> Symbol:
+    x = t.as_kind(x, kind)
+    for operation, bound in (("maximum", low), ("minimum", high)):
+        if bound is None or t.is_no_bound(kind, bound, operation):
             continue
-        if not isinstance(bound, Symbol):
-            t.must_hold(kind, bound, "torch.clamp")
-            x = t.binary(operation, x, bound, kind)
-            continue
-        # At a bound the whole gradient is x's, as torch has it; maximum would halve it. A NaN
-        # gets none, and comes from either.
-        x, bound = t.as_kind(x, kind), t.as_kind(bound, kind)
-        beyond = bound
-        if CATEGORY[kind] == FLOAT:
-            neither = t.unary("detach", t.binary("add", x, bound, kind))
-            beyond = t.where(t.binary(outside, x, bound, kind, "bool"), bound, neither, kind)
-        x = t.where(t.binary(inside, x, bound, kind, "bool"), x, beyond, kind)
+        x = t.binary(operation, x, bound, kind)
     return x
+
+
+def _clamp_passing(t: Tracer, x: Symbol, low: Symbol | None, high: Symbol | None) -> Symbol:
+    """A clamp by tensors as torch differentiates it before 2.14: at a bound the whole gradient is
+    x's, a NaN gets none, and bounds that meet get none of what lies below."""
+    if low is not None and high is not None:
+        low = t.where(low < high, low, t.unary("detach", low))
+    if low is not None:
+        x = t.where(x >= low, x, t.where(x < low, low, t.unary("detach", x + low)))
+    if high is not None:
+        x = t.where(x <= high, x, t.where(x > high, high, t.unary("detach", x + high)))
+    return x
+
+
+def _clamp_stopping(t: Tracer, x: Symbol, low: Symbol | None, high: Symbol | None) -> Symbol:
+    """A clamp by a number and a tensor, which torch takes for a number, since 2.14: at a bound no
+    gradient passes, nor at a NaN."""
+    if low is not None:
+        neither = t.unary("detach", t.binary("maximum", x, low, x.kind))
+        x = t.where(x > low, x, t.where(x < low, low, neither))
+    if high is not None:
+        neither = t.unary("detach", t.binary("minimum", x, high, x.kind))
+        x = t.where(x < high, x, t.where(x > high, high, neither))
+    return x
+
+
+def _clamp_halving(t: Tracer, x: Symbol, low: Symbol | None, high: Symbol | None) -> Symbol:
+    """A clamp by tensors as torch differentiates it since 2.14: at a bound, x and the bound have
+    half of the gradient each."""
+    if high is None or low is None:
+        if low is not None:
+            return sharing(t, "maximum", x, low)
+        assert high is not None
+        return sharing(t, "minimum", x, high)
+    apart, crossed = low < high, high < low
+    ordered = low <= high
+    # Neither holds where a bound is NaN: so is the result, and the gradient is x's.
+    neither = t.unary("detach", low + high)
+    inside = t.where(ordered, x, x + t.where(crossed, high, neither))
+    inside = t.where((x == low) & apart, sharing(t, "maximum", x, low), inside)
+    inside = t.where((x == high) & apart, sharing(t, "minimum", x, high), inside)
+    below = t.where(ordered, low, t.where(crossed, high, neither))
+    above = t.where(ordered | crossed, high, neither)
+    return t.where(x < low, below, t.where(x > high, above, inside))
+
+
+def sharing(t: Tracer, operation: str, x: Symbol, y: Symbol) -> Symbol:
+    """A minimum or maximum whose operands have half of the gradient each at a tie. Against a
+    number it would be a clamp."""
+    x, y = (t.unary("detach", side) if t.is_number(side) else side for side in (x, y))
+    return t.binary(operation, x, y, x.kind)
 
 
 def clamp_min(t: Tracer, x: Any, min: Any) -> Symbol:
@@ -317,8 +372,7 @@ def extremum(operation: str, on_bools: str) -> Callable[..., Symbol]:
             )
         kind = t.common_kind(x, y)
         if CATEGORY[kind] == FLOAT:
-            # At a tie each operand has half of the gradient; against a number, as in clamp, all.
-            x, y = (t.unary("detach", side) if t.is_number(side) else side for side in (x, y))
+            return sharing(t, operation, t.as_kind(x, kind), t.as_kind(y, kind))
         return t.binary(on_bools if kind == "bool" else operation, x, y, kind)
 
     return spelled

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from anyflex.mod_graph.graph import GraphBuilder, Node, is_number
+from anyflex.mod_graph.torch_derivatives import clamp_stops_at_numbers
 
 __all__ = ["DIFFERENTIABLE", "Formulas"]
 
@@ -109,16 +110,17 @@ def _pow_exponent(f: Formulas, g: int, x: int, y: int, result: int) -> int:
     return f.dropped(flat, f.op("mul", g, f.op("mul", result, f.op("log", x))))
 
 
-def _extremum(loses: str, holds: str) -> Formula:
-    """minimum and maximum: `loses(x, y)` says that x is not the result; `holds` its opposite."""
+def _extremum(loses: str, inside: str) -> Formula:
+    """minimum and maximum: `loses(x, y)` says that x is not the result, `inside(x, y)` that a
+    clamp by the number y passes x's gradient on."""
 
     def formula(f: Formulas, position: int, grad: int) -> Gradients:
         x, y = f.node(position).arguments
-        # Against a number it is a clamp: at the bound the whole gradient passes, none at NaN.
+        # Against a number it is a clamp: no gradient passes at NaN.
         if f.is_number(y):
-            return f.kept(f.test(holds, x, y), grad), None
+            return f.kept(f.test(inside, x, y), grad), None
         if f.is_number(x):
-            return None, f.kept(f.test(holds, y, x), grad)
+            return None, f.kept(f.test(inside, y, x), grad)
         halved = f.select(f.test("eq", x, y), f.times(grad, 0.5), grad)
         return (
             f.dropped(f.test(loses, x, y), halved) if f.wanted(position, 0) else None,
@@ -183,8 +185,8 @@ DIFFERENTIABLE: dict[str, Formula] = {
         lambda f, g, x, y, r: f.op("mul", f.op("neg", g), f.op("trunc", f.op("truediv", x, y))),
     ),
     "pow": _binary(_pow_base, _pow_exponent),
-    "minimum": _extremum("gt", "le"),
-    "maximum": _extremum("lt", "ge"),
+    "minimum": _extremum("gt", "lt" if clamp_stops_at_numbers else "le"),
+    "maximum": _extremum("lt", "gt" if clamp_stops_at_numbers else "ge"),
     "atan2": _binary(_atan2(1.0, 1), _atan2(-1.0, 0)),
     "neg": _unary(lambda f, g, x, r: f.op("neg", g)),
     "abs": _unary(lambda f, g, x, r: f.op("mul", g, f.op("sign", x))),

@@ -50,10 +50,11 @@ class Derivative:
 def differentiate(graph: ModGraph, *, wanted_captured: frozenset[int]) -> Derivative:
     """Return the gradients of a score mod with torch's conventions.
 
-    Kinks are torch's: abs has slope 0 at 0, minimum and maximum share the gradient at ties, a
-    clamp (minimum or maximum against what has no gradient) passes it at the bound. Rounding,
-    comparisons, casts to ints and indices stop it; closed-over numbers have none. Where the
-    untaken branch of a `where` has an infinite derivative the gradient is NaN, as in torch.
+    Kinks are torch's: abs has slope 0 at 0, minimum and maximum share the gradient at ties, and
+    what a clamp (minimum or maximum against a number) passes at the bound, `torch_derivatives`
+    says. Rounding, comparisons, casts to ints and indices stop it; closed-over numbers have none.
+    Where the untaken branch of a `where` has an infinite derivative the gradient is NaN, as in
+    torch.
 
     Args:
         graph: with a floating result.

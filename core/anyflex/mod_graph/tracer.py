@@ -14,6 +14,7 @@ from anyflex.lazy_parameters import LAZY, check_initialized
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.refusal import NUMPY, TRANSFORM, refuse, refuse_custom_function
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
+from anyflex.mod_graph.torch_derivatives import integer_clamp_saturates
 from anyflex.symbolic import INTS, NUMBERS, SYMBOLIC
 
 __all__ = ["Tracer"]
@@ -142,6 +143,26 @@ class Tracer:
                 operation,
                 f"Give a number of {low}..{high}, or convert to torch.int64 first: `x.long()`.",
             )
+
+    def is_no_bound(self, kind: str, value: Any, operation: str) -> bool:
+        """Tell whether a clamp of an integer type by a number changes nothing; refuse a number
+        that torch refuses."""
+        if isinstance(value, Symbol) or kind not in LIMITS:
+            return False
+        if kind == "i64" and isinstance(value, torch.SymInt):
+            return False
+        low, high = LIMITS[kind]
+        if not integer_clamp_saturates:
+            self.must_hold(kind, value, "torch.clamp")
+        elif value < low or value > high:
+            if (value < low) == (operation == "maximum"):
+                return True
+            refuse(
+                f"torch.clamp to {value}, which {DTYPES[kind]} can't hold",
+                "torch.clamp",
+                f"Give a number of {low}..{high}, or convert to torch.int64 first: `x.long()`.",
+            )
+        return False
 
     def wraps_to_zero(self, kind: str, value: int) -> bool:
         """Tell whether an integer type holds no other bits of a number than zeros."""

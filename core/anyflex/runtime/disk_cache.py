@@ -2,10 +2,11 @@
 
     <cache folder>/artifacts-1/<distribution>-<version>/<key>/<name>
 
-The key is the SHA-256 of distribution, version, core's version, the backend's fingerprint and the
-spec's digest. A file is a line of magic, a line with the SHA-256 of its name and content, and the
-content: what is torn, damaged or foreign is found at reading and compiled anew. Files are written
-beside their place and moved into it, so that any number of processes may share the folder.
+The key is the SHA-256 of distribution, version, core's version, the rules by which this torch
+differentiates, the backend's fingerprint and the spec's digest. A file is a line of magic, a line
+with the SHA-256 of its name and content, and the content: what is torn, damaged or foreign is
+found at reading and compiled anew. Files are written beside their place and moved into it, so that
+any number of processes may share the folder.
 
 The folder must belong to the user and be closed to others (mode 0700): its content is executed.
 """
@@ -325,9 +326,10 @@ def artifacts_for(
             change without their version.
     """
     from anyflex import __version__
+    from anyflex.mod_graph.torch_derivatives import IN_FORCE
 
     # Core's passes over mod graphs decide what a plugin generates, as its own code does.
-    parts = (plugin, package, version, __version__, fingerprint, spec_digest)
+    parts = (plugin, package, version, __version__, IN_FORCE, fingerprint, spec_digest)
     key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
     build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"
     return _SpecArtifacts(plugin, f"{package} {version}", build, key, on_disk=on_disk)

@@ -1,0 +1,42 @@
+"""Derivatives and clamps that depend on the release of torch: one table of what holds since when.
+
+A mod means what torch makes of it, so these follow the torch that runs, in graphs, in the
+derivatives of graphs, and through these in every backend. Kernels are cached under `IN_FORCE`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "IN_FORCE",
+    "clamp_halves_at_tensors",
+    "clamp_stops_at_numbers",
+    "fmax_halves_at_ties",
+    "integer_clamp_saturates",
+]
+
+_SINCE = {
+    # x.clamp(0, 1) at a bound: 0, before 1.
+    "clamp stops at numbers": (2, 14),
+    # x.clamp(low, high) by tensors: at a bound x and the bound get 0.5 each, before x had 1. A NaN
+    # gets 1, before 0; bounds that meet pass on what they replace, before nothing.
+    "clamp halves at tensors": (2, 14),
+    # torch.fmax and fmin at a tie: 0.5 each, before the first had 1.
+    "fmax halves at ties": (2, 14),
+    # uint8.clamp(max=300) is the identity and uint8.clamp(max=-1) an error; before, bounds
+    # wrapped, and those beyond twice the type were errors.
+    "integer clamp saturates": (2, 15),
+}
+"""Rule -> first release of torch that has it."""
+
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_FOLLOWED = [rule for rule, release in _SINCE.items() if release <= _RELEASE]
+
+IN_FORCE = "; ".join(_FOLLOWED)
+"""The rules that hold in this process. A kernel that was made under others computes others."""
+
+clamp_stops_at_numbers = "clamp stops at numbers" in _FOLLOWED
+clamp_halves_at_tensors = "clamp halves at tensors" in _FOLLOWED
+fmax_halves_at_ties = "fmax halves at ties" in _FOLLOWED
+integer_clamp_saturates = "integer clamp saturates" in _FOLLOWED
