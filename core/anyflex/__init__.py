@@ -26,6 +26,9 @@ from anyflex.errors import (
     PluginError,
 )
 
+# Loaded for what it registers: torch loses a cache bundle that holds an unknown type.
+from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
+
 if TYPE_CHECKING:
     from anyflex import masks, mods
     from anyflex.block_mask.block_mask import BlockMask
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from anyflex.explanation import explain
     from anyflex.gradients import flex_attention_backward
     from anyflex.registry.selection import use_backend
+    from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
     from anyflex.sinks import with_sinks
 
 __version__ = "0.1.0"
@@ -60,10 +64,12 @@ __all__ = [
     "explain",
     "flex_attention",
     "flex_attention_backward",
+    "load_artifacts",
     "masks",
     "mods",
     "noop_mask",
     "or_masks",
+    "save_artifacts",
     "use_backend",
     "with_sinks",
 ]
@@ -75,8 +81,10 @@ _LATER = {
     "create_mask": "anyflex.block_mask.build",
     "explain": "anyflex.explanation",
     "flex_attention_backward": "anyflex.gradients",
+    "load_artifacts": "anyflex.runtime.cache_archive",
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
+    "save_artifacts": "anyflex.runtime.cache_archive",
     "use_backend": "anyflex.registry.selection",
     "with_sinks": "anyflex.sinks",
 }

@@ -1,4 +1,4 @@
-"""``anyflex cache info|clear|save FILE|load FILE``: the disk cache of compiled kernels.
+"""``anyflex cache info|clear|save FILE|load FILE|specs``: the disk cache of compiled kernels.
 
 Exit codes: 0 done; 1 the cache or the archive can't be used, 2 the archive can't be written, with
 the reason on stderr.
@@ -16,6 +16,7 @@ from anyflex.cli.exit_codes import ExitCode, WrongUsage
 from anyflex.cli.file_argument import file_argument
 from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.runtime import cache_archive, disk_cache
+from anyflex.runtime.artifact_origin import spec_lines
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the command ``cache`` to the command line."""
     parser = subparsers.add_parser(
         "cache",
-        help="show, clear, save or load the cache of compiled kernels",
+        help="show, clear, save, load or list the cache of compiled kernels",
         description="The disk cache of compiled kernels.",
     )
     parser.set_defaults(run=run)
@@ -41,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             "put the artifacts of a file into the cache; they are executed later, so load "
             "only what comes from people you trust",
         ),
+        ("specs", "print each kernel's backend and spec, a line each, as `anyflex warm` reads it"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         if name in ("save", "load"):
@@ -50,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the command out; return the exit code."""
-    actions = {"info": _info, "clear": _clear, "save": _save, "load": _load}
+    actions = {"info": _info, "clear": _clear, "save": _save, "load": _load, "specs": _specs}
     try:
         facts, text = actions[arguments.cache_action](arguments)
     except AnyflexError as error:
@@ -130,9 +132,26 @@ def _save(arguments: argparse.Namespace) -> Report:
 
 def _load(arguments: argparse.Namespace) -> Report:
     store = disk_cache.store()
-    count = cache_archive.load(store, arguments.file)
-    facts = {"file": str(arguments.file), "folder": str(store.folder), "loaded": count}
-    return facts, f"loaded {count} artifacts into {store.folder}"
+    loaded = cache_archive.load(store, arguments.file)
+    if loaded.skipped and not loaded.artifacts:
+        raise ArgumentError(
+            f"{arguments.file} has nothing for this environment: {'; '.join(loaded.reasons)}"
+        )
+    facts = {
+        "file": str(arguments.file),
+        "folder": str(store.folder),
+        "loaded": loaded.artifacts,
+        "skipped": loaded.skipped,
+        "reasons": loaded.reasons,
+    }
+    lines = [f"loaded {loaded.artifacts} artifacts into {store.folder}"]
+    lines += [f"skipped {reason}" for reason in loaded.reasons]
+    return facts, "\n".join(lines)
+
+
+def _specs(arguments: argparse.Namespace) -> Report:
+    lines = sorted(set(spec_lines(_store())))
+    return {"specs": [json.loads(line) for line in lines]}, "\n".join(lines)
 
 
 def _size(count: int) -> str:

@@ -171,4 +171,9 @@ def _cache(cache: dict[str, Any]) -> list[str]:
     lines = [f"{cache['folder']}: {cache['artifacts']} artifacts, {cache['bytes']:,} bytes"]
     if cache["problem"] is not None:
         lines.append(f"can't be used: {cache['problem']}; kernels are kept in memory only")
+    if cache["torch_bundle_problem"] is not None:
+        lines.append(
+            "torch.compiler.save_cache_artifacts() holds nothing of anyflex: "
+            f"{cache['torch_bundle_problem']}; anyflex.save_artifacts() does"
+        )
     return lines

@@ -25,7 +25,7 @@ from anyflex.registry import environment, install_hints, isolation, table
 from anyflex.registry.discovery import hidden_copies
 from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
 from anyflex.registry.isolation import first_line
-from anyflex.runtime import disk_cache
+from anyflex.runtime import disk_cache, torch_bundle
 
 __all__ = ["collect"]
 
@@ -193,7 +193,13 @@ def _cache() -> dict[str, Any]:
     except ArgumentError as error:
         values = {variable.name: variable.value for variable in environment.in_force()}
         folder = values["ANYFLEX_CACHE_DIR"]
-        return {"folder": folder, "artifacts": 0, "bytes": 0, "problem": str(error)}
+        return {
+            "folder": folder,
+            "artifacts": 0,
+            "bytes": 0,
+            "problem": str(error),
+            "torch_bundle_problem": torch_bundle.problem(),
+        }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it says stands in the facts
         store.usable(create=True)
@@ -203,6 +209,7 @@ def _cache() -> dict[str, Any]:
         "artifacts": len(items),
         "bytes": sum(item.size for item in items),
         "problem": store.problem,
+        "torch_bundle_problem": torch_bundle.problem(),
     }
 
 

@@ -5,16 +5,24 @@ checked here is that it is whole and stays inside of the cache folder."""
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import pathlib
 import re
 import secrets
+import warnings
 import zipfile
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import IO, overload
 
-from anyflex.errors import ArgumentError
-from anyflex.runtime.disk_cache import FOLDER, Store, unseal
+from anyflex.errors import ArgumentError, ArgumentTypeError
+from anyflex.runtime import artifact_origin
+from anyflex.runtime.disk_cache import FOLDER, Store, damage, store, unseal
 
-__all__ = ["load", "save"]
+__all__ = ["Loaded", "load", "load_artifacts", "restore", "save", "save_artifacts"]
 
 _MEMBER = re.compile(
     r"([A-Za-z0-9_+-][A-Za-z0-9._+-]{0,199})/([0-9a-f]{64})/([A-Za-z0-9_][A-Za-z0-9._-]{0,199})"
@@ -22,6 +30,85 @@ _MEMBER = re.compile(
 _COMMENT = f"anyflex cache {FOLDER}".encode()
 LARGEST_MEMBER = 2**30
 """Bytes; a larger one is no artifact but an attempt to fill memory."""
+_log = logging.getLogger("anyflex")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came of loading an archive.
+
+    Args:
+        artifacts: how many are in the cache now.
+        skipped: how many are not, because no call in this environment would find them.
+        reasons: why, one line a reason, each with its number of artifacts.
+    """
+
+    artifacts: int
+    skipped: int
+    reasons: tuple[str, ...]
+
+
+@overload
+def save_artifacts(path: None = None) -> bytes: ...
+@overload
+def save_artifacts(path: str | os.PathLike[str]) -> pathlib.Path: ...
+def save_artifacts(path: str | os.PathLike[str] | None = None) -> bytes | pathlib.Path:
+    """Write every compiled kernel of the disk cache to one file, as ``anyflex cache save`` does.
+
+    Args:
+        path: of the file, which is replaced; None returns its content.
+
+    Returns:
+        The content, or the file's path.
+
+    Raises:
+        ArgumentError: the file can't be written, or the cache folder can't be used.
+    """
+    cache = _usable_store()
+    if path is None:
+        stream = io.BytesIO()
+        _pack(cache, stream)
+        return stream.getvalue()
+    target = pathlib.Path(path)
+    save(cache, target)
+    return target
+
+
+def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
+    """Put the kernels that `save_artifacts` wrote into the disk cache, as ``anyflex cache load``
+    does. **They are executed later: load only what comes from people you trust.**
+
+    All are checked before the first is stored. Those that no call in this environment would find
+    (another anyflex, torch, Triton, backend, processor or GPU) are left out, with a log line a
+    reason.
+
+    Args:
+        source: path of the file, or its content.
+
+    Raises:
+        ArgumentTypeError: `source` is neither.
+        ArgumentError: it is no archive of this layout, or damaged, or the cache folder can't be
+            written.
+    """
+    if not isinstance(source, (str, os.PathLike, bytes, bytearray, memoryview)):
+        raise ArgumentTypeError(
+            "load_artifacts takes a path or the bytes of save_artifacts, got "
+            f"{type(source).__name__}"
+        )
+    return load(store(), source)
+
+
+def _usable_store() -> Store:
+    cache = store()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error says it
+        usable = cache.usable(create=True)
+    if not usable:
+        raise ArgumentError(
+            f"the cache {cache.folder} can't be used ({cache.problem}); set ANYFLEX_CACHE_DIR to "
+            "a writable folder of your own"
+        )
+    return cache
 
 
 def save(store: Store, path: pathlib.Path) -> int:
@@ -43,19 +130,8 @@ def save(store: Store, path: pathlib.Path) -> int:
             )
         # Not tempfile's: it leaves no mode to the umask.
         temporary = target.with_name(f".writing-{secrets.token_hex(8)}")
-        with (
-            temporary.open("xb") as stream,
-            zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive,
-        ):
-            archive.comment = _COMMENT
-            for item in store.items():
-                with contextlib.suppress(FileNotFoundError):  # Cleared meanwhile.
-                    file = item.path.read_bytes()
-                    if unseal(item.name, file) is not None:
-                        # A fixed date: equal caches give equal archives.
-                        member = zipfile.ZipInfo(f"{item.build}/{item.key}/{item.name}")
-                        archive.writestr(member, file, zipfile.ZIP_DEFLATED)
-                        count += 1
+        with temporary.open("xb") as stream:
+            count = _pack(store, stream)
         os.replace(temporary, target)
     except OSError as error:
         if temporary is not None:
@@ -65,17 +141,38 @@ def save(store: Store, path: pathlib.Path) -> int:
     return count
 
 
-def load(store: Store, path: pathlib.Path) -> int:
-    """Put every artifact of an archive into the cache; return how many.
+def _pack(store: Store, stream: IO[bytes]) -> int:
+    count = 0
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = _COMMENT
+        for item in store.items():
+            with contextlib.suppress(FileNotFoundError):  # Cleared meanwhile.
+                file = item.path.read_bytes()
+                if unseal(item.name, file) is not None:
+                    # A fixed date: equal caches give equal archives.
+                    member = zipfile.ZipInfo(f"{item.build}/{item.key}/{item.name}")
+                    archive.writestr(member, file, zipfile.ZIP_DEFLATED)
+                    count += 1
+    return count
 
-    All are checked before the first is stored.
+
+def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
+    """Put the artifacts of an archive into the cache. See `load_artifacts`.
+
+    Args:
+        source: path or content.
 
     Raises:
         ArgumentError: the file is missing, is no archive of this layout, or a member is damaged,
             too large, or would leave the cache folder; or the cache folder can't be written.
     """
+    if isinstance(source, (str, os.PathLike)):
+        path: object = os.fspath(source)
+        stream: str | IO[bytes] = os.fspath(source)
+    else:
+        path, stream = f"of {len(source)} bytes", io.BytesIO(source)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(stream) as archive:
             if archive.comment != _COMMENT:
                 raise ArgumentError(
                     f"{path} is no anyflex cache archive of layout {FOLDER!r}; make it with "
@@ -87,20 +184,53 @@ def load(store: Store, path: pathlib.Path) -> int:
                     "ANYFLEX_CACHE_DIR to a writable folder of your own"
                 )
             members = archive.infolist()
-            for member in members:
-                _read(archive, member, path)
+            origins = {}
             for member in members:
                 build, key, name, data = _read(archive, member, path)
-                store.put(build, key, name, data)
-    except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+                if name == artifact_origin.NAME:
+                    origins[build, key] = data
+            refused = {
+                place: reason
+                for place, origin in origins.items()
+                if (reason := artifact_origin.mismatch(origin)) is not None
+            }
+            skipped: Counter[str] = Counter()
+            for member in members:
+                build, key, name, data = _read(archive, member, path)
+                if (build, key) in refused:
+                    skipped[refused[build, key]] += 1
+                else:
+                    store.put(build, key, name, data, used=False)
+    # A flipped byte may be anywhere: zlib.error is none of zipfile's own.
+    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
         raise ArgumentError(f"the archive {path} can't be read: {error}") from error
     if store.problem is not None:
         raise ArgumentError(f"the cache {store.folder} can't be written: {store.problem}")
-    return len(members)
+    reasons = tuple(f"{count} artifacts {reason}" for reason, count in sorted(skipped.items()))
+    for reason in reasons:
+        _log.warning("the archive %s: not loaded: %s", path, reason)
+    return Loaded(len(members) - skipped.total(), skipped.total(), reasons)
+
+
+def restore(store: Store, member: str, file: bytes) -> str | None:
+    """Put one sealed file into the cache; return why it can't be, or None.
+
+    Args:
+        member: ``"build/key/name"``.
+    """
+    match = _MEMBER.fullmatch(member)
+    if match is None or ".." in member:
+        return "its name is no artifact's"
+    build, key, name = match.groups()
+    data = unseal(name, file)
+    if data is None:
+        return f"it is {damage(file)}"
+    store.put(build, key, name, data, used=False)
+    return None
 
 
 def _read(
-    archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: pathlib.Path
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object
 ) -> tuple[str, str, str, bytes]:
     match = _MEMBER.fullmatch(member.filename)
     if match is None or ".." in member.filename:
@@ -116,9 +246,10 @@ def _read(
     build, key, name = match.groups()
     with archive.open(member) as stream:
         # The size in the directory may lie: never read more than allowed.
-        data = unseal(name, stream.read(LARGEST_MEMBER + 1))
+        file = stream.read(LARGEST_MEMBER + 1)
+    data = unseal(name, file)
     if data is None:
         raise ArgumentError(
-            f"the archive {path}: member {member.filename} is damaged; nothing was loaded"
+            f"the archive {path}: member {member.filename} is {damage(file)}; nothing was loaded"
         )
     return build, key, name, data

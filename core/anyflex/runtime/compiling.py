@@ -21,6 +21,7 @@ from anyflex.registry.fallback import (
 )
 from anyflex.registry.freeze_options import KernelOptions
 from anyflex.runtime import disk_cache
+from anyflex.runtime.artifact_origin import write_origin
 from anyflex.runtime.kernels import CompiledKernel
 from anyflex.runtime.recent import Recent
 
@@ -173,6 +174,7 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
         version=entry.version,
         fingerprint=fingerprint,
         spec_digest=digest,
+        origin=write_origin(entry.name, entry.package, entry.version, fingerprint, spec),
         on_disk=not entry.in_process,
     )
     start = time.perf_counter()

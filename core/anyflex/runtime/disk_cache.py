@@ -26,11 +26,14 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import torch
+
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
 from anyflex.forking import free_in_child
 from anyflex.registry import environment
 from anyflex.registry.isolation import user_stacklevel
+from anyflex.runtime import artifact_origin, torch_bundle
 
 __all__ = [
     "FOLDER",
@@ -38,6 +41,7 @@ __all__ = [
     "Store",
     "artifacts_for",
     "cache_folder",
+    "damage",
     "forget",
     "seal",
     "store",
@@ -48,6 +52,7 @@ FOLDER = "artifacts-1"
 """Folder inside of the cache folder; the number is the version of its layout."""
 
 _MAGIC = b"anyflex artifact 1\n"
+_ANY_MAGIC = b"anyflex artifact "
 _HEADER = len(_MAGIC) + 64 + 1
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CLEARED = ".cleared-"
@@ -82,6 +87,17 @@ def unseal(name: str, file: bytes) -> bytes | None:
     """Return the content of an artifact file, or None if it is damaged or isn't one."""
     data = file[_HEADER:]
     return data if file[:_HEADER] == seal(name, data)[:_HEADER] else None
+
+
+def damage(file: bytes) -> str:
+    """Return what is wrong with a file that `unseal` refuses."""
+    if file.startswith(_ANY_MAGIC) and not file.startswith(_MAGIC):
+        return "of another layout, made by another anyflex"
+    return "damaged"
+
+
+def _record(build: str, key: str, name: str, file: bytes) -> None:
+    torch_bundle.record(f"{build}/{key}/{name}", file[len(_MAGIC) : _HEADER - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +157,45 @@ class Store:
             _log.warning("cache file %s is damaged or foreign; compiled anew", path)
             with contextlib.suppress(OSError):  # It is overwritten anyway; gone, it logs once.
                 path.unlink()
+            return None
+        # A process that compiles nothing saves a bundle, too.
+        _record(build, key, name, file)
         return data
 
-    def put(self, build: str, key: str, name: str, data: bytes, *, on_disk: bool = True) -> None:
-        """Keep an artifact. Never raises because of the disk."""
+    def sealed(self, build: str, key: str, name: str) -> bytes | None:
+        """Return an artifact as its file has it, or None if there is none."""
+        with self._lock:
+            data = self._memory.get((build, key, name))
+        if data is not None:
+            return seal(name, data)
+        try:
+            return (self.folder / build / key / name).read_bytes()
+        except OSError:
+            return None
+
+    def put(
+        self,
+        build: str,
+        key: str,
+        name: str,
+        data: bytes,
+        *,
+        on_disk: bool = True,
+        used: bool = True,
+    ) -> None:
+        """Keep an artifact. Never raises because of the disk.
+
+        Args:
+            on_disk: False keeps it in memory.
+            used: this process has compiled it; False: it was loaded from somewhere, and torch's
+                next bundle holds it once it is used.
+        """
+        file = seal(name, data)
+        if on_disk and used:
+            _record(build, key, name, file)
         if on_disk and self.usable(create=True):
             try:
-                self._write(self.folder / build / key, name, seal(name, data))
+                self._write(self.folder / build / key, name, file)
                 return
             except OSError as error:
                 self._give_up(f"{type(error).__name__}: {error}")
@@ -274,25 +322,47 @@ class _SpecArtifacts:
     """`Artifacts` of one spec and one backend build."""
 
     def __init__(
-        self, plugin: str, distribution: str, build: str, key: str, *, on_disk: bool
+        self,
+        plugin: str,
+        distribution: str,
+        build: str,
+        key: str,
+        origin: bytes | None,
+        *,
+        on_disk: bool,
     ) -> None:
         self._plugin = plugin
         self._distribution = distribution
         self._build = build
         self._key = key
+        self._origin = origin
         self._on_disk = on_disk
 
     def get(self, name: str) -> bytes | None:
         self._check(name)
-        return store().get(self._build, self._key, name, on_disk=self._on_disk)
+        found = store().get(self._build, self._key, name, on_disk=self._on_disk)
+        if found is not None:
+            self._keep_origin()
+        return found
 
     def put(self, name: str, data: bytes) -> None:
         self._check(name)
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise self._error(f"data must be bytes, got {type(data).__name__}")
+        self._keep_origin()
         store().put(self._build, self._key, name, bytes(data), on_disk=self._on_disk)
 
+    def _keep_origin(self) -> None:
+        # Beside other artifacts alone: a backend that keeps none has nothing to list or to load.
+        origin, self._origin = self._origin, None
+        if origin is not None and self._on_disk:
+            name = artifact_origin.NAME
+            if store().get(self._build, self._key, name) is None:
+                store().put(self._build, self._key, name, origin)
+
     def _check(self, name: str) -> None:
+        if name == artifact_origin.NAME:
+            raise self._error(f"the name {name!r} is core's own; give another one")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise self._error(
                 f"a name must be 1 to 200 letters, digits, '_', '-' or '.', got {name!r}"
@@ -313,6 +383,7 @@ def artifacts_for(
     version: str,
     fingerprint: str,
     spec_digest: str,
+    origin: bytes | None = None,
     on_disk: bool = True,
 ) -> Artifacts:
     """Return the artifacts of one spec and one backend build.
@@ -322,6 +393,8 @@ def artifacts_for(
         package, version: of its distribution.
         fingerprint: of the backend.
         spec_digest: ``Spec.digest()``.
+        origin: of `anyflex.runtime.artifact_origin.write_origin`, kept beside what the backend
+            keeps; None for none.
         on_disk: False keeps them in memory: for backends registered in the process, whose code may
             change without their version.
     """
@@ -332,7 +405,7 @@ def artifacts_for(
     parts = (plugin, package, version, __version__, IN_FORCE, fingerprint, spec_digest)
     key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
     build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"
-    return _SpecArtifacts(plugin, f"{package} {version}", build, key, on_disk=on_disk)
+    return _SpecArtifacts(plugin, f"{package} {version}", build, key, origin, on_disk=on_disk)
 
 
 _store: Store | None = None

@@ -1,0 +1,128 @@
+"""anyflex's part of torch's cache bundle, ``torch.compiler.save_cache_artifacts``.
+
+torch collects what a process compiles in ``CacheArtifactManager``, and lets others register a type
+of their own (https://github.com/pytorch/pytorch/pull/152977). A bundle that holds a type which
+isn't registered is lost whole, torch's own part too: so this module is loaded by `import anyflex`.
+
+``torch.compiler._cache`` is private. In a torch whose cache looks otherwise nothing is registered
+or recorded, `problem` says why, and everything else works.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+__all__ = ["TYPE", "problem", "record"]
+
+TYPE = "anyflex"
+"""Name of the artifact type; part of each bundle."""
+
+_log = logging.getLogger("anyflex")
+_manager: Any = None
+_problem: str | None = None
+
+
+class _Digest(bytes):
+    """Stands for the content of an artifact that this process has used: its file's seal. The file
+    is read when a bundle is saved, so that a long process holds no copy of every kernel."""
+
+
+def problem() -> str | None:
+    """Return why torch's bundles lack anyflex's artifacts in this torch, or None."""
+    return _problem
+
+
+def record(member: str, digest: bytes) -> None:
+    """Let the next bundle hold an artifact.
+
+    Args:
+        member: ``"build/key/name"``.
+        digest: of its content: a tuning table that has changed is recorded again.
+    """
+    global _manager, _problem
+    if _manager is None:
+        return
+    try:
+        _manager.record_artifact(TYPE, member, _Digest(digest))
+    # torch's private code is as foreign as a plugin's, and a call must not fail for it.
+    except Exception as error:  # noqa: BLE001
+        _manager, _problem = None, f"recording raised {type(error).__name__}: {error}"
+        _log.warning("torch's cache bundles lack anyflex's artifacts from here on: %s", _problem)
+
+
+def _register() -> Any:
+    """Register the type; return torch's manager.
+
+    Raises:
+        Exception: of any kind, where torch's cache isn't the one that is known here.
+    """
+    from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+
+    class AnyflexArtifact(CacheArtifact):
+        """One artifact: recorded, with its file read late, or out of a bundle."""
+
+        def __init__(self, key: str, content: bytes) -> None:
+            # The base is a frozen dataclass.
+            object.__setattr__(self, "key", key)
+            object.__setattr__(self, "_given", content)
+
+        @property
+        def content(self) -> bytes:
+            given: bytes = self._given  # type: ignore[attr-defined]
+            return _file_of(self.key) if isinstance(given, _Digest) else given
+
+        def __eq__(self, other: object) -> bool:
+            return type(other) is type(self) and vars(other) == vars(self)
+
+        def __hash__(self) -> int:
+            return hash((self.key, self._given))  # type: ignore[attr-defined]
+
+        def populate_cache(self) -> None:
+            _restore(self.key, self.content)
+
+        @staticmethod
+        def type() -> str:
+            return TYPE
+
+    # A second `register` asserts: this module was loaded again, and the first one's class serves.
+    known = CacheArtifactFactory._artifact_types.get(TYPE)
+    if known is None:
+        CacheArtifactFactory.register(AnyflexArtifact)
+    elif known.__module__ != __name__:
+        raise TypeError(f"{known.__module__} has registered the type {TYPE!r}")
+    return CacheArtifactManager
+
+
+def _file_of(member: str) -> bytes:
+    """Return an artifact's sealed file, or nothing, with a log line, where it is gone."""
+    from anyflex.runtime.disk_cache import store
+
+    file = store().sealed(*member.split("/"))
+    if file is None:
+        _log.warning("artifact %s is gone from the cache: the bundle lacks it", member)
+        return b""
+    return file
+
+
+def _restore(member: str, file: bytes) -> None:
+    """Put an artifact of a bundle into the cache. What can't be put there is one log line: an
+    exception would keep torch from the rest of the bundle."""
+    try:
+        from anyflex.runtime.cache_archive import restore
+        from anyflex.runtime.disk_cache import store
+
+        refused = restore(store(), member, file)
+    # As `record`: also where warnings are errors.
+    except Exception as error:  # noqa: BLE001
+        refused = f"{type(error).__name__}: {error}"
+    if refused is not None:
+        _log.warning("artifact %r of torch's cache bundle isn't loaded: %s", member, refused)
+
+
+try:
+    _manager = _register()
+# As `record`.
+except Exception as error:  # noqa: BLE001
+    _problem = f"registering raised {type(error).__name__}: {error}"
+    _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)
