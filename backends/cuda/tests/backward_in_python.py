@@ -192,10 +192,10 @@ class InPython(CudaBackend):
     def target(self) -> Any:
         return "interpreter"
 
-    def kernel(self, spec: Spec, source: str, target: Any, tuner: Any) -> Kernel:
+    def kernel(self, spec: Spec, source: str, target: Any, tuner: Any, files: Any) -> Kernel:
         options = dict(spec.options)
         if not options.get("hopper", True):
-            return super().kernel(spec, source, target, tuner)
+            return super().kernel(spec, source, target, tuner, files)
         return kernel.CudaKernel(spec, source, target, options, tuner)
 
 

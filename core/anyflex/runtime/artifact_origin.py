@@ -70,7 +70,7 @@ def mismatch(content: bytes) -> str | None:
             return f"made for {name} {origin[name]}, here is {here}"
     entry = table.current().get(origin["plugin"])
     if entry is None or entry.distribution != origin["distribution"]:
-        found = "isn't installed" if entry is None else f"here is {entry.distribution}"
+        found = "which isn't installed" if entry is None else f"here is {entry.distribution}"
         return f"made by backend {origin['plugin']!r} of {origin['distribution']}, {found}"
     fingerprint = _fingerprint(entry)
     if fingerprint not in (None, origin["fingerprint"]):

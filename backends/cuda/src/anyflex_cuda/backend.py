@@ -15,6 +15,7 @@ from anyflex_triton.backend import TritonBackend, checksum_of
 from anyflex_triton.tried_tritons import untried_triton
 
 if TYPE_CHECKING:
+    from anyflex_triton.compiled_files import CompiledFiles
     from anyflex_triton.configs import Target
     from anyflex_triton.tuning import Tuner
 
@@ -70,14 +71,16 @@ class CudaBackend(TritonBackend):
         """The portable kernels' and this package's sources."""
         return f"{super().fingerprint()}, cuda sources {checksum_of(Path(__file__).parent):x}"
 
-    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+    def kernel(
+        self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles
+    ) -> Kernel:
         """Hopper's kernels and the portable ones on a Hopper, on a Blackwell its forward where the
         user asks for it, the portable ones elsewhere. Gluon is imported where its kernels may be
         taken alone, and from a Triton that was tried."""
         import triton
 
         if target not in ("hopper", "blackwell"):
-            return super().kernel(spec, source, target, tuner)
+            return super().kernel(spec, source, target, tuner, files)
         options = dict(spec.options)
         whose = "Hopper's" if target == "hopper" else "Blackwell's"
         reason = untried_triton(triton.__version__)
@@ -88,11 +91,11 @@ class CudaBackend(TritonBackend):
         if reason is not None:
             from anyflex_cuda.portable_kernel import PortableKernel
 
-            return PortableKernel(spec, source, target, options, tuner, whose, reason)
+            return PortableKernel(spec, source, target, options, tuner, files, whose, reason)
         if target == "blackwell":
             from anyflex_cuda.blackwell_kernel import BlackwellKernel
 
-            return BlackwellKernel(spec, source, target, options, tuner)
+            return BlackwellKernel(spec, source, target, options, tuner, files)
         from anyflex_cuda.kernel import CudaKernel
 
-        return CudaKernel(spec, source, target, options, tuner)
+        return CudaKernel(spec, source, target, options, tuner, files)

@@ -17,6 +17,7 @@ from anyflex_cuda.blackwell_call import (
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
+from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.tuning import Tuner
@@ -28,7 +29,7 @@ class BlackwellKernel(TritonKernel):
     """Chooses and launches.
 
     Args:
-        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
     """
 
     def __init__(
@@ -38,13 +39,16 @@ class BlackwellKernel(TritonKernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None,
+        files: CompiledFiles | None = None,
     ) -> None:
-        super().__init__(spec, source, target, overrides, tuner)
+        super().__init__(spec, source, target, overrides, tuner, files)
         self._tiles = tiles_for(spec)
         self._refused = refused_options(overrides, FORWARD_OPTIONS) or refused_spec(spec)
         # Backward is portable, and its tanh exact.
         self._fast_tanh = bool(overrides.get("fast_tanh")) and not spec.needs_backward
-        self._blackwell = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
+        self._blackwell = GluonPrograms(
+            spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
+        )
 
     def describe(self, call: Call) -> str:
         """``blackwell 256x128, never run by the project``, with ``fast tanh`` where that is taken,

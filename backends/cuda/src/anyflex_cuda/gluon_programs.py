@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram, is_aligned
+from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.mods import mask_scores_source
 from anyflex_triton.programs import Programs
 
@@ -24,14 +25,21 @@ class GluonPrograms(Programs):
         spec: what the backend accepted.
         source: of the mods, by `anyflex_triton.mods.write_source`.
         overrides: the user's options by name.
+        files: of `Program`.
     """
 
     made_as = GluonProgram
 
-    def __init__(self, spec: Spec, source: str, overrides: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        source: str,
+        overrides: Mapping[str, Any],
+        files: CompiledFiles | None = None,
+    ) -> None:
         fast_tanh = bool(overrides.get("fast_tanh"))
         source = gluon_source(source + mask_scores_source(spec), fast_tanh)
-        super().__init__(spec, source, "hopper", overrides)
+        super().__init__(spec, source, "hopper", overrides, files=files)
         # Else pointers are looked at: strides alone may be odd.
         self._begins_aligned = spec.alignment == ("aligned", "aligned", "aligned")
         if spec.mask_kind != "none":

@@ -42,6 +42,7 @@ from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.wide_backward_call import is_wide
 from anyflex_triton.backward_captured import integer_specs
+from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.forward_call import mask_shape
 from anyflex_triton.kernel import TritonKernel, cut
@@ -62,7 +63,7 @@ class CudaKernel(TritonKernel):
     """Chooses and launches.
 
     Args:
-        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class CudaKernel(TritonKernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None,
+        files: CompiledFiles | None = None,
     ) -> None:
-        super().__init__(spec, source, target, overrides, tuner)
+        super().__init__(spec, source, target, overrides, tuner, files)
         self._tiles = tiles_for(spec)
         self._small_tiles = small_tiles_for(spec)
         self._decode_tiles = decode_tiles(spec)
@@ -92,7 +94,9 @@ class CudaKernel(TritonKernel):
             and not self._portable_gradients
         )
         self._fast_tanh = bool(overrides.get("fast_tanh")) and whole
-        self._hopper = GluonPrograms(spec, source, {**overrides, "fast_tanh": self._fast_tanh})
+        self._hopper = GluonPrograms(
+            spec, source, {**overrides, "fast_tanh": self._fast_tanh}, files
+        )
         self._last_backward: tuple[Callable[[], object], str | None] = (_nobody, None)
         self._backward_workspace = lru_cache(_SHAPES)(partial(backward_workspace, spec, want_dq))
 

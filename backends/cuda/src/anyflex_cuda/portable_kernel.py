@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyflex.plugin import Call, Spec
+from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
 from anyflex_triton.kernel import TritonKernel
 from anyflex_triton.tuning import Tuner
@@ -17,7 +18,7 @@ class PortableKernel(TritonKernel):
     """The portable kernels, with what `explain` says of that.
 
     Args:
-        spec, source, target, overrides, tuner: as `TritonKernel`'s.
+        spec, source, target, overrides, tuner, files: as `TritonKernel`'s.
         whose: kernels those are, ``"Hopper's"``.
         reason: why they aren't taken.
     """
@@ -29,10 +30,11 @@ class PortableKernel(TritonKernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None,
+        files: CompiledFiles,
         whose: str,
         reason: str,
     ) -> None:
-        super().__init__(spec, source, target, overrides, tuner)
+        super().__init__(spec, source, target, overrides, tuner, files)
         self._why = f"not {whose} kernel: {reason}"
 
     def describe(self, call: Call) -> str:

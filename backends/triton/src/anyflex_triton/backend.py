@@ -28,6 +28,7 @@ from anyflex_triton.options import OPTIONS
 from anyflex_triton.tried_tritons import TRIED
 
 if TYPE_CHECKING:
+    from anyflex_triton.compiled_files import CompiledFiles
     from anyflex_triton.configs import Target
     from anyflex_triton.tuning import Tuner
 
@@ -126,13 +127,17 @@ class TritonBackend(Backend):
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
+        from anyflex_triton.compiled_files import CompiledFiles
         from anyflex_triton.loading import loading_kernels
         from anyflex_triton.mods import write_source
         from anyflex_triton.preparation import prepare
         from anyflex_triton.tuning import Tuner
 
+        files = CompiledFiles(artifacts)
         # Not where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available():
+            if torch.version.cuda is not None:
+                files.give_modules()
             prepare()
         stored = artifacts.get("mods.py")
         if stored is None:
@@ -142,13 +147,15 @@ class TritonBackend(Backend):
         if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
         with loading_kernels():
-            return self.kernel(spec, stored.decode(), self.target(), tuner)
+            return self.kernel(spec, stored.decode(), self.target(), tuner, files)
 
-    def kernel(self, spec: Spec, source: str, target: Target, tuner: Tuner | None) -> Kernel:
+    def kernel(
+        self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles
+    ) -> Kernel:
         """Return what `compile` returns, from the text of the mods."""
         from anyflex_triton.kernel import TritonKernel
 
-        return TritonKernel(spec, source, target, dict(spec.options), tuner)
+        return TritonKernel(spec, source, target, dict(spec.options), tuner, files)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
 from anyflex_triton.programs import Programs
 from anyflex_triton.tuning import Tuner
 
+if TYPE_CHECKING:
+    from anyflex_triton.compiled_files import CompiledFiles
+
 __all__ = ["TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
@@ -51,6 +54,7 @@ class TritonKernel(Kernel):
         target: which configs.
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: they are the table's.
+        files: of `Program`.
     """
 
     def __init__(
@@ -60,9 +64,10 @@ class TritonKernel(Kernel):
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None = None,
+        files: CompiledFiles | None = None,
     ) -> None:
         self.spec = spec
-        self._made = Programs(spec, source, target, overrides, tuner)
+        self._made = Programs(spec, source, target, overrides, tuner, files)
         self._saved = lru_cache(_SHAPES)(self._saved_outputs)
         self._split_specs = lru_cache(_SHAPES)(self._split_specs_of)
 

@@ -28,6 +28,7 @@ from anyflex_triton.compiling import compile_missing
 from anyflex_triton.preparation import attempt, await_checksum, await_driver
 
 if TYPE_CHECKING:
+    from anyflex_triton.compiled_files import CompiledFiles
     from anyflex_triton.fixed_arguments import FixedArguments
     from anyflex_triton.nvidia_launch import Launcher, Parameters
 
@@ -117,6 +118,7 @@ class Program:
         constants: name -> value of the others.
         aligned: name -> bytes of which a pointer is known to be a multiple.
         options: of the compiler.
+        files: where what Triton makes is kept beside its own cache; None: nowhere.
 
     Attributes:
         order: names of all arguments.
@@ -133,12 +135,14 @@ class Program:
         constants: Mapping[str, object],
         aligned: Mapping[str, int],
         options: Options,
+        files: CompiledFiles | None = None,
     ) -> None:
         self.function = function
         self.types = dict(types)
         self.constants = dict(constants)
         self.aligned = dict(aligned)
         self.options = options
+        self._files = files
         self.gives_up_stages = False
         self.meanwhile: Callable[[Any], None] | None = None
         self._ahead: Any = None
@@ -229,15 +233,13 @@ class Program:
             target: of the compiler.
             meanwhile: as the attribute.
         """
-        import triton
-
         # The collector isn't paused: this goes on after the call has returned.
         with self._lock:
             if not self._compiled and self._ahead is None:
                 source = self.source()
                 if meanwhile is not None:
                     _call_after_front_end(source, meanwhile)
-                found = triton.compile(source, target=target, options=self.options.keywords())
+                found = self._translate(source, target, self.options.keywords())
                 if self._parameters(found) is None:
                     # Leaves its module in C in Triton's cache.
                     await_driver()
@@ -251,8 +253,6 @@ class Program:
         With fewer stages where those asked for take more shared memory than a program can have:
         what a mod reads is kept there too, and no table of configurations knows it.
         """
-        import triton
-
         # Its driver isn't needed before there is something to load, where the target is known.
         target = _nvidia_target(device)
         await_checksum()
@@ -266,7 +266,7 @@ class Program:
             meanwhile, self.meanwhile = self.meanwhile, None
             if meanwhile is not None:
                 _call_after_front_end(source, meanwhile)
-            found = triton.compile(source, target=target, options=keywords)
+            found = self._translate(source, target, keywords)
         if device is not None:
             await_driver()
             stages = self.options.num_stages
@@ -274,7 +274,7 @@ class Program:
                 stages -= 1
                 keywords["num_stages"] = stages
                 self.gives_up_stages = True
-                found = triton.compile(self.source(), target=target, options=keywords)
+                found = self._translate(self.source(), target, keywords)
             parameters = self._parameters(found)
             # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
             # other's loading has ended: so nobody else has the kernel yet.
@@ -283,7 +283,34 @@ class Program:
                 found.run  # noqa: B018
             if parameters is not None:
                 self._launchers[device] = parameters.launcher(found)
+            if self._files is not None and torch.version.cuda is not None:
+                self._keep_modules(found, target, keywords, own=parameters is not None)
         return found
+
+    def _translate(self, source: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
+        import triton
+
+        if self._files is None:
+            return triton.compile(source, target=target, options=keywords)
+        return self._files.compile(source, target, keywords, triton.compile)
+
+    def _keep_modules(
+        self, kernel: Any, target: Any, keywords: Mapping[str, Any], *, own: bool
+    ) -> None:
+        """Keep the modules in C with which a kernel was loaded and is launched.
+
+        Args:
+            own: our own launcher launches it, and Triton's isn't made.
+        """
+        from anyflex_triton.compiled_files import module_of
+        from anyflex_triton.nvidia_launch import launch_module
+
+        assert self._files is not None
+        self._files.keep_module(module_of(driver.active.utils.load_binary))
+        if own:
+            self._files.keep_module(launch_module())
+        else:
+            self._files.keep_launcher(kernel.src, target, keywords, kernel.run)
 
     def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
         """What a compiled kernel is given by our own launcher, or None where there is none."""

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -50,6 +50,9 @@ from anyflex_triton.mods import (
 from anyflex_triton.module_files import load_module
 from anyflex_triton.overlapping import overlaps
 from anyflex_triton.tuning import Tuner
+
+if TYPE_CHECKING:
+    from anyflex_triton.compiled_files import CompiledFiles
 
 __all__ = [
     "Describer",
@@ -199,6 +202,7 @@ class Programs:
         target: which configs.
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: they are the table's.
+        files: of `Program`.
     """
 
     made_as: ClassVar[type[Program]] = Program
@@ -213,6 +217,7 @@ class Programs:
         target: Target,
         overrides: Mapping[str, Any],
         tuner: Tuner | None = None,
+        files: CompiledFiles | None = None,
     ) -> None:
         self.spec = spec
         self.target = target
@@ -226,6 +231,7 @@ class Programs:
         self.existing: dict[object, Program] = {}
         self.common_types = _common_types(spec)
         self.tuner = tuner
+        self._files = files
         self._configs: dict[KernelName, tuple[Config, ...]] = {}
         self._lock = threading.Lock()
         free_in_child(self)
@@ -445,7 +451,7 @@ class Programs:
         with self._lock:
             found = self.existing.get(key)
             if found is None:
-                found = self.made_as(function, types, constants, aligned, options)
+                found = self.made_as(function, types, constants, aligned, options, self._files)
                 self.existing[key] = found
         return found
 

@@ -1,0 +1,101 @@
+"""Compiles what a training call launches on Hopper, its own kernels and the portable ones; no
+device is needed.
+
+Run as a script by `test_compiled_once`, with a folder: ``save`` writes anyflex's archive and
+torch's bundle there, ``own`` and ``torch`` load them first. Prints how many kernels there were and
+how many Triton compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from compiling import HOPPER
+from compiling_backward import OnHopper
+
+import anyflex
+from anyflex.plugin import isolated, register
+from anyflex.registry import table
+from anyflex.testing import posing
+from anyflex_cuda import forward_call
+from anyflex_triton.launch import Program
+
+LENGTH = 256
+compiled: list[str] = []
+
+
+def note(*, src: Any, cache_hit: bool, **more: Any) -> None:
+    if not cache_hit:
+        compiled.append(src.name)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+@contextmanager
+def on_hopper() -> Iterator[list[Program]]:
+    """CPU tensors are a Hopper GPU's. Yields what is launched, which isn't run."""
+    launched: list[Program] = []
+    with (
+        isolated(),
+        posing("cuda"),
+        mock.patch.object(Program, "launch", lambda program, *_: launched.append(program)),
+        mock.patch.object(Program, "is_compiled", lambda program, device: True),
+        mock.patch.object(forward_call, "cores", lambda device: 132),
+    ):
+        register("cuda.recorded", OnHopper)
+        entry = table.current().get("cuda.recorded")
+        assert entry is not None
+        # It stands for one that is installed, which keeps its artifacts on disk.
+        entry.in_process = False
+        yield launched
+
+
+def train(*, hopper: bool) -> None:
+    q = torch.zeros(1, 2, LENGTH, 64).to(torch.bfloat16).requires_grad_()
+    mask = anyflex.create_block_mask(causal, None, None, LENGTH, LENGTH)
+    out = anyflex.flex_attention(
+        q, q, q, score_mod=softcap, block_mask=mask,
+        kernel_options={"cuda.recorded": {"hopper": hopper}}, backend="cuda.recorded",
+    )  # fmt: skip
+    assert isinstance(out, torch.Tensor)
+    out.backward(torch.zeros_like(out))
+
+
+def main(action: str, folder: Path) -> None:
+    triton.knobs.compilation.listener = note
+    with on_hopper() as launched:
+        if action == "own":
+            loaded = anyflex.load_artifacts(folder / "own.zip")
+            assert loaded.artifacts and not loaded.skipped, loaded
+        elif action == "torch":
+            torch.compiler.load_cache_artifacts((folder / "torch.bin").read_bytes())
+        train(hopper=True)
+        train(hopper=False)
+    for program in launched:
+        kernel = program._translate(program.source(), HOPPER, program.options.keywords())
+        assert kernel.kernel.startswith(b"\x7fELF")
+    if action == "save":
+        anyflex.save_artifacts(folder / "own.zip")
+        saved = torch.compiler.save_cache_artifacts()
+        assert saved is not None
+        (folder / "torch.bin").write_bytes(saved[0])
+    names = sorted(program.function.__name__ for program in launched)
+    print(json.dumps({"launched": names, "compiled": compiled}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

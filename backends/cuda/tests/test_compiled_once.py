@@ -1,0 +1,46 @@
+"""A machine that loads what another has saved compiles no kernel again, forward or backward."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+HERE = Path(__file__).parent
+
+
+def fresh_process(action: str, archives: Path, folders: Path) -> dict[str, Any]:
+    """What the script prints, whose caches are empty."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, HERE / "compiling_once.py", action, archives],
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(HERE)]),
+            "ANYFLEX_CACHE_DIR": str(folders / action / "anyflex"),
+            "TRITON_CACHE_DIR": str(folders / action / "triton"),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_kernels_that_were_saved_are_not_compiled_again(tmp_path: Path) -> None:
+    cold = fresh_process("save", tmp_path, tmp_path)
+    # Forward and what backward takes, of both.
+    assert len(cold["launched"]) >= 6
+    assert len(cold["compiled"]) == len(cold["launched"])
+    for action in ("own", "torch"):
+        found = fresh_process(action, tmp_path, tmp_path)
+        assert found == {"launched": cold["launched"], "compiled": []}

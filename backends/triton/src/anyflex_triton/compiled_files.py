@@ -1,0 +1,174 @@
+"""Triton's own files of a spec's kernels, kept among the spec's artifacts.
+
+Triton keeps what it compiles in a cache of its own, which no archive of anyflex's and no bundle of
+torch's holds: another machine would compile every kernel again, and need a C compiler. So each
+kernel's binary and metadata, and the modules in C that load and launch kernels, are copied here,
+and put back into Triton's cache before Triton looks there. A custom cache manager is honoured.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import sysconfig
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from triton.runtime.cache import get_cache_manager
+
+from anyflex.plugin import Artifacts
+
+__all__ = ["CompiledFiles", "module_of"]
+
+_ABI = sysconfig.get_config_var("SOABI") or "unknown"
+"""Python's ABI: modules in C are for one."""
+_MODULES = ("cuda_utils", "anyflex_nvidia_launch")
+"""Modules that each process needs: Triton's, which talks to the driver, and nvidia_launch.c."""
+
+
+class CompiledFiles:
+    """Thread-safe.
+
+    Args:
+        artifacts: of the spec.
+    """
+
+    def __init__(self, artifacts: Artifacts) -> None:
+        self._artifacts = artifacts
+
+    def compile(
+        self, source: Any, target: Any, options: Mapping[str, Any], translate: Callable[..., Any]
+    ) -> Any:
+        """Return what ``translate(source, target=target, options=options)`` does, which is
+        ``triton.compile``: it finds in its cache what is kept here.
+
+        Args:
+            target: of the compiler.
+        """
+        name = f"kernel-{_digest_of(source, target, options)}.zip"
+        kept = self._artifacts.get(name)
+        kept_hash = None if kept is None else _give_kernel(kept)
+        self._give_module(_launcher_name(name))
+        found = translate(source, target=target, options=options)
+        # Another one where a setting of Triton's is part of its key.
+        if kept_hash != found.hash:
+            self._artifacts.put(name, _packed(found.hash, _files_of(found)))
+        return found
+
+    def keep_launcher(
+        self, source: Any, target: Any, options: Mapping[str, Any], launcher: Any
+    ) -> None:
+        """Keep the module in C of Triton's own launcher of a kernel, if it has one.
+
+        Args:
+            source, target, options: as of `compile`.
+            launcher: what a compiled kernel's ``run`` is.
+        """
+        module = module_of(getattr(launcher, "launch", None))
+        if module is not None:
+            name = f"kernel-{_digest_of(source, target, options)}.zip"
+            self._keep_module(_launcher_name(name), module)
+
+    def give_modules(self) -> None:
+        """Put the modules that each process needs into Triton's cache."""
+        for name in _MODULES:
+            self._give_module(_module_name(name))
+
+    def keep_module(self, module: ModuleType | None) -> None:
+        """Keep one of the modules that each process needs."""
+        if module is not None and module.__name__ in _MODULES:
+            self._keep_module(_module_name(module.__name__), module)
+
+    def _give_module(self, name: str) -> None:
+        kept = self._artifacts.get(name)
+        if kept is None:
+            return
+        key, files = _unpacked(kept)
+        manager = get_cache_manager(key)
+        for file, content in files.items():
+            if manager.get_file(file) is None:
+                manager.put(content, file)
+
+    def _keep_module(self, name: str, module: ModuleType) -> None:
+        if self._artifacts.get(name) is not None:
+            return
+        path = Path(str(module.__file__))
+        try:
+            # Triton's folders are keys in base 32, without what fills up the last group.
+            folder = path.parent.name
+            key = base64.b32decode(folder + "=" * (-len(folder) % 8)).hex()
+        except binascii.Error:
+            return  # a custom cache manager's
+        if get_cache_manager(key).get_file(path.name) == str(path):
+            self._artifacts.put(name, _packed(key, {path.name: path.read_bytes()}))
+
+
+def module_of(function: Any) -> ModuleType | None:
+    """Return the module in C of one of its functions, or of one that such a function wraps; None
+    for another function."""
+    for each in (function, *(cell.cell_contents for cell in _cells(function))):
+        module = getattr(each, "__self__", None)
+        if isinstance(module, ModuleType) and getattr(module, "__file__", None):
+            return module
+    return None
+
+
+def _cells(function: Any) -> tuple[Any, ...]:
+    return getattr(function, "__closure__", None) or ()
+
+
+def _digest_of(source: Any, target: Any, options: Mapping[str, Any]) -> str:
+    said = f"{type(source).__name__} {source.hash()} {target} {sorted(options.items())}"
+    return hashlib.sha256(said.encode()).hexdigest()[:32]
+
+
+def _module_name(name: str) -> str:
+    return f"module-{name}-{_ABI}.zip"
+
+
+def _launcher_name(kernel: str) -> str:
+    return f"launcher-{_ABI}-{kernel}"
+
+
+def _files_of(compiled: Any) -> dict[str, bytes]:
+    """What Triton needs of a kernel's files: the binary and its metadata, and no IR."""
+    (binary,) = [kind for kind, content in compiled.asm.items() if content is compiled.kernel]
+    return {
+        name: Path(path).read_bytes()
+        for name, path in compiled.metadata_group.items()
+        if name.endswith((".json", f".{binary}"))
+    }
+
+
+def _give_kernel(kept: bytes) -> str:
+    """Put a kernel into Triton's cache where that lacks it; return its key there."""
+    key, files = _unpacked(kept)
+    manager = get_cache_manager(key)
+    (metadata,) = [name for name in files if name.endswith(".json")]
+    group = manager.get_group(metadata) or {}
+    if not files.keys() <= group.keys():
+        paths = {name: manager.put(content, name) for name, content in files.items()}
+        # The group comes last, as Triton writes it: who reads it meanwhile finds all or nothing.
+        manager.put_group(metadata, paths)
+    return key
+
+
+def _packed(key: str, files: Mapping[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.comment = key.encode()
+        for name, content in files.items():
+            archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
+    return stream.getvalue()
+
+
+def _unpacked(content: bytes) -> tuple[str, dict[str, bytes]]:
+    """Return Triton's key and the files; names are file names without a path."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        files = {Path(name).name: archive.read(name) for name in archive.namelist()}
+        return archive.comment.decode(), files
