@@ -22,5 +22,14 @@ def test_a_documented_command_line_is_understood(line: str) -> None:
 def test_every_command_is_documented() -> None:
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
     assert LINES
-    for command in ("doctor", "explain", "demo", "cache", "conformance", "bench", "new-plugin"):
+    for command in (
+        "doctor",
+        "explain",
+        "demo",
+        "cache",
+        "warm",
+        "conformance",
+        "bench",
+        "new-plugin",
+    ):
         assert f"`anyflex {command}" in text

@@ -32,7 +32,8 @@ class ExitCode(enum.IntEnum):
         1,
         "a check failed (doctor: a self-test, a broken plugin, a wrong variable or an unusable "
         "cache folder; demo: the loss or the gradients; cache: a folder or an archive that can't "
-        "be used; conformance: a case; bench: a backend that computes wrongly or fails)",
+        "be used; warm: targets that fail in different ways; conformance: a case; bench: a "
+        "backend that computes wrongly or fails)",
     )
     USAGE = (
         2,

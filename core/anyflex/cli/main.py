@@ -15,14 +15,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from anyflex.cli import bench, cache, conformance, demo, doctor, explain, new_plugin
+from anyflex.cli import bench, cache, conformance, demo, doctor, explain, new_plugin, warm
 from anyflex.cli.exit_codes import ExitCode, code_of, exit_code_table
 from anyflex.errors import AnyflexError
 from anyflex.registry import environment
 
 __all__ = ["main"]
 
-_COMMANDS = (doctor, explain, demo, cache, conformance, bench, new_plugin)
+_COMMANDS = (doctor, explain, demo, cache, warm, conformance, bench, new_plugin)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""``FILE.py::function``: the user's own call, as a dictionary of arguments."""
+"""``FILE.py::function``: a function of the user's, and the call that it returns."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ from typing import Any
 import anyflex
 from anyflex.cli.exit_codes import UserFileFailed, WrongUsage
 
-__all__ = ["arguments_from"]
+__all__ = ["arguments_from", "call_function", "checked_arguments"]
 
 
 def arguments_from(target: str) -> dict[str, Any]:
     """Import FILE, call ``function()`` and return what it returns: the arguments of
     `anyflex.flex_attention` by their names.
 
+    Raises:
+        WrongUsage, UserFileFailed: as `call_function` and `checked_arguments`.
+    """
+    return checked_arguments(target, call_function(target))
+
+
+def call_function(target: str) -> Any:
+    """Import FILE, call ``function()`` and return what it returns.
+
     As for a script, the file's own folder stands first on ``sys.path`` while it runs.
 
     Raises:
-        WrongUsage: no such file or function, or it returns something else.
+        WrongUsage: no such file or function.
         UserFileFailed: it raised; the part of the traceback that is in the user's code is on
             stderr.
     """
@@ -49,13 +58,21 @@ def arguments_from(target: str) -> dict[str, Any]:
                 f"{', '.join(functions) or 'none'}"
             )
         try:
-            arguments = function()
+            return function()
         # Not the plugin boundary, but as foreign: the user's code may raise anything, and a script
         # calls exit().
         except (Exception, SystemExit) as error:
             raise _failed(target, error) from error
     finally:
         sys.path.remove(folder)
+
+
+def checked_arguments(target: str, arguments: object) -> dict[str, Any]:
+    """Return what a function returned, if it is arguments of `anyflex.flex_attention` by name.
+
+    Raises:
+        WrongUsage: it is something else.
+    """
     if not isinstance(arguments, dict) or not {"query", "key", "value"} <= arguments.keys():
         raise WrongUsage(
             f"{target}: the function must return a dict of anyflex.flex_attention's arguments by "
