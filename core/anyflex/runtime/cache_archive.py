@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import secrets
+import struct
 import warnings
 import zipfile
 import zlib
@@ -30,6 +31,11 @@ _MEMBER = re.compile(
 _COMMENT = f"anyflex cache {FOLDER}".encode()
 LARGEST_MEMBER = 2**30
 """Bytes; a larger one is no artifact but an attempt to fill memory."""
+_UNREADABLE = (
+    OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
+"""What zipfile raises for a file with a byte flipped, depending on where. NotImplementedError is a
+RuntimeError."""
 _log = logging.getLogger("anyflex")
 
 
@@ -201,8 +207,9 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
                     skipped[refused[build, key]] += 1
                 else:
                     store.put(build, key, name, data, used=False)
-    # A flipped byte may be anywhere: zlib.error is none of zipfile's own.
-    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+    except ArgumentError:
+        raise
+    except _UNREADABLE as error:
         raise ArgumentError(f"the archive {path} can't be read: {error}") from error
     if store.problem is not None:
         raise ArgumentError(f"the cache {store.folder} can't be written: {store.problem}")
