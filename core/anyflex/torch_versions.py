@@ -24,10 +24,14 @@ __all__ = [
     "DYNAMO_NAMES",
     "PRIVATE_NAMES",
     "TESTED",
+    "CacheArtifact",
+    "CacheArtifactFactory",
+    "CacheArtifactManager",
     "GetAttrKey",
     "PrivateName",
     "TorchDispatchMode",
     "apply_of",
+    "artifact_types",
     "as_symbol_tensor",
     "batch_level",
     "dispatch_modes",
@@ -309,6 +313,14 @@ def dynamo_constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_BUNDLES = "torch.compiler.save_cache_artifacts() leaves anyflex's kernels out"
+CacheArtifact: Any = _find("compiler._cache.CacheArtifact", None, _BUNDLES)
+CacheArtifactFactory: Any = _find("compiler._cache.CacheArtifactFactory", None, _BUNDLES)
+CacheArtifactManager: Any = _find("compiler._cache.CacheArtifactManager", None, _BUNDLES)
+artifact_types: Any = _find("compiler._cache.CacheArtifactFactory._artifact_types", None, _BUNDLES)
+"""Types of artifacts that torch's cache bundles may hold, by name."""
 
 
 _SYMBOLS = "some spellings of a mod's operations under torch.compile"

@@ -81,6 +81,8 @@ def other_anyflex(monkeypatch: pytest.MonkeyPatch) -> None:
 def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as there:
         there.setattr(torch, "__version__", "2.99.0")
+        there.setattr("anyflex.mod_graph.torch_derivatives.IN_FORCE", "none at all")
+        there.setattr("anyflex.runtime.artifact_origin.IN_FORCE", "none at all")
         artifacts(head_dim=8).put("code", b"2")
 
 
@@ -100,7 +102,7 @@ def other_version(_: pytest.MonkeyPatch) -> None:
     ("made", "reason"),
     [
         (other_anyflex, "made for anyflex 9.9, here is "),
-        (other_torch, "made for torch 2.99.0, here is "),
+        (other_torch, "made for torch 2.99.0, which differentiates otherwise"),
         (other_triton, "made for triton 9.9, here is avx2"),
         (other_backend, "made by backend 'warp' of stub 1.0, which isn't installed"),
         (other_version, "made by backend 'cpu' of stub 2.0, here is stub 1.0"),

@@ -255,7 +255,7 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     "missing",
     [
-        "sys.modules['torch.compiler._cache'] = None",
+        "del torch.compiler._cache",
         "import torch.compiler._cache as c; del c.CacheArtifactManager",
         "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
         "import torch.compiler._cache as c; del c.CacheArtifactFactory.register",

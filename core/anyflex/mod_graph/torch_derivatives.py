@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from anyflex.torch_versions import release
+
 __all__ = [
     "IN_FORCE",
     "clamp_halves_at_tensors",
@@ -30,8 +32,7 @@ _SINCE = {
 }
 """Rule -> first release of torch that has it."""
 
-_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_FOLLOWED = [rule for rule, release in _SINCE.items() if release <= _RELEASE]
+_FOLLOWED = [rule for rule, since in _SINCE.items() if since <= release(torch.__version__)]
 
 IN_FORCE = "; ".join(_FOLLOWED)
 """The rules that hold in this process. A kernel that was made under others computes others."""

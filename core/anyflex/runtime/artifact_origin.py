@@ -15,6 +15,7 @@ import torch
 
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
+from anyflex.mod_graph.torch_derivatives import IN_FORCE
 from anyflex.registry import isolation, table
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def write_origin(plugin: str, package: str, version: str, fingerprint: str, spec
     origin = {
         "anyflex": __version__,
         "torch": torch.__version__,
+        "derivatives": IN_FORCE,
         "plugin": plugin,
         "distribution": f"{package} {version}",
         "fingerprint": fingerprint,
@@ -48,7 +50,7 @@ def read_origin(content: bytes) -> dict[str, Any] | None:
         facts = json.loads(content)
     except ValueError:
         return None
-    expected = ("anyflex", "torch", "plugin", "distribution", "fingerprint", "spec")
+    expected = "anyflex torch derivatives plugin distribution fingerprint spec".split()
     if isinstance(facts, dict) and all(isinstance(facts.get(name), str) for name in expected):
         return facts
     return None
@@ -65,9 +67,13 @@ def mismatch(content: bytes) -> str | None:
     origin = read_origin(content)
     if origin is None:
         return "they say nothing of their origin that this anyflex reads"
-    for name, here in (("anyflex", __version__), ("torch", torch.__version__)):
-        if origin[name] != here:
-            return f"made for {name} {origin[name]}, here is {here}"
+    if origin["anyflex"] != __version__:
+        return f"made for anyflex {origin['anyflex']}, here is {__version__}"
+    if origin["derivatives"] != IN_FORCE:
+        return (
+            f"made for torch {origin['torch']}, which differentiates otherwise at bounds than "
+            f"torch {torch.__version__} here"
+        )
     entry = table.current().get(origin["plugin"])
     if entry is None or entry.distribution != origin["distribution"]:
         found = "which isn't installed" if entry is None else f"here is {entry.distribution}"

@@ -26,8 +26,6 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
-
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
 from anyflex.forking import free_in_child

@@ -13,6 +13,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
+from anyflex.torch_versions import (
+    CacheArtifact,
+    CacheArtifactFactory,
+    CacheArtifactManager,
+    artifact_types,
+)
+
 __all__ = ["TYPE", "problem", "record"]
 
 TYPE = "anyflex"
@@ -57,9 +66,10 @@ def _register() -> Any:
     Raises:
         Exception: of any kind, where torch's cache isn't the one that is known here.
     """
-    from torch.compiler._cache import CacheArtifact, CacheArtifactFactory, CacheArtifactManager
+    if None in (CacheArtifact, CacheArtifactFactory, CacheArtifactManager, artifact_types):
+        raise AttributeError(f"torch {torch.__version__} has no such torch.compiler._cache")
 
-    class AnyflexArtifact(CacheArtifact):
+    class AnyflexArtifact(CacheArtifact):  # type: ignore[misc]
         """One artifact: recorded, with its file read late, or out of a bundle."""
 
         def __init__(self, key: str, content: bytes) -> None:
@@ -69,14 +79,14 @@ def _register() -> Any:
 
         @property
         def content(self) -> bytes:
-            given: bytes = self._given  # type: ignore[attr-defined]
+            given: bytes = self._given
             return _file_of(self.key) if isinstance(given, _Digest) else given
 
         def __eq__(self, other: object) -> bool:
             return type(other) is type(self) and vars(other) == vars(self)
 
         def __hash__(self) -> int:
-            return hash((self.key, self._given))  # type: ignore[attr-defined]
+            return hash((self.key, self._given))
 
         def populate_cache(self) -> None:
             _restore(self.key, self.content)
@@ -86,7 +96,7 @@ def _register() -> Any:
             return TYPE
 
     # A second `register` asserts: this module was loaded again, and the first one's class serves.
-    known = CacheArtifactFactory._artifact_types.get(TYPE)
+    known = artifact_types.get(TYPE)
     if known is None:
         CacheArtifactFactory.register(AnyflexArtifact)
     elif known.__module__ != __name__:
