@@ -14,8 +14,9 @@ import pytest
 from anyflex.contract.spec import Spec
 from tests.cli.conftest import RunCommand
 
-pytest.importorskip("anyflex_cpu", reason="anyflex-cpu is not installed")
+library = pytest.importorskip("anyflex_cpu.library", reason="anyflex-cpu is not installed")
 pytest.importorskip("llvmlite", reason="llvmlite is not installed")
+pytestmark = pytest.mark.skipif(library.find() is None, reason="no native library here")
 
 CALLS = """
 import torch

@@ -52,7 +52,7 @@ class CompiledFiles:
         """
         name = f"kernel-{_digest_of(source, target, options)}.zip"
         kept = self._artifacts.get(name)
-        kept_hash = None if kept is None else _give_kernel(kept)
+        kept_hash = None if kept is None else _put_back(kept)
         self._give_module(_launcher_name(name))
         found = translate(source, target=target, options=options)
         # Another one where a setting of Triton's is part of its key.
@@ -145,7 +145,7 @@ def _files_of(compiled: Any) -> dict[str, bytes]:
     }
 
 
-def _give_kernel(kept: bytes) -> str:
+def _put_back(kept: bytes) -> str:
     """Put a kernel into Triton's cache where that lacks it; return its key there."""
     key, files = _unpacked(kept)
     manager = get_cache_manager(key)
