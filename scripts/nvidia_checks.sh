@@ -4,7 +4,8 @@
 #                configurations of Intel's GPUs; 500 random calls of `cuda`; calls of each of its
 #                kernels, the presets' among them, 1,000 times, and under compute-sanitizer; errors
 #                beside the peers'; the device tests
-#   first-calls  what first calls of both backends take, with and without kernels on disk
+#   first-calls  what first calls of both backends take, with and without kernels on disk, and on a
+#                second machine that has loaded what the first one saved
 #   measure      every preset of both beside the peers, then the targets. Kernels must lie in
 #                their caches on disk: the first run of two compiles them (some 6 and 9 minutes)
 # Each step's output is FOLDER/<step>.log, each report FOLDER/<step>.json; FOLDER/summary.txt has
@@ -14,7 +15,7 @@
 # calls, ROUNDS those of a measurement.
 set -euo pipefail
 if (($# != 3)); then
-  sed -n '2,13p' "$0" >&2
+  sed -n '2,14p' "$0" >&2
   exit 2
 fi
 python=$1 mode=$2
@@ -106,6 +107,8 @@ case $mode in
   first-calls)
     first_calls cuda
     first_calls cuda.triton
+    step portable-artifacts 0 "$python" bench/portable_artifacts.py \
+      --backends cuda,cuda.triton --json "$folder/portable-artifacts.json"
     ;;
   measure)
     side_by_side prefill_on portable_prefill_on
@@ -117,7 +120,7 @@ case $mode in
     targets cuda.triton triton-plain triton-mods decode decode-graph
     ;;
   *)
-    sed -n '2,13p' "$0" >&2
+    sed -n '2,14p' "$0" >&2
     exit 2
     ;;
 esac
