@@ -12,19 +12,15 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import build
 from triton.runtime.build import compile_module_from_src
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
+from anyflex_triton import nvidia_launch
 from anyflex_triton.compiled_files import CompiledFiles, module_of
 
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
-SOURCE = """
-#include <Python.h>
-static PyObject *answer(PyObject *self, PyObject *none) { return PyLong_FromLong(42); }
-static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef def = {PyModuleDef_HEAD_INIT, "anyflex_nvidia_launch", "", -1, methods};
-PyMODINIT_FUNC PyInit_anyflex_nvidia_launch(void) { return PyModule_Create(&def); }
-"""
 
 
 class Kept(dict[str, bytes]):
@@ -140,7 +136,10 @@ def test_a_module_in_c_is_loaded_where_there_is_no_compiler(
 ) -> None:
     kept = Kept()
     triton_s_cache(tmp_path / "one", monkeypatch)
-    made = compile_module_from_src(SOURCE, "anyflex_nvidia_launch")
+    source = Path(nvidia_launch.__file__).with_suffix(".c").read_text()
+    made = compile_module_from_src(
+        source, "anyflex_nvidia_launch", include_dirs=nvidia.include_dirs
+    )
     CompiledFiles(kept).keep_module(made)
     (name,) = kept
     assert name.startswith("module-anyflex_nvidia_launch-cpython-")
@@ -148,15 +147,22 @@ def test_a_module_in_c_is_loaded_where_there_is_no_compiler(
     monkeypatch.setenv("CC", "/bin/false")
     triton_s_cache(tmp_path / "none", monkeypatch)
     with pytest.raises(Exception, match="false"):
-        compile_module_from_src(SOURCE, "anyflex_nvidia_launch")
+        compile_module_from_src(source, "anyflex_nvidia_launch")
     triton_s_cache(tmp_path / "two", monkeypatch)
     CompiledFiles(kept).give_modules()
-    found = compile_module_from_src(SOURCE, "anyflex_nvidia_launch")
-    assert found.answer() == 42
+    found = compile_module_from_src(source, "anyflex_nvidia_launch")
     assert Path(str(found.__file__)).is_relative_to(tmp_path / "two")
 
+    # A machine without the program `file` looks for it under another key.
+    monkeypatch.setattr(build, "platform_key", lambda: "x86_64,Linux,64bit,")
+    triton_s_cache(tmp_path / "three", monkeypatch)
+    with pytest.raises(Exception, match="false"):
+        compile_module_from_src(source, "anyflex_nvidia_launch")
+    CompiledFiles(kept).give_modules()
+    compile_module_from_src(source, "anyflex_nvidia_launch")
+
     # A launcher's module is told by its function, wrapped or not, and goes with its kernel.
-    answer = found.answer
-    assert module_of(answer) is found
-    assert module_of(lambda: answer()) is found
+    function = found.open_driver
+    assert module_of(function) is found
+    assert module_of(lambda: function()) is found
     assert module_of(len) is None

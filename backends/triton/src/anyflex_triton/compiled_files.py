@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 from anyflex.plugin import Artifacts
@@ -29,6 +30,8 @@ _ABI = sysconfig.get_config_var("SOABI") or "unknown"
 """Python's ABI: modules in C are for one."""
 _MODULES = ("cuda_utils", "anyflex_nvidia_launch")
 """Modules that each process needs: Triton's, which talks to the driver, and nvidia_launch.c."""
+
+_LAUNCH_SOURCE = Path(__file__).with_name("nvidia_launch.c")
 
 
 class CompiledFiles:
@@ -77,22 +80,23 @@ class CompiledFiles:
     def give_modules(self) -> None:
         """Put the modules that each process needs into Triton's cache."""
         for name in _MODULES:
-            self._give_module(_module_name(name))
+            self._give_module(_module_name(name), _key_here(name))
 
     def keep_module(self, module: ModuleType | None) -> None:
         """Keep one of the modules that each process needs."""
         if module is not None and module.__name__ in _MODULES:
             self._keep_module(_module_name(module.__name__), module)
 
-    def _give_module(self, name: str) -> None:
+    def _give_module(self, name: str, key_here: str | None = None) -> None:
         kept = self._artifacts.get(name)
         if kept is None:
             return
         key, files = _unpacked(kept)
-        manager = get_cache_manager(key)
-        for file, content in files.items():
-            if manager.get_file(file) is None:
-                manager.put(content, file)
+        for each in {key, key_here or key}:
+            manager = get_cache_manager(each)
+            for file, content in files.items():
+                if manager.get_file(file) is None:
+                    manager.put(content, file)
 
     def _keep_module(self, name: str, module: ModuleType) -> None:
         if self._artifacts.get(name) is not None:
@@ -106,6 +110,21 @@ class CompiledFiles:
             return  # a custom cache manager's
         if get_cache_manager(key).get_file(path.name) == str(path):
             self._artifacts.put(name, _packed(key, {path.name: path.read_bytes()}))
+
+
+def _key_here(name: str) -> str | None:
+    """Return Triton 3.6's key of one of `_MODULES` on this machine. It says what Python's
+    `platform` tells of the executable, which is less where the program ``file`` isn't installed,
+    as in most small images."""
+    # Not above: Intel's Triton has no such package.
+    from triton.backends import nvidia
+
+    platform_key = getattr(build, "platform_key", None)
+    folder = Path(str(nvidia.__file__)).parent
+    source = folder / "driver.c" if name == "cuda_utils" else _LAUNCH_SOURCE
+    if platform_key is None or not source.is_file():
+        return None
+    return hashlib.sha256((source.read_text() + platform_key()).encode()).hexdigest()
 
 
 def module_of(function: Any) -> ModuleType | None:
