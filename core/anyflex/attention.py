@@ -25,7 +25,7 @@ from anyflex.failing import fail
 from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.registry.hot_path import posed_as
 from anyflex.runtime.facts import fp32_precision
-from anyflex.runtime.ops import flex_attention_op
+from anyflex.runtime.ops import flex_attention_op, number_tensors
 from anyflex.runtime.readable import PLAIN
 from anyflex.runtime.request import write_request
 from anyflex.runtime.saved_bytes import NOTHING, saved_bytes
@@ -319,7 +319,7 @@ def _through_op(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Call the static op: torch.compile and export see one node."""
     refuse_transforms()
-    arguments, _ = op_arguments(
+    arguments, _, _ = op_arguments(
         query, key, value, score_mod, block_mask, scale, aux, options, backend
     )
     out, lse, max_scores, *_ = flex_attention_op(query, key, value, *arguments)
@@ -337,10 +337,10 @@ def op_arguments(
     options: tuple[tuple[str, object], ...],
     backend: str | None,
     every_gradient: bool = False,
-) -> tuple[tuple[list[Tensor], list[Tensor], list[int], list[Tensor], str], list[bool]]:
-    """Return what the static ops take after query, key and value (mask, captured tensors, ints,
-    floats, request), and whether a gradient is wanted of query, key, value and each captured
-    tensor. `every_gradient`: query, key and value need not require it."""
+) -> tuple[tuple[list[Tensor], list[int], str], list[Tensor], list[bool]]:
+    """Return what the static ops take after query, key and value (tensors, ints, request), the
+    captured tensors among them, and whether a gradient is wanted of query, key, value and each
+    captured tensor. `every_gradient`: query, key and value need not require it."""
     score = TracedMod("", [], [], [], [])
     if score_mod is not None:
         wide = query.dtype is torch.float64
@@ -402,11 +402,9 @@ def op_arguments(
         saved,
         fp32_precision(query.dtype, query.device.type if posed is None else posed[0]),
     )
-    # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    numbers = [one * number for number in [scale, *score.floats, *mask.floats]]
-    ints = [*score.ints, *mask.ints, *block_size]
-    return (structure, captured, ints, numbers, request), gradients
+    numbers = number_tensors([scale, *score.floats, *mask.floats])
+    ints = [len(structure), len(captured), *score.ints, *mask.ints, *block_size]
+    return ([*structure, *captured, *numbers], ints, request), captured, gradients
 
 
 def check_captured_devices(device: torch.device, captured: list[Tensor], names: list[str]) -> None:

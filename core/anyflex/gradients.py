@@ -139,17 +139,16 @@ def _through_op(
     refuse_transforms()
     with torch.enable_grad():
         score_mod, block_mask, scale, aux, options, backend = call
-        arguments, wanted = op_arguments(
+        arguments, captured, wanted = op_arguments(
             query, key, value, score_mod, block_mask, scale, aux, options, backend, True
         )
     with torch.no_grad():
         if delta is None:
             delta = (dout.to(lse.dtype) * out).sum(-1)
-        dq, dk, dv, found = flex_attention_backward_op(
+        found = flex_attention_backward_op(
             dout, dlse, delta, query, key, value, out, lse, None, None, *arguments
         )
-    gradients = [g if flag else None for g, flag in zip(found, wanted[3:], strict=True)]
-    return arguments[1], [dq, dk, dv, *gradients]
+    return captured, [g if flag else None for g, flag in zip(found, wanted, strict=True)]
 
 
 def _check_given(query: Tensor, value: Tensor, **tensors: Tensor | None) -> None:

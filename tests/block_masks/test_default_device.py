@@ -149,10 +149,10 @@ def test_a_mask_on_meta_is_refused(way: str) -> None:
 def test_the_static_op_takes_no_tensor_of_meta_among_others() -> None:
     query = torch.ones(1, 1, 20, 8)
     mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20)
-    arguments, _ = op_arguments(
+    arguments, _, _ = op_arguments(
         query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None
     )
-    structure, *rest = arguments
-    moved = [tensor.to("meta") for tensor in structure]
+    (offsets, runs, *numbers), *rest = arguments
+    moved = [offsets.to("meta"), runs.to("meta"), *numbers]
     with pytest.raises(ArgumentError, match="another tensor of the call on meta"):
         flex_attention_op(query, query, query, moved, *rest)

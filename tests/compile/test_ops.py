@@ -129,6 +129,6 @@ def test_a_mask_whose_memory_is_written_again_is_another_mask() -> None:
         offsets.numpy()[...] = mask.offsets.numpy()
         runs.numpy()[...] = mask.runs.numpy()
         found, *_ = torch.ops.anyflex.flex_attention(
-            query, query, query, [offsets, runs], [], [16, 16], [scale], request
+            query, query, query, [offsets, runs, scale], [2, 0, 16, 16], request
         )
         assert torch.equal(found, out)

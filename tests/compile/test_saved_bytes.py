@@ -203,9 +203,11 @@ def test_without_gradients_nothing_is_left(backend: type[SavingBackend]) -> None
         op="call_function", target=torch.ops.anyflex.flex_attention.default
     )
     outputs = torch.ops.anyflex.flex_attention.default(
-        *(tensor.detach() for tensor in inputs), [], [], [], [torch.tensor(0.5).double()],
+        *(tensor.detach() for tensor in inputs),
+        [torch.tensor(0.5).double()],
+        [0, 0],
         node.args[-1],
-    )  # fmt: skip
+    )
     assert [tensor.numel() for tensor in outputs[1:]] == [0, 0, 0, 0]
 
 

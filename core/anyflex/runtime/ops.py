@@ -7,7 +7,7 @@ another process), so a canonical request string carries what is not a tensor or 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +26,50 @@ from anyflex.torch_versions import in_dual_level
 if TYPE_CHECKING:
     from anyflex.runtime.request import Request
 
-__all__ = ["flex_attention_backward_op", "flex_attention_op"]
+__all__ = ["flex_attention_backward_op", "flex_attention_op", "number_tensors"]
 
 # torch.library is not annotated.
 _library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
 _TENSORS = "Tensor query, Tensor key, Tensor value"
-_REST = "Tensor[] mask, Tensor[] captured, SymInt[] ints, Tensor[] floats, str request"
+_REST = "Tensor[] tensors, SymInt[] ints, str request"
 _library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
     "flex_attention_backward(Tensor dout, Tensor? dlse, Tensor? delta, "
     f"{_TENSORS}, Tensor out, Tensor lse, Tensor? saved, Tensor? saved_by, {_REST}) "
-    "-> (Tensor, Tensor, Tensor, Tensor[])"
+    "-> Tensor[]"
 )
-# mask: offsets and runs of the block mask, or empty. captured, ints: the score mod's, then the
-# mask mod's, then with a mask its block size (not in the request: torch.compile may hand it over
-# as a symbol). floats: 0-d CPU float64 tensors, so that a new value makes no new graph: the scale,
-# then the score mod's, then the mask mod's. forward returns out, lse, max_scores, saved and
-# saved_by: the bytes that the kernel leaves for backward (`anyflex.runtime.saved_bytes`) and, on
-# the CPU, where reading it doesn't wait, the mark of its plan. Outputs that nobody asked for have
-# no elements.
+# tensors: offsets and runs of the block mask if there is one; captured tensors, the score mod's,
+# then the mask mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
+# graph: the scale, then the score mod's floats, then the mask mod's. ints: how many of the tensors
+# are the block mask's, and how many are captured; then the score mod's ints, the mask mod's and,
+# with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
+# Neither list is ever empty: AOTInductor's executor hands an empty list on as None. forward
+# returns out, lse, max_scores, saved and saved_by: the bytes that the kernel leaves for backward
+# (`anyflex.runtime.saved_bytes`) and, on the CPU, where reading it doesn't wait, the mark of its
+# plan. backward returns the gradients of query, key, value and each captured tensor. Outputs that
+# nobody asked for have no elements.
+
+
+class _Parts(NamedTuple):
+    """The op's two lists, taken apart."""
+
+    mask: list[Tensor]
+    captured: list[Tensor]
+    ints: list[int]
+    floats: list[Tensor]
+
+
+def _parts(tensors: list[Tensor], ints: list[int]) -> _Parts:
+    masks, captured, *numbers = ints
+    end = masks + captured
+    return _Parts(tensors[:masks], tensors[masks:end], numbers, tensors[end:])
+
+
+def number_tensors(numbers: list[float]) -> list[Tensor]:
+    """Return numbers as the op takes them. Part of the traced half: Dynamo inlines it."""
+    # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return [one * number for number in numbers]
 
 
 def _accumulate(query: Tensor) -> torch.dtype:
@@ -55,10 +80,8 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: list[Tensor],
-    captured: list[Tensor],
+    tensors: list[Tensor],
     ints: list[int],
-    floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
@@ -69,9 +92,10 @@ def _forward(
 
         refuse_forward_mode()
     wanted = read_request(request)
-    if captured:
-        _check_captured(captured, wanted)
-    inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
+    parts = _parts(tensors, ints)
+    if parts.captured:
+        _check_captured(parts.captured, wanted)
+    inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     saves = wanted.saved_bytes != NOTHING
     saved = allocate_saved_bytes(query.device, size(query, value, wanted.saved_bytes))
@@ -114,10 +138,8 @@ def _fake_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: list[Tensor],
-    captured: list[Tensor],
+    tensors: list[Tensor],
     ints: list[int],
-    floats: list[Tensor],
     request: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     _check_fake(query)
@@ -153,44 +175,40 @@ def _backward(
     lse: Tensor,
     saved: Tensor | None,
     saved_by: Tensor | None,
-    mask: list[Tensor],
-    captured: list[Tensor],
+    tensors: list[Tensor],
     ints: list[int],
-    floats: list[Tensor],
     request: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> list[Tensor]:
     from anyflex.contract.call import GradInputs, Saved
     from anyflex.runtime.launch import launch_backward
     from anyflex.runtime.plan import plan_for
 
     wanted = read_request(request)
+    parts = _parts(tensors, ints)
     _check_unpacked(
         dout,
         {"query": query, "key": key, "value": value, "out": out},
         {"lse": lse, "dlse": dlse, "delta": delta},
         {"saved": saved, "saved_by": saved_by},
-        mask,
-        captured,
-        ints,
-        floats,
+        parts,
         wanted,
     )
-    inputs = _inputs(query, key, value, mask, captured, ints, floats, wanted)
+    inputs = _inputs(query, key, value, parts, wanted)
     plan = plan_for(inputs)
     if saved_by is None or saved_by.tolist() != [plan.mark]:
         saved = None  # another kernel than forward's makes what it wants itself
     dq, dk, dv, dcaptured = launch_backward(
         plan, inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta), saved_bytes=saved
     )
-    return (
+    return [
         query.new_empty(0) if dq is None else dq,
         key.new_empty(0) if dk is None else dk,
         value.new_empty(0) if dv is None else dv,
-        [
+        *[
             tensor.new_empty(0) if gradient is None else gradient.clone()
-            for tensor, gradient in zip(captured, dcaptured, strict=True)
+            for tensor, gradient in zip(parts.captured, dcaptured, strict=True)
         ],
-    )
+    ]
 
 
 def _check_unpacked(
@@ -198,10 +216,7 @@ def _check_unpacked(
     dense: dict[str, Tensor],
     rows: dict[str, Tensor | None],
     kept: dict[str, Tensor | None],
-    mask: list[Tensor],
-    captured: list[Tensor],
-    ints: list[int],
-    floats: list[Tensor],
+    parts: _Parts,
     request: Request,
 ) -> None:
     """Check the tensors that a compiled program has saved and unpacked against the request, dout,
@@ -234,10 +249,10 @@ def _check_unpacked(
         if some is not None:
             place = device if name == "saved" else some.device
             check_like(name, some, (some.numel(),), kind, place, CURE)
-    if mask:
-        offsets, runs = mask
+    if parts.mask:
+        offsets, runs = parts.mask
         mask_batch, mask_heads, _ = _sizes("offsets of the block mask", offsets, 3)
-        edges = -(-length // ints[-2]) + 1
+        edges = -(-length // parts.ints[-2]) + 1
         if mask_batch not in (1, batch) or mask_heads not in (1, heads):
             mask_batch, mask_heads = batch, heads
         for name, tensor, sizes in (
@@ -246,12 +261,13 @@ def _check_unpacked(
         ):
             name = f"{name} of the block mask"
             check_like(name, tensor, sizes, torch.int32, offsets.device, CURE)
-    for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
+    loads = _loads(request)
+    for position, (tensor, facts) in enumerate(zip(parts.captured, loads, strict=False)):
         name = f"captured tensor {position}"
         if facts is not None:
             kind, rank = facts
             check_like(name, tensor, _sizes(name, tensor, rank), kind, device, CURE)
-    for number in floats:
+    for number in parts.floats:
         check_like("a number of the call", number, (), torch.float64, number.device, CURE)
 
 
@@ -285,39 +301,32 @@ def _fake_backward(
     lse: Tensor,
     saved: Tensor | None,
     saved_by: Tensor | None,
-    mask: list[Tensor],
-    captured: list[Tensor],
+    tensors: list[Tensor],
     ints: list[int],
-    floats: list[Tensor],
     request: str,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+) -> list[Tensor]:
     _check_fake(query)
     flags = read_request(request).gradients
-    dq, dk, dv = (
-        empty_dense(tensor) if flag else tensor.new_empty(0)
-        for tensor, flag in zip((query, key, value), flags[:3], strict=True)
-    )
-    return (
-        dq,
-        dk,
-        dv,
-        [
+    captured = _parts(tensors, ints).captured
+    return [
+        *[
+            empty_dense(tensor) if flag else tensor.new_empty(0)
+            for tensor, flag in zip((query, key, value), flags[:3], strict=True)
+        ],
+        *[
             torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if flag
             else tensor.new_empty(0)
             for tensor, flag in zip(captured, flags[3:], strict=True)
         ],
-    )
+    ]
 
 
 def _inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: list[Tensor],
-    captured: list[Tensor],
-    ints: list[int],
-    floats: list[Tensor],
+    parts: _Parts,
     request: Request,
 ) -> Any:
     from anyflex.contract.call import Call
@@ -329,19 +338,20 @@ def _inputs(
             "torch.compile or FakeTensorMode instead",
             {"reference": "no numbers on device meta"},
         )
-    scale, *numbers = [number.item() for number in floats]
+    scale, *numbers = [number.item() for number in parts.floats]
     check_scale(scale, query.dtype)  # the traced half may have seen a symbol
     views = None
-    if mask:
+    ints = parts.ints
+    if parts.mask:
         *ints, q_block, kv_block = ints
-        of_mask = captured[request.score_slots[0] :]
-        views = _views(mask, query, key, (q_block, kv_block), of_mask)
+        of_mask = parts.captured[request.score_slots[0] :]
+        views = _views(parts.mask, query, key, (q_block, kv_block), of_mask)
     call = Call(
         query,
         key,
         value,
         views,
-        tuple(captured),
+        tuple(parts.captured),
         tuple(ints),
         tuple(numbers),
         scale,
@@ -416,28 +426,26 @@ _ALTERNATIVES = 7
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, mask, captured, ints, floats, request = inputs
+    query, key, value, tensors, ints, request = inputs
     out, lse, max_scores, saved, saved_by = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(max_scores, saved, saved_by)
-    ctx.save_for_backward(query, key, value, out, lse, saved, saved_by, *mask, *captured, *floats)
-    ctx.counts = (len(mask), len(captured), len(ints), len(floats))
+    ctx.save_for_backward(query, key, value, out, lse, saved, saved_by, *tensors)
     ctx.ints, ctx.request = ints, request
+    ctx.wanted = read_request(request)  # Dynamo, which may trace the backward, reads none
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
-    query, key, value, out, lse, saved, saved_by, *others = ctx.saved_tensors
-    masks, captureds, ints, floats = ctx.counts
-    request = read_request(ctx.request)
-    if not request.needs_lse:
+    query, key, value, out, lse, saved, saved_by, *tensors = ctx.saved_tensors
+    wanted: Request = ctx.wanted
+    if not wanted.needs_lse:
         raise ArgumentError(
             "gradients are asked for of a program that was exported or traced without: export it "
             "with inputs that require grad"
         )
-    captured = others[masks : masks + captureds]
-    dq, dk, dv, dcaptured = flex_attention_backward_op(
+    gradients = flex_attention_backward_op(
         torch.zeros_like(out) if dout is None else dout,
-        dlse if request.lse else None,
+        dlse if wanted.lse else None,
         None,
         query,
         key,
@@ -446,23 +454,19 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | 
         lse,
         saved,
         saved_by,
-        others[:masks],
-        captured,
+        tensors,
         ctx.ints,
-        others[masks + captureds :],
         ctx.request,
     )
-    flags = request.gradients
-    wanted = [
+    found = [
         gradient if flag else None
-        for gradient, flag in zip([dq, dk, dv, *dcaptured], flags, strict=True)
+        for gradient, flag in zip(gradients, wanted.gradients, strict=True)
     ]
+    parts = _parts(tensors, ctx.ints)
     return (
-        *wanted[:3],
-        [None] * masks,
-        wanted[3:],
-        None if ints else [],  # an empty list counts as one of tensors
-        [None] * floats,
+        *found[:3],
+        [*[None for _ in parts.mask], *found[3:], *[None for _ in parts.floats]],
+        None,
         None,
     )
 

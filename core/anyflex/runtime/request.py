@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from anyflex.registry.hot_path import Posed
     from anyflex.runtime.saved_bytes import SavedBytes
 
 __all__ = ["Request", "read_request", "write_request"]
 
-VERSION = "anyflex-request-3"
+VERSION = "anyflex-request-4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,29 +61,33 @@ def write_request(
     lse: bool,
     max_scores: bool,
     needs_lse: bool,
-    gradients: list[bool],
+    gradients: Sequence[bool],
     backend: str | None,
     options: tuple[tuple[str, object], ...],
     posed: Posed | None,
     saved_bytes: SavedBytes,
     fp32_precision: str,
 ) -> str:
-    """Return the request's text. One line a field; a graph's text holds no line break."""
-    flags = "".join(["1" if flag else "0" for flag in gradients])
-    lines = [
-        VERSION if posed is None else f"{VERSION} {posed[0]} {posed[1]}",
+    """Return the request's text.
+
+    Inductor copies it into comments of the code that it generates, where a second line would be
+    code. repr escapes whatever ends a line, in any field.
+    """
+    fields = (
         score,
         mask,
-        f"{score_slots[0]} {score_slots[1]} {score_slots[2]}",
-        f"{int(lse)}{int(max_scores)}{int(needs_lse)}",
-        flags,
-        f"{saved_bytes[0]} {saved_bytes[1]}",
+        score_slots,
+        lse,
+        max_scores,
+        needs_lse,
+        tuple(gradients),
+        backend,
+        options,
+        posed,
+        saved_bytes,
         fp32_precision,
-        "" if backend is None else backend,
-    ]
-    for name, value in options:
-        lines.append(f"{name}={value!r}")
-    return "\n".join(lines)
+    )
+    return f"{VERSION} {fields!r}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,27 +95,7 @@ def read_request(text: str) -> Request:
     """Read a request. Raises ValueError if it is not one of this version."""
     import ast
 
-    version, score, mask, slots, aux, flags, saved, precision, backend, *options = text.split("\n")
-    version, *posed = version.split(" ")
+    version, *fields = text.split(maxsplit=1)
     if version != VERSION:
         raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
-    captured, ints, floats = map(int, slots.split())
-    values, rows = map(int, saved.split())
-    pairs = []
-    for option in options:
-        name, _, value = option.partition("=")
-        pairs.append((name, ast.literal_eval(value)))
-    return Request(
-        score,
-        mask,
-        (captured, ints, floats),
-        aux[0] == "1",
-        aux[1] == "1",
-        aux[2] == "1",
-        tuple(flag == "1" for flag in flags),
-        backend or None,
-        tuple(pairs),
-        (posed[0], posed[1]) if posed else None,
-        (values, rows),
-        precision,
-    )
+    return Request(*ast.literal_eval(fields[0]))
