@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) ->
     with registry.isolated(), warnings.catch_warnings():
         warnings.simplefilter("error", anyflex.PerformanceWarning)
         for block in code_blocks(page):
+            if "aoti_compile" in block.code and shutil.which("g++") is None:
+                continue  # AOTInductor has no way without a C++ compiler
             run(block, page, vars(module))
 
 
