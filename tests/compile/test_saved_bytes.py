@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
@@ -387,3 +388,18 @@ def test_what_does_not_fit_is_not_cut() -> None:
     assert (memory == 7).all()
     assert cut(memory, (), new=True) == ()
     assert not memory.any()
+
+
+@pytest.mark.parametrize(("length", "forwards"), [(12, 1), (13, 2)])
+def test_compiled_autograd_takes_what_an_eager_forward_left(
+    backend: type[SavingBackend], length: int, forwards: int
+) -> None:
+    """Where one of two tensors would begin between multiples of 16 bytes, forward runs again."""
+    inputs = leaves(length=length)
+    out = anyflex.flex_attention(*inputs)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        out.sum().backward()
+    assert backend.forwards == forwards
+    wanted = anyflex.flex_attention(*inputs, backend="reference")
+    for tensor, other in zip(inputs, torch.autograd.grad(wanted.sum(), inputs), strict=True):
+        torch.testing.assert_close(tensor.grad, other, rtol=1e-12, atol=1e-12)

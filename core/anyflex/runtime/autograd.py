@@ -10,6 +10,7 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.runtime.launch import launch_backward, launch_forward
+from anyflex.runtime.ops import flex_attention_backward_op, number_tensors
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.readable import captured_name, kept_name
 from anyflex.runtime.unpacked import Contiguous, are_contiguous, as_saved, facts_of
@@ -76,6 +77,8 @@ class FlexAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # compiled autograd
+            return _traced_backward(ctx, dout, *aux)
         (
             plan, facts, views, count, ints, floats, scale, score_function, mask_function, read,
             with_lse, names, kept,
@@ -128,6 +131,54 @@ class FlexAttention(torch.autograd.Function):
             arrived = [dout] if dlse is None else [dout, dlse]
             gradients = not_twice(gradients, [query, key, value, *arrived, *captured])
         return (None, None, *gradients)
+
+
+def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
+    """Call the static op. Dynamo inlines this."""
+    (
+        plan, _, views, count, ints, floats, scale, score_function, mask_function, _,
+        with_lse, *_,
+    ) = ctx.rest  # fmt: skip
+    if score_function is not None or mask_function is not None:
+        torch._dynamo.graph_break(
+            "score_mod or block_mask's mask_mod can't be traced, and its backward runs through "
+            "vmap: write it with the operations of anyflex's documentation, or call backward "
+            "outside of compiled autograd"
+        )
+        eager: Any = torch.compiler.disable(FlexAttention.backward)  # type: ignore[no-untyped-call]
+        return eager(ctx, dout, *aux)
+    query, key, value, out, lse, *others = ctx.saved_tensors
+    captured, kept = others[:count], others[count:]
+    saved = saved_by = None
+    if kept:
+        saved = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in kept])
+        saved_by = torch.full((1,), plan.mark, dtype=torch.int64, device="cpu")
+    structure: list[Tensor] = []
+    block_size: tuple[int, ...] = ()
+    if views is not None:
+        structure = [views.offsets, views.runs]
+        block_size = views.block_size
+    gradients = flex_attention_backward_op(
+        torch.zeros_like(out) if dout is None else dout,
+        aux[0] if with_lse else None,
+        None,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        saved,
+        saved_by,
+        [*structure, *captured, *number_tensors([scale, *floats])],
+        [len(structure), count, *ints, *block_size],
+        plan.request,
+    )
+    wanted = [*plan.gradients, *[dtype is not None for dtype in plan.accumulators]]
+    return (
+        None,
+        None,
+        *[gradient if flag else None for gradient, flag in zip(gradients, wanted, strict=True)],
+    )
 
 
 _SAVED = ("query", "key", "value", "out", "lse")

@@ -26,6 +26,8 @@ from anyflex.runtime.facts import architecture, determinism, memories, memory, q
 from anyflex.runtime.kernels import CompiledKernel, kernel_for
 from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
 from anyflex.runtime.readable import check_captured
+from anyflex.runtime.request import write_request
+from anyflex.runtime.saved_bytes import NOTHING
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
@@ -90,12 +92,15 @@ class Plan:
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
+        mark: what tells this kernel's saved outputs from another's, in any process: a positive
+            signed 64-bit integer.
+        request: of the plan's calls (`anyflex.runtime.request`), for a backward that Dynamo
+            traces. It promises no saved bytes.
         guard: makes a context manager that selects the device, or None while it is selected; None
             where there is no choice.
     """
 
     __slots__ = (
-        "_mark",
         "accumulate",
         "accumulators",
         "casts",
@@ -108,16 +113,20 @@ class Plan:
         "gradients",
         "guard",
         "kernel",
+        "mark",
         "max_scores",
         "own_backward",
+        "request",
         "same_dims",
         "saves",
         "spec",
         "works",
     )
 
-    def __init__(self, compiled: CompiledKernel, device: torch.device, contiguous: bool) -> None:
-        self._mark = 0
+    def __init__(
+        self, compiled: CompiledKernel, device: torch.device, contiguous: bool, request: str
+    ) -> None:
+        self.request = request
         self.device = device
         self.contiguous = contiguous
         self.compiled = compiled
@@ -150,17 +159,9 @@ class Plan:
             facts.needs_grad and facts.dtype is not dtype
             for facts, dtype in zip(captured, self.accumulators, strict=True)
         )
-
-    @property
-    def mark(self) -> int:
-        """What tells this kernel's saved outputs from another's, in any process: a positive
-        signed 64-bit integer."""
-        if not self._mark:
-            compiled = self.compiled
-            text = f"{compiled.backend.name}|{compiled.distribution}|{self.spec.to_text()}"
-            digest = hashlib.sha256(text.encode()).digest()
-            self._mark = int.from_bytes(digest[:7], "little") + 1
-        return self._mark
+        text = f"{compiled.backend.name}|{compiled.distribution}|{self.spec.to_text()}"
+        digest = hashlib.sha256(text.encode()).digest()
+        self.mark = int.from_bytes(digest[:7], "little") + 1
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:
@@ -291,12 +292,30 @@ def _plan_of_class(
             compiled = kernel_for(
                 spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
             )
-        plan = Plan(compiled, inputs.call.query.device, contiguous)
+        plan = Plan(compiled, inputs.call.query.device, contiguous, _request_of(inputs))
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]
             _plans[of_class] = plan
     return plan
+
+
+def _request_of(inputs: Inputs) -> str:
+    """The request of a call, which is that of every call of its plan."""
+    return write_request(
+        inputs.score,
+        inputs.mask,
+        inputs.score_slots,
+        inputs.lse,
+        inputs.max_scores,
+        inputs.needs_lse,
+        inputs.gradients,
+        inputs.backend,
+        inputs.options,
+        inputs.posed,
+        NOTHING,
+        inputs.fp32_precision,
+    )
 
 
 def spec_for(inputs: Inputs) -> Spec:
