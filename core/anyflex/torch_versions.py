@@ -34,6 +34,7 @@ __all__ = [
     "artifact_types",
     "as_symbol_tensor",
     "batch_level",
+    "break_graph",
     "dispatch_modes",
     "dynamo_constant",
     "dynamo_name",
@@ -323,10 +324,16 @@ artifact_types: Any = _find("compiler._cache.CacheArtifactFactory._artifact_type
 """Types of artifacts that torch's cache bundles may hold, by name."""
 
 
+def break_graph(reason: str) -> None:
+    """End the graph that Dynamo traces; under ``fullgraph=True`` it raises with the reason."""
+    torch._dynamo.graph_break(reason)
+
+
 _SYMBOLS = "some spellings of a mod's operations under torch.compile"
 _REFUSALS = "anyflex's words for what a mod may not do under torch.compile"
 DYNAMO_NAMES: dict[str, tuple[str, str]] = {
     # path from torch._dynamo on -> (releases that have it, what is lost without it)
+    "decorators.graph_break": (_ALL, "compiled autograd of mods that no graph can hold"),
     "exc.Unsupported": (_ALL, "anyflex's errors under torch.compile"),
     "exc.UncapturedHigherOrderOpError": (_ALL, "anyflex's errors under torch.compile"),
     "variables.ConstantVariable": (_ALL, _SYMBOLS),

@@ -40,7 +40,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OWN = tuple(
     os.path.join(_PACKAGE, *part.split("/"))
     for part in (
-        "attention gradients explanation mod_graph mods/composition block_mask reference runtime"
+        "attention gradients explanation mod_graph mods/composition block_mask reference runtime "
+        "torch_versions"
     ).split()
 )
 _TRACE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")

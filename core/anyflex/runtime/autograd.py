@@ -14,7 +14,7 @@ from anyflex.runtime.ops import flex_attention_backward_op, number_tensors
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.readable import captured_name, kept_name
 from anyflex.runtime.unpacked import Contiguous, are_contiguous, as_saved, facts_of
-from anyflex.torch_versions import is_batched, version_counter
+from anyflex.torch_versions import break_graph, is_batched, kept_out_of_graphs, version_counter
 
 __all__ = ["FlexAttention", "not_twice"]
 
@@ -140,13 +140,12 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         with_lse, *_,
     ) = ctx.rest  # fmt: skip
     if score_function is not None or mask_function is not None:
-        torch._dynamo.graph_break(
+        break_graph(
             "score_mod or block_mask's mask_mod can't be traced, and its backward runs through "
             "vmap: write it with the operations of anyflex's documentation, or call backward "
             "outside of compiled autograd"
         )
-        eager: Any = torch.compiler.disable(FlexAttention.backward)  # type: ignore[no-untyped-call]
-        return eager(ctx, dout, *aux)
+        return _backward_outside_graphs(ctx, dout, *aux)
     query, key, value, out, lse, *others = ctx.saved_tensors
     captured, kept = others[:count], others[count:]
     saved = saved_by = None
@@ -180,6 +179,8 @@ def _traced_backward(ctx: Any, dout: Tensor | None, *aux: Tensor | None) -> Any:
         *[gradient if flag else None for gradient, flag in zip(gradients, wanted, strict=True)],
     )
 
+
+_backward_outside_graphs = kept_out_of_graphs(FlexAttention.backward)
 
 _SAVED = ("query", "key", "value", "out", "lse")
 
