@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.mod_graph.operations import DTYPE_NAMES
-from anyflex.mod_graph.refusal import refuse
+from anyflex.mod_graph.refusal import NUMPY, refuse
 from anyflex.mod_graph.symbol import BOOL, CATEGORY, FLOAT, INT, PartialRead, Symbol
 from anyflex.mod_graph.tracer import Tracer
 from anyflex.symbolic import INTS, NUMBERS, SYMBOLIC
@@ -181,6 +181,9 @@ def dropout(
 
 
 def get_item(t: Tracer, tensor: Any, index: Any) -> Any:
+    # Dynamo of torch 2.15 swaps a NumPy array and the symbol that indexes it.
+    if isinstance(tensor, Symbol) and type(index).__name__ == "ndarray":
+        refuse(*NUMPY)
     if isinstance(tensor, (Symbol, PartialRead)):
         return tensor[index]
     return t.read(tensor, index)
