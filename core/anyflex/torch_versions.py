@@ -102,11 +102,16 @@ _ALL = "2.11 to 2.15"
 
 def _find(path: str, instead: Any, without: str, seen: str = _ALL) -> Any:
     """Return what ``torch.<path>`` is, or `instead` in a torch that lacks it."""
+    *modules, last = path.split(".")
     found: Any = torch
     try:
-        for name in path.split("."):
+        for name in modules:
+            # torch imports some of its modules late: compiler._cache, before torch 2.13.
+            if not hasattr(found, name):
+                importlib.import_module(f"{found.__name__}.{name}")
             found = getattr(found, name)
-    except AttributeError:
+        found = getattr(found, last)
+    except (AttributeError, ImportError):
         PRIVATE_NAMES.append(PrivateName(path, seen, without, False))
         return instead
     PRIVATE_NAMES.append(PrivateName(path, seen, without, True))

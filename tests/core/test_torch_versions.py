@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # One child process a name, forked of one that has imported torch. The module's lookups find a
 # `getattr` of their own, to which torch lacks the name: that reaches C's attributes too.
 PROGRAM = """
-import importlib.util, json, math, os, sys, warnings
+import importlib, importlib.util, json, math, os, sys, warnings
 import torch
 
 def without(path):
@@ -37,6 +37,8 @@ def without(path):
     names = owner.split(".")[1:]
     missing_from = torch
     for name in names:
+        if not hasattr(missing_from, name):
+            importlib.import_module(f"{missing_from.__name__}.{name}")
         missing_from = getattr(missing_from, name)
 
     def lookup(found, name, *default):
