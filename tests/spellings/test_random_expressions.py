@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from itertools import compress
 
 import pytest
@@ -20,6 +21,16 @@ __all__: list[str] = []
 
 COUNT = int(os.environ.get("ANYFLEX_RANDOM_EXPRESSIONS", "200"))
 """How many run: CI's share, or that of `make soak`."""
+
+
+def gives_to_nan() -> bool:
+    """Does torch give a gradient to a NaN that fmax drops? 2.14 does, nothing before or after."""
+    dropped = torch.tensor(float("nan"), requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch.fmax(dropped, torch.tensor(1.0)), dropped)
+    return bool(gradient == 1)
+
+
+GIVES_TO_NAN = gives_to_nan()
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-9, "equal_nan": True}
 
@@ -49,7 +60,8 @@ def test_a_random_mod(seed: int) -> None:
         torch.testing.assert_close(
             values(graph, traced, mod), wanted, msg=lambda text: f"{mod}\n{text}", **CLOSE
         )
-        check_gradients(graph, traced, mod, live, leaves, gradients)
+        if not (GIVES_TO_NAN and re.search("fmax|fmin", mod.source)):
+            check_gradients(graph, traced, mod, live, leaves, gradients)
 
 
 def values(graph: ModGraph, traced: TracedMod, mod: RandomMod) -> Tensor:
