@@ -26,7 +26,7 @@ from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
 
 DATA = Path(__file__).parent.parent / "data"
-VERSIONS = ("2.11", "2.13", "2.15")
+VERSIONS = ("2.11", "2.13", "2.14", "2.15")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
@@ -61,9 +61,9 @@ def stand_in(version: str, source: Any, **changes: Any) -> Any:
     return mask
 
 
-def test_the_recorded_layouts_are_of_three_kinds_of_torch() -> None:
+def test_the_recorded_layouts_have_the_items_of_each_torch() -> None:
     counts = {version: recorded(version)["tuple_items"] for version in VERSIONS}
-    assert counts == {"2.11": 13, "2.13": 17, "2.15": 17}
+    assert counts == {"2.11": 13, "2.13": 17, "2.14": 17, "2.15": 17}
     for version in VERSIONS:
         layout = recorded(version)
         declared = {*layout["tensor_attributes"], *layout["context_attributes"]}
@@ -107,6 +107,19 @@ def test_a_mask_without_full_blocks_and_without_transposes_is_read(version: str)
     )
     mask = BlockMask.from_torch(stand_in(version, source, **absent))
     assert torch.equal(mask.views().kind_rows(0, 4)[0, 0], 2 * torch.ones(4, 4).tril().char())
+
+
+def test_lists_with_fewer_columns_than_the_lengths_have_blocks_are_read() -> None:
+    """torch makes the transposes of such lists since 2.14."""
+    counts = torch.tensor([[[1, 2, 2, 1]]], dtype=torch.int32)
+    columns = torch.tensor([[[[0, 1], [0, 1], [1, 2], [3, 0]]]], dtype=torch.int32)
+    source = torch_flex.BlockMask.from_kv_blocks(
+        counts, columns, BLOCK_SIZE=16, seq_lengths=(64, 64), compute_q_blocks=False
+    )
+    mask = BlockMask.from_torch(source)
+    wanted = torch.tensor([[2, 0, 0, 0], [2, 2, 0, 0], [0, 2, 2, 0], [0, 0, 0, 2]])
+    assert torch.equal(mask.views().kind_rows(0, 4)[0, 0], wanted.char())
+    assert mask.sparsity() == pytest.approx(100 * (1 - 6 / 16))
 
 
 def test_orders_of_deterministic_accumulation_do_not_change_the_mask() -> None:
