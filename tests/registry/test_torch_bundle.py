@@ -255,7 +255,7 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     "missing",
     [
-        "import torch.compiler._cache as c; del torch.compiler._cache; sys.modules[c.__name__] = None",
+        "import torch.compiler._cache as c; del torch.compiler._cache, c.CacheArtifact",
         "import torch.compiler._cache as c; del c.CacheArtifactManager",
         "import torch.compiler._cache as c; del c.CacheArtifactFactory._artifact_types",
         "import torch.compiler._cache as c; del c.CacheArtifactFactory.register",
