@@ -86,7 +86,7 @@ def main(action: str, folder: Path) -> None:
         train(hopper=True)
         train(hopper=False)
     for program in launched:
-        kernel = program._translate(program.source(), HOPPER, program.options.keywords())
+        kernel = program._translate(HOPPER, program.options.keywords())
         assert kernel.kernel.startswith(b"\x7fELF")
     if action == "save":
         anyflex.save_artifacts(folder / "own.zip")

@@ -5,21 +5,22 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import build
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
-from anyflex_triton import nvidia_launch
-from anyflex_triton.compiled_files import CompiledFiles, module_of
+from anyflex_triton import compiled_files, nvidia_launch
+from anyflex_triton.compiled_files import CompiledFiles, kernel_name, module_of
 
-KEY, OTHER_KEY = "ab" * 32, "cd" * 32
+KEY = "ab" * 32
 
 
 class Kept(dict[str, bytes]):
@@ -29,80 +30,98 @@ class Kept(dict[str, bytes]):
         self[name] = data
 
 
-class Compiler:
-    """As ``triton.compile``: a kernel comes out of Triton's cache, or is made.
+def compiled(key: str = KEY) -> Any:
+    """A kernel as ``triton.compile`` leaves it in Triton's cache."""
+    manager = get_cache_manager(key)
+    files = {"k.ttir": b"text", "k.cubin": b"code of " + key.encode(), "k.json": b"{}"}
+    group = {name: manager.put(content, name) for name, content in files.items()}
+    manager.put_group("k.json", group)
+    binary = Path(group["k.cubin"]).read_bytes()
+    asm = {"ttir": "text", "cubin": binary}
+    return SimpleNamespace(hash=key, asm=asm, kernel=binary, metadata_group=group)
 
-    Args:
-        key: of every kernel.
-    """
 
-    def __init__(self, key: str = KEY) -> None:
-        self.key = key
-        self.made = 0
+class Found(NamedTuple):
+    """Stands for ``triton.compiler.CompiledKernel``, which wants a kernel of a GPU's."""
 
-    def __call__(self, source: Any, target: Any, options: Any) -> Any:
-        manager = get_cache_manager(self.key)
-        group = manager.get_group("k.json")
-        if group is None:
-            self.made += 1
-            files = {"k.ttir": b"text", "k.cubin": b"code" * self.made, "k.json": b"{}"}
-            group = {name: manager.put(content, name) for name, content in files.items()}
-            manager.put_group("k.json", group)
-        binary = Path(group["k.cubin"]).read_bytes()
-        asm = {"ttir": "text", "cubin": binary}
-        return SimpleNamespace(hash=self.key, asm=asm, kernel=binary, metadata_group=group)
+    source: Any
+    metadata_group: dict[str, str]
+    hash: str
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_s_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_files, "CompiledKernel", Found)
 
 
 def triton_s_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
 
 
-def compile_with(
-    kept: Any, compiler: Compiler, text: str = "a", target: str = "sm_90", stages: int = 2
-) -> Any:
-    source = SimpleNamespace(hash=lambda: text)
-    return CompiledFiles(kept).compile(source, target, {"num_stages": stages}, compiler)
+NAME = kernel_name("a kernel")
 
 
-def test_another_machine_finds_binary_and_metadata_and_compiles_nothing(
+def find(kept: Kept) -> Any:
+    return CompiledFiles(kept).find(NAME, lambda: "source")
+
+
+def test_another_machine_finds_binary_and_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, compiler = Kept(), Compiler()
+    kept = Kept()
+    assert find(kept) is None
     triton_s_cache(tmp_path / "one", monkeypatch)
-    made = compile_with(kept, compiler)
+    made = compiled()
+    CompiledFiles(kept).keep(NAME, made)
     triton_s_cache(tmp_path / "two", monkeypatch)
-    found = compile_with(kept, compiler)
-    assert compiler.made == 1
-    assert found.kernel == made.kernel
+    found = find(kept)
+    assert (found.source, found.hash) == ("source", KEY)
     # No IR: it is large, and read by nobody.
     assert set(found.metadata_group) == {"k.cubin", "k.json"}
+    for name, path in found.metadata_group.items():
+        assert Path(path).is_relative_to(tmp_path / "two")
+        assert Path(path).read_bytes() == Path(made.metadata_group[name]).read_bytes()
 
 
-@pytest.mark.parametrize("other", [{"text": "b"}, {"target": "sm_80"}, {"stages": 3}])
-def test_other_sources_targets_and_options_find_nothing(
-    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def facts(**other: Any) -> tuple[object, ...]:
+    usual = {"function": "f", "types": {"x": "*fp32"}, "constants": {"N": 4}, "stages": 2}
+    return tuple({**usual, "target": GPUTarget("cuda", 90, 32), **other}.values())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"function": "g"},
+        {"types": {"x": "*bf16"}},
+        {"constants": {"N": 4.0}},
+        {"stages": 3},
+        {"target": GPUTarget("cuda", 80, 32)},
+    ],
+)
+def test_other_functions_types_constants_options_and_targets_have_other_names(
+    other: dict[str, Any],
+) -> None:
+    assert kernel_name(*facts()) == kernel_name(*facts())
+    assert kernel_name(*facts()) != kernel_name(*facts(**other))
+
+
+def test_settings_that_change_what_triton_makes_are_part_of_the_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = kernel_name(*facts())
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert kernel_name(*facts()) != before
+
+
+@pytest.mark.parametrize("setting", ["always_compile", "override", "dump_ir"])
+def test_a_user_who_wants_triton_to_compile_has_it_compile(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept()
-    triton_s_cache(tmp_path / "one", monkeypatch)
-    compile_with(kept, Compiler())
-    triton_s_cache(tmp_path / "two", monkeypatch)
-    compiler = Compiler()
-    compile_with(kept, compiler, **other)
-    assert compiler.made == 1
-
-
-def test_a_kernel_under_another_key_of_triton_s_is_compiled_and_kept_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A setting of Triton's in the environment is part of its key."""
-    kept = Kept()
-    triton_s_cache(tmp_path / "one", monkeypatch)
-    compile_with(kept, Compiler())
-    other = Compiler(OTHER_KEY)
-    compile_with(kept, other)
-    triton_s_cache(tmp_path / "two", monkeypatch)
-    compile_with(kept, other)
-    assert other.made == 1
+    triton_s_cache(tmp_path, monkeypatch)
+    CompiledFiles(kept).keep(NAME, compiled())
+    monkeypatch.setattr(triton.knobs.compilation, setting, True)
+    assert find(kept) is None
 
 
 def test_what_is_in_triton_s_cache_is_left_as_it_is(
@@ -110,7 +129,7 @@ def test_what_is_in_triton_s_cache_is_left_as_it_is(
 ) -> None:
     kept = Kept()
     triton_s_cache(tmp_path / "one", monkeypatch)
-    compile_with(kept, Compiler())
+    CompiledFiles(kept).keep(NAME, compiled())
     written: list[str] = []
 
     class Counting(FileCacheManager):
@@ -119,11 +138,11 @@ def test_what_is_in_triton_s_cache_is_left_as_it_is(
             return super().put(data, filename, binary)
 
     monkeypatch.setattr(triton.knobs.cache, "manager_class", Counting)
-    compile_with(kept, Compiler())
+    assert find(kept) is not None
     assert written == []
     # A custom manager is the one that is given kernels.
     triton_s_cache(tmp_path / "two", monkeypatch)
-    compile_with(kept, Compiler())
+    assert find(kept) is not None
     assert sorted(written) == ["__grp__k.json", "k.cubin", "k.json"]
 
 

@@ -201,8 +201,8 @@ def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_what_is_done_once_is_begun_once(unprepared: list[str]) -> None:
-    preparation.prepare()
-    preparation.prepare()
+    preparation.prepare(compiles=True)
+    preparation.prepare(compiles=True)
     for thread in preparation._preparing.values():
         thread.join(timeout=20)
     assert sorted(unprepared) == ["_make_driver", "_make_launcher", "_sum_files"]
@@ -215,7 +215,7 @@ def test_what_fails_early_fails_no_call(
         raise AssertionError("libcuda.so cannot found!")
 
     monkeypatch.setattr(preparation, "_make_driver", missing)
-    preparation.prepare()
+    preparation.prepare(compiles=True)
     for thread in preparation._preparing.values():
         thread.join(timeout=20)
     assert sorted(unprepared) == ["_make_launcher", "_sum_files"]
@@ -244,7 +244,7 @@ def test_what_compiles_waits_for_a_driver_only_to_know_its_target(
     monkeypatch.setattr(launch, "_most_shared", lambda device: made.is_set() and 1)
     monkeypatch.setattr(launch.Program, "source", lambda program: None)
     monkeypatch.setattr("triton.compile", compiled)
-    preparation.prepare()
+    preparation.prepare(compiles=True)
     new_program().compile(0)
     assert before == [not known] and made.is_set()
 
@@ -257,9 +257,9 @@ def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
 
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", refused)
-        preparation.prepare()
+        preparation.prepare(compiles=True)
     assert preparation._preparing == {}
-    preparation.prepare()
+    preparation.prepare(compiles=True)
     assert len(preparation._preparing) == 3
 
 

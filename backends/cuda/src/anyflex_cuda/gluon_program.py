@@ -31,9 +31,9 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 class GluonProgram(Program):
     """A kernel made by ``gluon.jit`` with its types and constants; else as `Program`."""
 
-    def source(self) -> Any:
-        """What ``triton.compile`` takes."""
-        portable = super().source()
+    def source_without_keys(self) -> Any:
+        """See `Program`."""
+        portable = super().source_without_keys()
         return GluonASTSource(
             self.function, portable.signature, dict(self.constants), portable.attrs
         )

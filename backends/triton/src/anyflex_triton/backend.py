@@ -134,12 +134,12 @@ class TritonBackend(Backend):
         from anyflex_triton.tuning import Tuner
 
         files = CompiledFiles(artifacts)
+        stored = artifacts.get("mods.py")
         # Not where CPU tensors stand in for the device's.
         if torch.get_device_module(spec.device_type).is_available():
             if torch.version.cuda is not None:
                 files.give_modules()
-            prepare()
-        stored = artifacts.get("mods.py")
+            prepare(compiles=stored is None)
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)

@@ -3,7 +3,11 @@
 Triton keeps what it compiles in a cache of its own, which no archive of anyflex's and no bundle of
 torch's holds: another machine would compile every kernel again, and need a C compiler. So each
 kernel's binary and metadata, and the modules in C that load and launch kernels, are copied here,
-and put back into Triton's cache before Triton looks there. A custom cache manager is honoured.
+and put back into Triton's cache. A custom cache manager is honoured.
+
+A kernel is found by what `kernel_name` tells. Triton's own key takes 0.1 to 0.4 s a process more,
+for a checksum of Triton's files and the syntax trees of all functions that a kernel calls: the
+artifacts' key covers both, by Triton's version and the checksum of these packages' sources.
 """
 
 from __future__ import annotations
@@ -19,12 +23,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import CompiledKernel
 from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 from anyflex.plugin import Artifacts
 
-__all__ = ["CompiledFiles", "module_of"]
+__all__ = ["CompiledFiles", "kernel_name", "module_of"]
 
 _ABI = sysconfig.get_config_var("SOABI") or "unknown"
 """Python's ABI: modules in C are for one."""
@@ -44,37 +51,37 @@ class CompiledFiles:
     def __init__(self, artifacts: Artifacts) -> None:
         self._artifacts = artifacts
 
-    def compile(
-        self, source: Any, target: Any, options: Mapping[str, Any], translate: Callable[..., Any]
-    ) -> Any:
-        """Return what ``translate(source, target=target, options=options)`` does, which is
-        ``triton.compile``: it finds in its cache what is kept here.
+    def find(self, name: str, source: Callable[[], Any]) -> CompiledKernel | None:
+        """Return a kernel as ``triton.compile`` finds it in its cache, or None if there is none,
+        or the user's settings ask Triton to compile in any case.
 
         Args:
-            target: of the compiler.
+            name: of `kernel_name`.
+            source: makes what ``triton.compile`` would take.
         """
-        name = f"kernel-{_digest_of(source, target, options)}.zip"
+        settings = knobs.compilation
+        if settings.always_compile or settings.override or settings.dump_ir:
+            return None
         kept = self._artifacts.get(name)
-        kept_hash = None if kept is None else _put_back(kept)
+        if kept is None:
+            return None
         self._give_module(_launcher_name(name))
-        found = translate(source, target=target, options=options)
-        # Another one where a setting of Triton's is part of its key.
-        if kept_hash != found.hash:
-            self._artifacts.put(name, _packed(found.hash, _files_of(found)))
-        return found
+        key, group = _put_back(kept)
+        return CompiledKernel(source(), group, key)
 
-    def keep_launcher(
-        self, source: Any, target: Any, options: Mapping[str, Any], launcher: Any
-    ) -> None:
+    def keep(self, name: str, compiled: CompiledKernel) -> None:
+        """Keep what Triton has compiled."""
+        self._artifacts.put(name, _packed(compiled.hash, _files_of(compiled)))
+
+    def keep_launcher(self, name: str, launcher: Any) -> None:
         """Keep the module in C of Triton's own launcher of a kernel, if it has one.
 
         Args:
-            source, target, options: as of `compile`.
+            name: of the kernel.
             launcher: what a compiled kernel's ``run`` is.
         """
         module = module_of(getattr(launcher, "launch", None))
         if module is not None:
-            name = f"kernel-{_digest_of(source, target, options)}.zip"
             self._keep_module(_launcher_name(name), module)
 
     def give_modules(self) -> None:
@@ -141,9 +148,15 @@ def _cells(function: Any) -> tuple[Any, ...]:
     return getattr(function, "__closure__", None) or ()
 
 
-def _digest_of(source: Any, target: Any, options: Mapping[str, Any]) -> str:
-    said = f"{type(source).__name__} {source.hash()} {target} {sorted(options.items())}"
-    return hashlib.sha256(said.encode()).hexdigest()[:32]
+def kernel_name(*facts: object) -> str:
+    """Return the artifact's name of a kernel.
+
+    Args:
+        facts: function, types, constants, options and target of the kernel, whose repr tells
+            them. Generated functions are told by their modules' names, which hold a checksum.
+    """
+    said = repr((facts, sorted(get_cache_invalidating_env_vars().items())))
+    return f"kernel-{hashlib.sha256(said.encode()).hexdigest()[:32]}.zip"
 
 
 def _module_name(name: str) -> str:
@@ -164,17 +177,18 @@ def _files_of(compiled: Any) -> dict[str, bytes]:
     }
 
 
-def _put_back(kept: bytes) -> str:
-    """Put a kernel into Triton's cache where that lacks it; return its key there."""
+def _put_back(kept: bytes) -> tuple[str, dict[str, str]]:
+    """Put a kernel into Triton's cache where that lacks it; return its key there, and its files'
+    paths by name."""
     key, files = _unpacked(kept)
     manager = get_cache_manager(key)
     (metadata,) = [name for name in files if name.endswith(".json")]
     group = manager.get_group(metadata) or {}
     if not files.keys() <= group.keys():
-        paths = {name: manager.put(content, name) for name, content in files.items()}
+        group = {name: manager.put(content, name) for name, content in files.items()}
         # The group comes last, as Triton writes it: who reads it meanwhile finds all or nothing.
-        manager.put_group(metadata, paths)
-    return key
+        manager.put_group(metadata, group)
+    return key, group
 
 
 def _packed(key: str, files: Mapping[str, bytes]) -> bytes:

@@ -170,10 +170,14 @@ class Program:
 
     def source(self) -> Any:
         """What ``triton.compile`` takes."""
-        from triton.compiler import ASTSource
-
         # Mods come in as constants.
         ask_for_keys([self.function, *filter(has_key, self.constants.values())])
+        return self.source_without_keys()
+
+    def source_without_keys(self) -> Any:
+        """As `source`, for a kernel that is compiled already."""
+        from triton.compiler import ASTSource
+
         signature: dict[str, Any] = {}
         attributes: dict[tuple[int, ...], list[list[Any]]] = {}
         for index, name in enumerate(self.order):
@@ -236,10 +240,7 @@ class Program:
         # The collector isn't paused: this goes on after the call has returned.
         with self._lock:
             if not self._compiled and self._ahead is None:
-                source = self.source()
-                if meanwhile is not None:
-                    _call_after_front_end(source, meanwhile)
-                found = self._translate(source, target, self.options.keywords())
+                found = self._translate(target, self.options.keywords(), meanwhile)
                 if self._parameters(found) is None:
                     # Leaves its module in C in Triton's cache.
                     await_driver()
@@ -255,18 +256,14 @@ class Program:
         """
         # Its driver isn't needed before there is something to load, where the target is known.
         target = _nvidia_target(device)
-        await_checksum()
         if target is None:
             await_driver()
         keywords = self.options.keywords()
         found, self._ahead = self._ahead, None
         if found is None:
-            source = self.source()
             # Read once: another thread's `compile_missing` may take it back.
             meanwhile, self.meanwhile = self.meanwhile, None
-            if meanwhile is not None:
-                _call_after_front_end(source, meanwhile)
-            found = self._translate(source, target, keywords)
+            found = self._translate(target, keywords, meanwhile)
         if device is not None:
             await_driver()
             stages = self.options.num_stages
@@ -274,7 +271,7 @@ class Program:
                 stages -= 1
                 keywords["num_stages"] = stages
                 self.gives_up_stages = True
-                found = self._translate(self.source(), target, keywords)
+                found = self._translate(target, keywords)
             parameters = self._parameters(found)
             # Asking for `run` loads the kernel. Of two threads that ask, one may get it before the
             # other's loading has ended: so nobody else has the kernel yet.
@@ -284,22 +281,48 @@ class Program:
             if parameters is not None:
                 self._launchers[device] = parameters.launcher(found)
             if self._files is not None and torch.version.cuda is not None:
-                self._keep_modules(found, target, keywords, own=parameters is not None)
+                self._keep_modules(found, self._name(target, keywords), parameters is not None)
         return found
 
-    def _translate(self, source: Any, target: Any, keywords: Mapping[str, Any]) -> Any:
+    def _translate(
+        self,
+        target: Any,
+        keywords: Mapping[str, Any],
+        meanwhile: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Find the kernel among the spec's files, or compile and keep it."""
         import triton
 
-        if self._files is None:
-            return triton.compile(source, target=target, options=keywords)
-        return self._files.compile(source, target, keywords, triton.compile)
+        name = ""
+        if self._files is not None:
+            name = self._name(target, keywords)
+            found = self._files.find(name, self.source_without_keys)
+            if found is not None:
+                return found
+        source = self.source()
+        if meanwhile is not None:
+            _call_after_front_end(source, meanwhile)
+        await_checksum()
+        found = triton.compile(source, target=target, options=keywords)
+        if self._files is not None:
+            self._files.keep(name, found)
+        return found
 
-    def _keep_modules(
-        self, kernel: Any, target: Any, keywords: Mapping[str, Any], *, own: bool
-    ) -> None:
+    def _name(self, target: Any, keywords: Mapping[str, Any]) -> str:
+        """The kernel's name among the spec's files."""
+        from anyflex_triton.compiled_files import kernel_name
+
+        if target is None:
+            target = driver.active.get_current_target()
+        named = (self.types, self.constants, self.aligned, keywords)
+        # Sorted by names: a constant's place among the others depends on the process.
+        return kernel_name(self.function, *[sorted(each.items()) for each in named], target)
+
+    def _keep_modules(self, kernel: Any, name: str, own: bool) -> None:
         """Keep the modules in C with which a kernel was loaded and is launched.
 
         Args:
+            name: of the kernel.
             own: our own launcher launches it, and Triton's isn't made.
         """
         from anyflex_triton.compiled_files import module_of
@@ -310,7 +333,7 @@ class Program:
         if own:
             self._files.keep_module(launch_module())
         else:
-            self._files.keep_launcher(kernel.src, target, keywords, kernel.run)
+            self._files.keep_launcher(name, kernel.run)
 
     def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
         """What a compiled kernel is given by our own launcher, or None where there is none."""

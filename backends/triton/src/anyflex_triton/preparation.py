@@ -19,24 +19,30 @@ _prepares = threading.Lock()
 free_in_child(sys.modules[__name__], "_prepares")
 
 
-def prepare() -> None:
+def prepare(*, compiles: bool) -> None:
     """Begin what Triton does once a process, beside what else the first call does before it
     compiles: a checksum of its own files, a module in C that talks to the driver. What fails of
     these is tried again for the first kernel, which raises it for the user.
 
     Beside them, what launches past Triton: without that Triton's own launches.
+
+    Args:
+        compiles: a kernel will be compiled. What was compiled before is found without the
+            checksum.
     """
+    for task in (_sum_files, _make_driver, _make_launcher)[0 if compiles else 1 :]:
+        _begin(task)
+
+
+def _begin(task: Callable[[], None]) -> None:
+    """Begin it in a thread, at most once; where no thread is to be had, nothing is begun early."""
     with _prepares:
-        if not _preparing:
-            for task in (_sum_files, _make_driver, _make_launcher):
-                thread = threading.Thread(
-                    target=attempt, args=(task,), name="anyflex-triton", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:
-                    # No thread is to be had: nothing is begun early.
-                    return
+        if task not in _preparing:
+            thread = threading.Thread(
+                target=attempt, args=(task,), name="anyflex-triton", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):
+                thread.start()
                 _preparing[task] = thread
 
 
@@ -46,7 +52,8 @@ def await_driver() -> None:
 
 
 def await_checksum() -> None:
-    """Wait for the checksum, if `prepare` began it."""
+    """Wait for the checksum, which is begun here at the latest."""
+    _begin(_sum_files)
     _await(_sum_files)
 
 
