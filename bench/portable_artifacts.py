@@ -1,4 +1,4 @@
-"""What a second machine's first call takes when it has loaded what the first one saved.
+"""First calls of a second machine, which has loaded what the first one saved.
 
     python bench/portable_artifacts.py [--backends cuda,cuda.triton] [--limit 0.2] [--json FILE]
 
@@ -48,7 +48,7 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def first_call(state: str, backend: str, folder: Path) -> dict[str, Any]:
-    """What one process's first call takes. With the state ``save`` it saves for the others."""
+    """Time one process's first call. With the state ``save`` it saves for the others."""
     import anyflex
     from anyflex.runtime.disk_cache import store
 

@@ -3,7 +3,7 @@
     python3 scripts/torch_without_cuda.py VENV/bin/python torch==2.15.0
 
 The index has no CPU-only wheel of some releases, and a CUDA wheel brings 4 GB of NVIDIA's
-libraries and Triton that a CPU never runs. Here the wheel is installed without them. Empty
+libraries that a CPU never runs. Here the wheel is installed without them. Empty
 libraries, whose functions all trap, take the places of those that torch links, but for two small
 ones that run when torch is imported. torch computes on the CPU and says that CUDA is not
 available. The installed metadata no longer asks for what was left out, so that pip doesn't bring

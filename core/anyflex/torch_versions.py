@@ -331,7 +331,7 @@ artifact_types: Any = _find("compiler._cache.CacheArtifactFactory._artifact_type
 
 def break_graph(reason: str) -> None:
     """End the graph that Dynamo traces; under ``fullgraph=True`` it raises with the reason."""
-    torch._dynamo.graph_break(reason)
+    torch._dynamo.decorators.graph_break(reason)
 
 
 _SYMBOLS = "some spellings of a mod's operations under torch.compile"

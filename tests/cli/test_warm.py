@@ -57,6 +57,19 @@ def nothing():
     pass
 
 
+def raising():
+    def broken(score, b, h, q_idx, kv_idx):
+        raise ValueError("a mistake of the user's")
+
+    return {**arguments(), "score_mod": broken}
+
+
+def dying():
+    import os
+
+    os._exit(9)
+
+
 def refused():
     q = rows(1, 2, 20, 32)
     anyflex.flex_attention(q, q, q, backend="cuda")
@@ -109,13 +122,16 @@ def test_specs_that_were_listed_are_warmed_to_what_their_calls_had_compiled(
 
 
 def test_each_failure_is_named_with_its_reason(calls: str) -> None:
-    targets = [f"{calls}::{name}" for name in ("nothing", "refused", "absent", "arguments")]
-    done = in_a_process("warm", *targets, "--json")
+    names = ("nothing", "refused", "raising", "dying", "absent", "arguments")
+    targets = [f"{calls}::{name}" for name in names]
+    done = in_a_process("warm", *targets, "--json", "--jobs", "2")
     assert done.returncode == 1
     facts = json.loads(done.stdout)
     assert facts["warmed"] == 1
     reasons = {failed["target"].rpartition(":")[2]: failed["reason"] for failed in facts["failed"]}
-    assert reasons.keys() == {"nothing", "refused", "absent"}
+    assert reasons.keys() == {"nothing", "refused", "raising", "dying", "absent"}
+    assert "ValueError: a mistake of the user's" in reasons["raising"]
+    assert reasons["dying"] == "its process died"
     assert "made no call of anyflex" in reasons["nothing"]
     assert "BackendRefused: backend='cuda' computes on cuda tensors" in reasons["refused"]
     assert "has no function 'absent'" in reasons["absent"]

@@ -113,15 +113,30 @@ def test_settings_that_change_what_triton_makes_are_part_of_the_name(
     assert kernel_name(*facts()) != before
 
 
-@pytest.mark.parametrize("setting", ["always_compile", "override", "dump_ir"])
-def test_a_user_who_wants_triton_to_compile_has_it_compile(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TRITON_ALWAYS_COMPILE", "1"),
+        ("TRITON_KERNEL_OVERRIDE", "1"),
+        ("TRITON_KERNEL_DUMP", "1"),
+        ("PTXAS_OPTIONS", "--fmad=false"),
+        ("TRITON_PTXAS_PATH", "/another/ptxas"),
+        ("TRITON_PTXAS_BLACKWELL_PATH", "/another/ptxas"),
+        ("TRITON_LIBDEVICE_PATH", "/another/libdevice.bc"),
+        ("TRITON_MOCK_PTX_VERSION", "8.0"),
+    ],
+)
+def test_a_changed_compiler_s_kernels_are_neither_found_nor_kept(
+    variable: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Kept()
+    kept, none = Kept(), Kept()
     triton_s_cache(tmp_path, monkeypatch)
     CompiledFiles(kept).keep(NAME, compiled())
-    monkeypatch.setattr(triton.knobs.compilation, setting, True)
+    assert find(kept) is not None
+    monkeypatch.setenv(variable, value)
     assert find(kept) is None
+    CompiledFiles(none).keep(NAME, compiled())
+    assert none == {}
 
 
 def test_what_is_in_triton_s_cache_is_left_as_it_is(

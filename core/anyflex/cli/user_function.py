@@ -62,7 +62,7 @@ def call_function(target: str) -> Any:
         # Not the plugin boundary, but as foreign: the user's code may raise anything, and a script
         # calls exit().
         except (Exception, SystemExit) as error:
-            raise _failed(target, error) from error
+            raise failed(target, error) from error
     finally:
         sys.path.remove(folder)
 
@@ -102,11 +102,11 @@ def _run_file(path: Path, target: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise _failed(target, error) from error
+        raise failed(target, error) from error
     return module
 
 
-def _failed(target: str, error: BaseException) -> UserFileFailed:
+def failed(target: str, error: BaseException) -> UserFileFailed:
     own = str(Path(__file__))
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [

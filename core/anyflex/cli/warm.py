@@ -48,7 +48,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What came of a task: how many kernels are ready, or why not."""
+    """Outcome of a task: how many kernels are ready, or why not."""
 
     kernels: int
     code: int = ExitCode.OK
@@ -168,6 +168,7 @@ def _task_of(line: str, place: str) -> _Task:
 
 
 def _results(tasks: list[_Task], jobs: int) -> Iterator[tuple[_Task, _Result]]:
+    left = []
     # Spawned: an accelerator can't be used in a process that was forked beside one.
     with ProcessPoolExecutor(
         jobs, get_context("spawn"), initializer=_share_processors, initargs=(jobs,)
@@ -175,10 +176,17 @@ def _results(tasks: list[_Task], jobs: int) -> Iterator[tuple[_Task, _Result]]:
         futures: dict[Future[_Result], _Task] = {pool.submit(_warm, task): task for task in tasks}
         for future in as_completed(futures):
             try:
-                result = future.result()
+                yield futures[future], future.result()
             except BrokenProcessPool:
-                result = _Result(0, ExitCode.BROKEN, "its process, or one beside it, died")
-            yield futures[future], result
+                left.append(futures[future])
+    # One process that dies takes the pool with it; a process each tells which one that was.
+    for task in left:
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                result = pool.submit(_warm, task).result()
+            except BrokenProcessPool:
+                result = _Result(0, ExitCode.BROKEN, "its process died")
+        yield task, result
 
 
 def _share_processors(jobs: int) -> None:
@@ -190,7 +198,7 @@ def _share_processors(jobs: int) -> None:
 def _warm(task: _Task) -> _Result:
     from anyflex.registry.isolation import first_line
 
-    # What a user's function prints must not stand in the command's output.
+    # The output is the command's own, whatever a user's function prints.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             if task.spec:
@@ -211,13 +219,20 @@ def _warm(task: _Task) -> _Result:
 
 
 def _call(target: str) -> _Result:
-    from anyflex.cli.user_function import call_function, checked_arguments
+    from anyflex.cli.user_function import call_function, checked_arguments, failed
 
     heard = _Heard.of_this_process()
     heard.compiled = heard.launched = 0
     returned = call_function(target)
     if isinstance(returned, dict):
-        _run_call(checked_arguments(target, returned))
+        arguments = checked_arguments(target, returned)
+        try:
+            _run_call(arguments)
+        except AnyflexError:
+            raise
+        # As foreign as the function: a mod may raise anything.
+        except Exception as error:
+            raise failed(target, error) from error
     if not heard.launched:
         raise WrongUsage(f"{target}: the function made no call of anyflex")
     return _Result(heard.compiled)

@@ -34,14 +34,14 @@ LARGEST_MEMBER = 2**30
 _UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error
 )  # fmt: skip
-"""What zipfile raises for a file with a byte flipped, depending on where. NotImplementedError is a
-RuntimeError."""
+"""Exceptions that zipfile raises for a file with a byte flipped, depending on where;
+NotImplementedError is a RuntimeError."""
 _log = logging.getLogger("anyflex")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came of loading an archive.
+    """Outcome of loading an archive.
 
     Args:
         artifacts: how many are in the cache now.
@@ -85,8 +85,8 @@ def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
     does. **They are executed later: load only what comes from people you trust.**
 
     All are checked before the first is stored. Those that no call in this environment would find
-    (another anyflex, torch, Triton, backend, processor or GPU) are left out, with a log line a
-    reason.
+    (another anyflex, Triton, backend, processor or GPU, a torch that differentiates otherwise)
+    are left out, with a log line a reason.
 
     Args:
         source: path of the file, or its content.
@@ -181,8 +181,8 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
         with zipfile.ZipFile(stream) as archive:
             if archive.comment != _COMMENT:
                 raise ArgumentError(
-                    f"{path} is no anyflex cache archive of layout {FOLDER!r}; make it with "
-                    "`anyflex cache save` of this version"
+                    f"the archive {path} is no anyflex cache archive of layout {FOLDER!r}; make "
+                    "it with `anyflex cache save` of this version"
                 )
             if not store.usable(create=True):
                 raise ArgumentError(

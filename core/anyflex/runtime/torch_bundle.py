@@ -123,7 +123,7 @@ def _restore(member: str, file: bytes) -> None:
         from anyflex.runtime.disk_cache import store
 
         refused = restore(store(), member, file)
-    # As `record`: also where warnings are errors.
+    # An exception, a warning made one too, would keep torch from the rest of the bundle.
     except Exception as error:  # noqa: BLE001
         refused = f"{type(error).__name__}: {error}"
     if refused is not None:
@@ -132,7 +132,7 @@ def _restore(member: str, file: bytes) -> None:
 
 try:
     _manager = _register()
-# As `record`.
+# torch's private code may raise anything, and `import anyflex` must not fail for it.
 except Exception as error:  # noqa: BLE001
     _problem = f"registering raised {type(error).__name__}: {error}"
     _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)

@@ -16,6 +16,7 @@ import base64
 import binascii
 import hashlib
 import io
+import os
 import sysconfig
 import zipfile
 from collections.abc import Callable, Mapping
@@ -53,16 +54,13 @@ class CompiledFiles:
 
     def find(self, name: str, source: Callable[[], Any]) -> CompiledKernel | None:
         """Return a kernel as ``triton.compile`` finds it in its cache, or None if there is none,
-        or the user's settings ask Triton to compile in any case.
+        or the user has changed the compiler.
 
         Args:
             name: of `kernel_name`.
             source: makes what ``triton.compile`` would take.
         """
-        settings = knobs.compilation
-        if settings.always_compile or settings.override or settings.dump_ir:
-            return None
-        kept = self._artifacts.get(name)
+        kept = None if _compiler_is_changed() else self._artifacts.get(name)
         if kept is None:
             return None
         self._give_module(_launcher_name(name))
@@ -70,8 +68,9 @@ class CompiledFiles:
         return CompiledKernel(source(), group, key)
 
     def keep(self, name: str, compiled: CompiledKernel) -> None:
-        """Keep what Triton has compiled."""
-        self._artifacts.put(name, _packed(compiled.hash, _files_of(compiled)))
+        """Keep what Triton has compiled, unless the user has changed the compiler."""
+        if not _compiler_is_changed():
+            self._artifacts.put(name, _packed(compiled.hash, _files_of(compiled)))
 
     def keep_launcher(self, name: str, launcher: Any) -> None:
         """Keep the module in C of Triton's own launcher of a kernel, if it has one.
@@ -148,6 +147,22 @@ def _cells(function: Any) -> tuple[Any, ...]:
     return getattr(function, "__closure__", None) or ()
 
 
+def _compiler_is_changed() -> bool:
+    """Whether kernels are made by other tools or options than Triton's own, which `kernel_name`
+    doesn't tell, or by hand: Triton's cache alone knows what holds then."""
+    compilation, nvidia = knobs.compilation, knobs.nvidia
+    return bool(
+        compilation.always_compile
+        or compilation.override
+        or compilation.dump_ir
+        or nvidia.ptxas_options
+        or nvidia.libdevice_path
+        or nvidia.mock_ptx_version
+        # Asking Triton for these paths starts the programs.
+        or {"TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"} & os.environ.keys()
+    )
+
+
 def kernel_name(*facts: object) -> str:
     """Return the artifact's name of a kernel.
 
@@ -168,7 +183,7 @@ def _launcher_name(kernel: str) -> str:
 
 
 def _files_of(compiled: Any) -> dict[str, bytes]:
-    """What Triton needs of a kernel's files: the binary and its metadata, and no IR."""
+    """Read the files of a kernel that Triton needs: the binary and its metadata, and no IR."""
     (binary,) = [kind for kind, content in compiled.asm.items() if content is compiled.kernel]
     return {
         name: Path(path).read_bytes()
