@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LENGTH = 96
-"""Of every call with a block mask, in elements."""
+"""Length of queries and keys in every call with a block mask, in elements."""
 SLOPE, SHIFT = 0.25, 3
 
 Inputs = list[list[Tensor]]
@@ -98,7 +98,8 @@ def block_mask(mask_mod: Callable[..., Any]) -> anyflex.BlockMask:
 
 
 def inputs(length: int, batch: int) -> Inputs:
-    """Of calls without a mask of this length, and of calls with one of this batch."""
+    """Return inputs of calls without a mask, with this length, and of calls with one, with this
+    batch."""
     generator = torch.Generator().manual_seed(length)
     sizes = (2, length), (batch, LENGTH)
     return [[torch.randn((b, 2, n, 8), generator=generator) for _ in "qkv"] for b, n in sizes]
@@ -116,7 +117,7 @@ torch.save(program(*arguments), sys.argv[1] + "/found")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], ...]:
-    """What each case gives in a fresh process, and in an eager call here."""
+    """Return what each case gives in a fresh process, and in an eager call here."""
     folder = tmp_path_factory.mktemp("aoti")
     model = Attention()
     learned = torch.randn((2, 300), requires_grad=True)

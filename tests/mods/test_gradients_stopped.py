@@ -161,7 +161,7 @@ def test_a_custom_function_is_refused_where_it_would_be_compiled(name: str, whol
 
 
 def clamped_in(x: Tensor) -> Tensor:
-    """What a Function's forward calls."""
+    """Called by a Function's forward."""
     return torch.round(x)
 
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 def fresh_process(action: str, archives: Path, folders: Path) -> dict[str, Any]:
-    """What the script prints, whose caches are empty."""
+    """Return what the script prints; its caches are empty."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, HERE / "compiling_once.py", action, archives],
