@@ -19,11 +19,8 @@ from unittest import mock
 import torch
 import triton
 from compiling import HOPPER
-from compiling_backward import OnHopper
 
 import anyflex
-from anyflex.plugin import isolated, register
-from anyflex.registry import table
 from anyflex.testing import posing
 from anyflex_cuda import forward_call
 from anyflex_triton.launch import Program
@@ -45,22 +42,26 @@ def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return 30.0 * torch.tanh(score / 30.0)
 
 
+def install(folder: Path) -> None:
+    """Let the backend be one that is installed, which keeps its artifacts on disk."""
+    metadata = folder / "recorded-1.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: recorded\nVersion: 1\n")
+    points = "[anyflex.backends.v1]\ncuda.recorded = compiling_backward:OnHopper\n"
+    (metadata / "entry_points.txt").write_text(points)
+    sys.path.append(str(folder))
+
+
 @contextmanager
 def on_hopper() -> Iterator[list[Program]]:
     """CPU tensors are a Hopper GPU's. Yields what is launched, which isn't run."""
     launched: list[Program] = []
     with (
-        isolated(),
         posing("cuda"),
         mock.patch.object(Program, "launch", lambda program, *_: launched.append(program)),
         mock.patch.object(Program, "is_compiled", lambda program, device: True),
         mock.patch.object(forward_call, "cores", lambda device: 132),
     ):
-        register("cuda.recorded", OnHopper)
-        entry = table.current().get("cuda.recorded")
-        assert entry is not None
-        # It stands for one that is installed, which keeps its artifacts on disk.
-        entry.in_process = False
         yield launched
 
 
@@ -77,6 +78,7 @@ def train(*, hopper: bool) -> None:
 
 def main(action: str, folder: Path) -> None:
     triton.knobs.compilation.listener = note
+    install(folder)
     with on_hopper() as launched:
         if action == "own":
             loaded = anyflex.load_artifacts(folder / "own.zip")
