@@ -25,7 +25,7 @@ class GluonPrograms(Programs):
         spec: what the backend accepted.
         source: of the mods, by `anyflex_triton.mods.write_source`.
         overrides: the user's options by name.
-        files: of `Program`.
+        files: where compiled kernels are kept; see `Program`.
     """
 
     made_as = GluonProgram

@@ -54,7 +54,7 @@ class TritonKernel(Kernel):
         target: which configs.
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: they are the table's.
-        files: of `Program`.
+        files: where compiled kernels are kept; see `Program`.
     """
 
     def __init__(

@@ -202,7 +202,7 @@ class Programs:
         target: which configs.
         overrides: the user's options by name.
         tuner: finds the fastest configs; None: they are the table's.
-        files: of `Program`.
+        files: where compiled kernels are kept; see `Program`.
     """
 
     made_as: ClassVar[type[Program]] = Program
