@@ -45,7 +45,7 @@ def of_three(x: Any, y: Any, z: Any) -> Any:
     [
         (OfThree(), "takes 4 positional arguments"),
         (scaled, "missing 1 required keyword-only argument: 'by'"),
-        (int, "takes at most 2 arguments"),
+        (int, "at most 2 arguments"),
         (compose(OfThree()), "takes 4 positional arguments"),
         (compose(scaled), "missing 1 required keyword-only argument: 'by'"),
     ],
