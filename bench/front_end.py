@@ -116,7 +116,7 @@ def measure(calls: int) -> dict[str, float]:
 
 def traces(calls: int) -> dict[str, float]:
     """Tracing alone, without any cache."""
-    from anyflex.mod_graph.trace import trace_mod
+    from anyflex.tracing.trace import trace_mod
 
     document, bias, slopes = torch.arange(64) // 9, torch.rand(4, 127), torch.rand(4)
 
@@ -142,12 +142,12 @@ def traces(calls: int) -> dict[str, float]:
 
 def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """The same call, piece by piece."""
-    from anyflex.arguments import check_tensor_types, check_tensors
-    from anyflex.aux_outputs import AuxRequest
-    from anyflex.mod_graph.mod_key import traced
-    from anyflex.runtime.eager import gather
+    from anyflex.frontend.arguments import check_tensor_types, check_tensors
+    from anyflex.frontend.aux_outputs import AuxRequest
+    from anyflex.frontend.eager_call import gather
     from anyflex.runtime.launch import launch_forward
     from anyflex.runtime.plan import plan_for
+    from anyflex.tracing.trace_cache import traced
 
     aux = AuxRequest()
     cpu = torch.device("cpu")
@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    from anyflex.registry.table import register
+    from anyflex.registry.backend_table import register
 
     register("cpu.null", NullBackend)
     torch.set_num_threads(1)

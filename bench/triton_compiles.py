@@ -50,7 +50,7 @@ import anyflex
 from anyflex.bench.case import TF32
 from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
-from anyflex.testing.products import products_in
+from anyflex.testing.float32_precision import products_in
 from anyflex_triton import launch
 from anyflex_triton.arguments import BYTES
 from anyflex_triton.backend import TritonBackend

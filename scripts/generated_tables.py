@@ -37,8 +37,8 @@ def spellings() -> str:
     """What a mod may write on a symbol: operators, functions by namespace, methods, facts."""
     import torch
 
-    from anyflex.mod_graph.conversions import FACTORIES
-    from anyflex.mod_graph.spellings import FACTS, OPERATORS, SPELLINGS
+    from anyflex.tracing.conversions import FACTORIES
+    from anyflex.tracing.torch_functions import FACTS, OPERATORS, SPELLINGS
 
     known = {id(function) for function in (*SPELLINGS, *FACTORIES)}
     rows = [f"| operators | {_listed(OPERATORS.values())} |"]

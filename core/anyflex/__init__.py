@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from anyflex.attention import flex_attention
-from anyflex.aux_outputs import AuxOutput, AuxRequest
 from anyflex.errors import (
     AllocationError,
     AnyflexError,
@@ -25,6 +23,8 @@ from anyflex.errors import (
     PerformanceWarning,
     PluginError,
 )
+from anyflex.frontend.attention import flex_attention
+from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 
 # Loaded for what it registers: torch loses a cache bundle that holds an unknown type.
 from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
@@ -32,13 +32,13 @@ from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
 if TYPE_CHECKING:
     from anyflex import masks, mods
     from anyflex.block_mask.block_mask import BlockMask
-    from anyflex.block_mask.build import create_block_mask, create_mask
     from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
-    from anyflex.explanation import explain
-    from anyflex.gradients import flex_attention_backward
-    from anyflex.registry.selection import use_backend
+    from anyflex.block_mask.create import create_block_mask, create_mask
+    from anyflex.frontend.attention_sinks import with_sinks
+    from anyflex.frontend.explain import explain
+    from anyflex.frontend.gradients import flex_attention_backward
+    from anyflex.registry.forced_backends import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
-    from anyflex.sinks import with_sinks
 
 __version__ = "0.1.0"
 
@@ -77,16 +77,16 @@ __all__ = [
 _LATER = {
     "BlockMask": "anyflex.block_mask.block_mask",
     "and_masks": "anyflex.block_mask.combine",
-    "create_block_mask": "anyflex.block_mask.build",
-    "create_mask": "anyflex.block_mask.build",
-    "explain": "anyflex.explanation",
-    "flex_attention_backward": "anyflex.gradients",
+    "create_block_mask": "anyflex.block_mask.create",
+    "create_mask": "anyflex.block_mask.create",
+    "explain": "anyflex.frontend.explain",
+    "flex_attention_backward": "anyflex.frontend.gradients",
     "load_artifacts": "anyflex.runtime.cache_archive",
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
     "save_artifacts": "anyflex.runtime.cache_archive",
-    "use_backend": "anyflex.registry.selection",
-    "with_sinks": "anyflex.sinks",
+    "use_backend": "anyflex.registry.forced_backends",
+    "with_sinks": "anyflex.frontend.attention_sinks",
 }
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from anyflex.forking import free_in_child
+from anyflex.process.fork_safe_locks import free_in_child
 
 __all__ = ["collector_paused"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from anyflex.failing import fail
+from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["LAZY", "check_initialized"]
 

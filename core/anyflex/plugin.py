@@ -13,8 +13,6 @@ A hook plugin is a module whose functions are marked with `hookimpl`::
 
 from __future__ import annotations
 
-from anyflex.block_mask.listing import IndexLists
-from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.collector import collector_paused
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.artifacts import Artifacts
@@ -33,17 +31,19 @@ from anyflex.errors import (
     PerformanceWarning,
     PluginError,
 )
-from anyflex.forking import free_in_child
+from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
+from anyflex.mask_structure.to_index_lists import IndexLists
 from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.first_calls import make_first_calls
 from anyflex.mod_graph.graph import ModGraph, Node, parse_graph
 from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
+from anyflex.mod_graph.mkl_warmup import make_first_calls
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
-from anyflex.progress_line import ProgressLine
+from anyflex.process.fork_safe_locks import free_in_child
+from anyflex.process.progress_line import ProgressLine
+from anyflex.registry.backend_table import isolated, register, register_hooks
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.registry.table import isolated, register, register_hooks
 
 __all__ = [
     "CONTRACT",

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "backends" / "cpu"
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
-TRACES = {"test_bytecode.py": {"anyflex.mod_graph.trace"}}
+TRACES = {"test_bytecode.py": {"anyflex.tracing.trace"}}
 """Graphs of mods as users write them, which a backend gets in a spec only."""
 FILES = sorted([*CPU.glob("src/**/*.py"), *CPU.glob("tests/*.py")])
 

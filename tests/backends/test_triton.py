@@ -14,8 +14,8 @@ from tests.backends.packages import FOLDER, imported_modules, run_tests
 
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 LISTED = {
-    "test_listed_mods.py": ("anyflex.mod_graph.trace", "anyflex.testing.mods."),
-    "test_soft_caps.py": ("anyflex.mod_graph.trace", "anyflex.mods."),
+    "test_listed_mods.py": ("anyflex.tracing.trace", "anyflex.testing.mods."),
+    "test_soft_caps.py": ("anyflex.tracing.trace", "anyflex.mods."),
 }
 """The kit's list of mods and their graphs, which a backend gets in a spec only."""
 FILES = sorted([*FOLDER.glob("triton/src/**/*.py"), *FOLDER.glob("triton/tests/*.py")])

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import anyflex
-from anyflex.block_mask import build, quad_tree
-from anyflex.block_mask.elements import TracedElements
+from anyflex.block_mask import create, quad_tree
+from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.block_mask.mask_function import trace_mask_mod
-from anyflex.block_mask.open_blocks import Budget
 from anyflex.block_mask.quad_tree import QuadTree
+from anyflex.block_mask.undecided_blocks import Budget
 from anyflex.intervals.analysis import Domain
 from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
@@ -81,7 +81,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exact = kind_grid(anyflex.create_block_mask(in_runs, 1, 1, 1000, 900, BLOCK_SIZE=64))
-    monkeypatch.setattr(build, "DEFAULT_BUDGET", 850_000)
+    monkeypatch.setattr(create, "DEFAULT_BUDGET", 850_000)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
@@ -102,7 +102,7 @@ def test_past_the_budget_blocks_stay_partial_with_one_warning(
 
 
 def test_a_mask_past_the_budget_gives_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "DEFAULT_BUDGET", 0)
+    monkeypatch.setattr(create, "DEFAULT_BUDGET", 0)
     with pytest.warns(anyflex.PerformanceWarning, match="worth 0 elements"):
         mask = anyflex.create_block_mask(in_runs, 1, 1, 130, 140, BLOCK_SIZE=64)
     q, k, v = (torch.randn(1, 1, n, 8, dtype=torch.float64) for n in (130, 140, 140))
@@ -118,8 +118,8 @@ def test_a_function_that_cannot_be_traced_has_the_same_budget(
         return (torch.special.bessel_j0((q - k).float()) > 0) & (h + b < 3)
 
     exact = kind_grid(anyflex.create_block_mask(opaque, 2, 3, 200, 150, BLOCK_SIZE=32))
-    monkeypatch.setattr(build, "DEFAULT_BUDGET", 100_000)
-    monkeypatch.setattr("anyflex.block_mask.chunks._ELEMENTS", 5000)
+    monkeypatch.setattr(create, "DEFAULT_BUDGET", 100_000)
+    monkeypatch.setattr("anyflex.block_mask.dense_scan._ELEMENTS", 5000)
     with pytest.warns(anyflex.PerformanceWarning, match="can't be traced"):
         mask = anyflex.create_block_mask(opaque, 2, 3, 200, 150, BLOCK_SIZE=32)
     found = kind_grid(mask)
@@ -255,7 +255,7 @@ def test_pieces_of_rows_are_merged_while_building(monkeypatch: pytest.MonkeyPatc
 
 def test_memory_of_a_mask_that_nothing_decides_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = torch.rand(1 << 17)
-    monkeypatch.setattr(build, "DEFAULT_BUDGET", 1 << 26)
+    monkeypatch.setattr(create, "DEFAULT_BUDGET", 1 << 26)
     mod = lambda b, h, q, k: (numbers[q] * numbers[k]) % 1000 == 5  # noqa: E731
     with (
         torch.autograd.profiler.profile(profile_memory=True) as profile,

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import anyflex
 from anyflex import masks
-from anyflex.attention import op_arguments
 from anyflex.errors import ArgumentError, BlockMaskError
-from anyflex.runtime.ops import flex_attention_op
+from anyflex.frontend.attention import op_arguments
+from anyflex.frontend.custom_ops import flex_attention_op
 
 __all__: list[str] = []
 

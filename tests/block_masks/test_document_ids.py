@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import anyflex
-from anyflex.intervals import relabelling, tables
+from anyflex.intervals import id_labels, tables
 from tests.block_masks.families import Sizes
 from tests.block_masks.test_random_masks import CHECKED, COUNT, check
 
@@ -23,7 +23,7 @@ __all__: list[str] = []
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to label ids, on tables that are small enough for a dense mask."""
     if request.param == "large tables":
-        monkeypatch.setattr(relabelling, "_FEW", 0)
+        monkeypatch.setattr(id_labels, "_FEW", 0)
         monkeypatch.setattr(tables, "_MANY", 0)
     return str(request.param)
 
@@ -131,6 +131,6 @@ def test_random_ids_give_their_dense_mask_by_large_tables_too(data: Any) -> None
     q, kv = (data.draw(st.integers(1, ids.numel())) for _ in range(2))
     block = (data.draw(st.sampled_from([16, 24])), data.draw(st.sampled_from([16, 32, 40])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(relabelling, "_FEW", data.draw(st.sampled_from([0, 1 << 16])))
+        patch.setattr(id_labels, "_FEW", data.draw(st.sampled_from([0, 1 << 16])))
         patch.setattr(tables, "_MANY", 0)
         check(lambda b, h, q, k: ids[q] == ids[k], Sizes(1, 1, q, kv, block))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import anyflex
-from anyflex import torch_versions
 from anyflex.cli import doctor_facts
 from anyflex.cli.exit_codes import ExitCode
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS
@@ -22,6 +21,7 @@ from anyflex.contract.spec import Spec
 from anyflex.registry import isolated, register
 from anyflex.registry.install_hints import install_line
 from anyflex.runtime import disk_cache
+from anyflex.tensors import torch_versions
 from tests.cli.backends import ForwardOnly, Right, WrongBackward, WrongForward, broken
 from tests.cli.conftest import RunCommand
 

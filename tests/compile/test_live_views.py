@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.block_mask import live_views
-from anyflex.block_mask.views import MaskViews
 from anyflex.errors import BlockMaskError
+from anyflex.mask_structure import views_registry
+from anyflex.mask_structure.device_views import MaskViews
 
 __all__: list[str] = []
 
@@ -25,7 +25,7 @@ def causal(length: int = 64) -> Any:
 
 
 def found(mask: Any, offsets: Tensor | None = None, runs: Tensor | None = None) -> Any:
-    return live_views.find(
+    return views_registry.find(
         mask.offsets if offsets is None else offsets,
         mask.runs if runs is None else runs,
         mask.seq_lengths,
@@ -66,8 +66,8 @@ def test_other_memory_other_sizes_and_changes_are_not_the_mask() -> None:
     assert found(mask, mask.offsets[:, :, :-1]) is None
     assert found(mask, runs=mask.runs[:-1]) is None
     assert found(mask, runs=mask.runs.as_strided(mask.runs.shape, (0, 1))) is None
-    assert live_views.find(mask.offsets, mask.runs, (64, 48), (16, 16)) is None
-    assert live_views.find(mask.offsets, mask.runs, (64, 64), (16, 8)) is None
+    assert views_registry.find(mask.offsets, mask.runs, (64, 48), (16, 16)) is None
+    assert views_registry.find(mask.offsets, mask.runs, (64, 64), (16, 8)) is None
     mask.runs.add_(0)
     with pytest.raises(BlockMaskError, match="^runs of this block mask was changed in place"):
         found(mask)
@@ -78,7 +78,7 @@ def test_views_live_as_long_as_their_mask() -> None:
     offsets, runs, lengths, sizes = mask.offsets, mask.runs, mask.seq_lengths, mask.BLOCK_SIZE
     del mask
     gc.collect()
-    assert live_views.find(offsets, runs, lengths, sizes) is None
+    assert views_registry.find(offsets, runs, lengths, sizes) is None
 
 
 def test_masks_of_the_same_tensors_share_their_views() -> None:
@@ -146,7 +146,7 @@ def test_compiled_training_derives_nothing_anew(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(MaskViews, "_transpose", counted)
     copied: list[Any] = []
-    monkeypatch.setattr("anyflex.runtime.ops._copied_views", lambda *_: copied.append(_))
+    monkeypatch.setattr("anyflex.frontend.custom_ops._copied_views", lambda *_: copied.append(_))
     torch._dynamo.reset()
     attention = torch.compile(anyflex.flex_attention, backend="aot_eager", fullgraph=True)
     query = torch.randn(1, 2, 64, 16, requires_grad=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.errors import ModTraceError
-from anyflex.torch_versions import release
+from anyflex.tensors.torch_versions import release
 
 __all__: list[str] = []
 

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 import anyflex
 from anyflex.errors import ModTraceError
-from anyflex.mod_graph.dynamo_refusals import wrap
-from anyflex.mod_graph.trace import trace_mod
-from anyflex.torch_versions import DYNAMO_NAMES
+from anyflex.tensors.torch_versions import DYNAMO_NAMES
+from anyflex.tracing.dynamo_refusals import wrap
+from anyflex.tracing.trace import trace_mod
 
 __all__: list[str] = []
 

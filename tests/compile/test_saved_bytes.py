@@ -23,7 +23,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
-from anyflex.runtime.saved_bytes import NOTHING, cut, saved_bytes
+from anyflex.runtime.saved_for_backward import NOTHING, cut, saved_bytes
 from anyflex.testing import posing
 
 __all__: list[str] = []
@@ -323,7 +323,7 @@ def test_nothing_is_promised_for_a_device_that_is_not_here(
     def absent(device: torch.device) -> str:
         raise answer("No CUDA GPUs are available")
 
-    monkeypatch.setattr("anyflex.runtime.facts.architecture", absent)
+    monkeypatch.setattr("anyflex.tensors.tensor_facts.architecture", absent)
     assert saved_bytes(torch.device("cuda"), torch.float16, None, None) == NOTHING
 
 

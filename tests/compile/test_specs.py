@@ -16,7 +16,7 @@ from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.contract.spec import Spec
 from anyflex.runtime import plan
-from anyflex.testing.products import products_in
+from anyflex.testing.float32_precision import products_in
 
 __all__: list[str] = []
 

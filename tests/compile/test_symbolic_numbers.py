@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import anyflex
 from anyflex.errors import AnyflexError, ArgumentError, ModTraceError
-from anyflex.mod_graph.mod_key import traced
+from anyflex.tracing.trace_cache import traced
 
 __all__: list[str] = []
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved
 from anyflex.contract.spec import CapturedFacts, Spec
+from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
 from anyflex.mod_graph.graph import ModGraph, parse_graph
-from anyflex.mod_graph.trace import TracedMod, trace_mod
 from anyflex.reference.backend import ReferenceBackend
-from anyflex.reference.recorded import read_tensors
+from anyflex.tracing.recorded_mod import read_tensors
+from anyflex.tracing.trace import TracedMod, trace_mod
 
 __all__ = ["ReferenceCase", "views_of", "wide"]
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import listing
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
-from anyflex.block_mask.listing import IndexLists, list_blocks
-from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
+from anyflex.block_mask.create import create_block_mask
 from anyflex.errors import AnyflexError, BlockMaskError
+from anyflex.mask_structure import to_index_lists
+from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
+from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
 from tests.core.dense_blocks import check_kinds, written_kinds
 from tests.core.given_masks import (
     by_batch_and_head,
@@ -119,7 +119,7 @@ def test_index_lists_are_made_some_rows_at_a_time(
     offsets, runs = grid_runs(grid)
     make = functools.partial(MaskViews, offsets, runs, 9 * 16 - 5, 7 * 16 - 5, (16, 16))
     wanted = [list_blocks(make(), ragged_is_partial=ragged) for ragged in (False, True)]
-    monkeypatch.setattr(listing, "_BLOCKS", room)
+    monkeypatch.setattr(to_index_lists, "_BLOCKS", room)
     for ragged in (False, True):
         lists = list_blocks(make(), ragged_is_partial=ragged)
         for name in IndexLists.__slots__:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import anyflex
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask, create_mask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
+from anyflex.block_mask.create import create_block_mask, create_mask
 from anyflex.block_mask.mask_function import RebuiltMaskMod, sliced_mask_mod
 from anyflex.errors import ArgumentTypeError
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 
 
 def documents_mask(length: int, window: int = 9, scale: float = 0.5) -> BlockMask:

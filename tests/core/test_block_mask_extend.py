@@ -11,8 +11,8 @@ import torch
 
 from anyflex.block_mask import extend
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.create import create_block_mask
 from anyflex.errors import BlockMaskError, ModIndexError
 from anyflex.testing.mods.mask_mods import MASK_MODS
 from anyflex.testing.mods.mod import Sizes

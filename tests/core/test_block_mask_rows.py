@@ -11,8 +11,8 @@ from torch import Tensor
 
 import anyflex
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.row_slicing import row_range
 from anyflex.errors import BlockMaskError
 from anyflex.testing.mods.mask_mods import MASK_MODS

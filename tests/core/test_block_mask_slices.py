@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask
+from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.mask_function import sliced_mask_mod
 from anyflex.errors import BlockMaskError
 from tests.core.dense_blocks import dense_mask, written_kinds

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anyflex.block_mask import chunks
+from anyflex.block_mask import dense_scan
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask, create_mask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
+from anyflex.block_mask.create import create_block_mask, create_mask
 from anyflex.errors import ArgumentTypeError, BlockMaskError, ModIndexError, ModTraceError
 from anyflex.testing.mods.mask_mods import MASK_MODS
 from anyflex.testing.mods.mod import Sizes
@@ -48,8 +48,8 @@ def test_chunks_of_any_size_give_the_same_blocks(
     monkeypatch: pytest.MonkeyPatch, budget: int, block: tuple[int, int]
 ) -> None:
     q, kv = 37, 53
-    monkeypatch.setattr(chunks, "_ELEMENTS", budget)
-    boxes = list(chunks.element_boxes(2, 3, (q, kv), block))
+    monkeypatch.setattr(dense_scan, "_ELEMENTS", budget)
+    boxes = list(dense_scan.element_boxes(2, 3, (q, kv), block))
     seen = torch.zeros(2, 3, q, kv, dtype=torch.int32)
     for b0, b1, h0, h1, q0, q1, k0, k1 in boxes:
         seen[b0:b1, h0:h1, q0:q1, k0:k1] += 1
@@ -135,13 +135,13 @@ def test_a_pure_mod_that_cannot_be_traced_is_run_through_vmap() -> None:
 
 def test_building_never_holds_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluated = []
-    bounds = chunks._block_bounds
+    bounds = dense_scan._block_bounds
 
     def watched(live: torch.Tensor, block: tuple[int, int]) -> Any:
         evaluated.append(live.numel())
         return bounds(live, block)
 
-    monkeypatch.setattr(chunks, "_block_bounds", watched)
+    monkeypatch.setattr(dense_scan, "_block_bounds", watched)
     opaque = lambda b, h, q, k: (torch.special.i0(q) > 0) & (q >= k)  # noqa: E731
     mask = create_block_mask(opaque, 1, 1, 1024, 2048)
     check_kinds(mask, block_kinds(dense_mask(causal, 1, 1, 1024, 2048), (128, 128)))

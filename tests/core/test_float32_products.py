@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anyflex
-from anyflex.runtime.facts import fp32_precision
+from anyflex.tensors.tensor_facts import fp32_precision
 from tests.float32_settings import forget, high_but_for_cuda, of_all, of_cuda, of_onednn
 
 

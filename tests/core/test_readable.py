@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anyflex
 from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, BlockMaskError
-from anyflex.runtime.readable import why_unreadable
+from anyflex.tensors.storage_checks import why_unreadable
 
 SHAPE = (1, 2, 16, 8)
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import anyflex
 from anyflex.errors import ArgumentError, BlockMaskError, ModIndexError, ModTraceError
-from anyflex.reference.recorded import recorded
+from anyflex.tracing.recorded_mod import recorded
 
 __all__: list[str] = []
 

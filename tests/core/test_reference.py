@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from anyflex.block_mask.views import FULL, PARTIAL
 from anyflex.errors import ModIndexError
-from anyflex.reference import backward, chunks, spoilt
+from anyflex.mask_structure.device_views import FULL, PARTIAL
+from anyflex.reference import backward, chunks, nonfinite_products
 from anyflex.testing.mods.mod import Sizes
 from anyflex.testing.mods.score_mods import SCORE_MODS
 from anyflex.testing.oracle import dense_attention
@@ -449,7 +449,7 @@ def test_an_untraceable_mask_applies_to_partial_blocks_only(chunked):
 @pytest.mark.parametrize("name", ["alibi_learned", "nan_one_pair", "dead_rows_by_score"])
 def test_devices_that_must_not_look_at_values_get_the_same_results(name, monkeypatch):
     # Everything counts as spoilt there; here the CPU takes that path.
-    monkeypatch.setattr(spoilt, "is_spoilt", lambda values: True)
+    monkeypatch.setattr(nonfinite_products, "is_spoilt", lambda values: True)
     monkeypatch.setattr(backward, "is_spoilt", lambda values: True)
     compared(case_of(name, True))
 

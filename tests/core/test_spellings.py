@@ -18,7 +18,7 @@ from anyflex.mod_graph.differentiate import differentiate
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 
 __all__: list[str] = []
 

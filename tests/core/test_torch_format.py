@@ -17,8 +17,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import anyflex
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.build import create_block_mask
 from anyflex.block_mask.combine import noop_mask
+from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.torch_format import converted
 from anyflex.errors import ArgumentTypeError, BlockMaskError
 from anyflex.testing.mods.mask_mods import MASK_MODS

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyflex import torch_versions
-from anyflex.torch_versions import (
+from anyflex.tensors import torch_versions
+from anyflex.tensors.torch_versions import (
     DYNAMO_NAMES,
     PRIVATE_NAMES,
     TESTED,
@@ -48,10 +48,10 @@ def without(path):
             raise AttributeError(f"{found} has no attribute {name!r}")
         return getattr(found, name, *default)
 
-    spec = importlib.util.spec_from_file_location("anyflex.torch_versions", sys.argv[1])
+    spec = importlib.util.spec_from_file_location("anyflex.tensors.torch_versions", sys.argv[1])
     module = importlib.util.module_from_spec(spec)
     module.getattr = lookup
-    sys.modules["anyflex.torch_versions"] = module
+    sys.modules["anyflex.tensors.torch_versions"] = module
     spec.loader.exec_module(module)
     return module
 

@@ -21,7 +21,7 @@ from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
-from anyflex.runtime import autograd, unpacked
+from anyflex.runtime import autograd, saved_tensor_checks
 
 __all__: list[str] = []
 
@@ -264,8 +264,8 @@ def test_tensors_that_are_all_contiguous_are_looked_at_once(
 ) -> None:
     """Of those no strides are kept; of a call with another one all are."""
     asked: list[int] = []
-    plainly = unpacked.facts_of
-    for module in (autograd, unpacked):
+    plainly = saved_tensor_checks.facts_of
+    for module in (autograd, saved_tensor_checks):
         monkeypatch.setattr(module, "facts_of", lambda t: (asked.append(len(t)), plainly(t))[1])
     inputs = leaves()
     slopes = {

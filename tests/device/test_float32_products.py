@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.testing.products import products_in
+from anyflex.testing.float32_precision import products_in
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no CUDA device on this machine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anyflex.block_mask.build import create_block_mask
+from anyflex.block_mask.create import create_block_mask
 from tests.core.given_masks import by_batch_and_head
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

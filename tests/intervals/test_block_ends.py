@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anyflex.intervals import tables
-from anyflex.intervals.block_ends import BlockEnds
+from anyflex.intervals.block_bounds import BlockEnds
 from anyflex.intervals.tables import segment_heads, spread_segments
 
 __all__: list[str] = []

@@ -11,7 +11,7 @@ from anyflex.intervals.analysis import Analysis, Domain
 from anyflex.intervals.index_width import int32_nodes
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 from tests.intervals.expressions import Operands
 
 __all__: list[str] = []

@@ -8,7 +8,7 @@ import torch
 from anyflex.intervals.analysis import Analysis, Evaluation
 from anyflex.intervals.floats import FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
-from anyflex.intervals.verdicts import BOOL_RULES
+from anyflex.intervals.three_valued_logic import BOOL_RULES
 from anyflex.mod_graph.operations import FUNCTIONS, OPERATIONS, ROUNDING
 from tests.intervals.expressions import DOMAIN, Expression, Operands, cells_of, values_in
 

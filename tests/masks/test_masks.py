@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import anyflex
-from anyflex.mod_graph.mod_key import traced
 from anyflex.testing.oracle import dense_attention
 from anyflex.testing.results import Forward, Results, differences
+from anyflex.tracing.trace_cache import traced
 from tests.masks import CASES
 from tests.oracles.runs import dense_to_runs
 

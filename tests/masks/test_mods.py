@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounter
 
 import anyflex
 from anyflex import mods
-from anyflex.mod_graph.mod_key import traced
 from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results, differences, gradients
+from anyflex.tracing.trace_cache import traced
 from tests.masks.mod_cases import MOD_CASES, SIZES, t5_bucket
 
 __all__: list[str] = []

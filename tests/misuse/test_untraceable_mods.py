@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import anyflex
 from anyflex.errors import BackendRefused, BlockMaskError, ModIndexError, ModTraceError
-from anyflex.runtime import eager
+from anyflex.frontend import eager_call
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ def test_what_vmap_cannot_run_is_the_mods_error(
 ) -> None:
     named, mod = BROKEN[name]
     before = TABLE.clone()
-    monkeypatch.setattr(eager, "launch_forward", lambda *_: pytest.fail("it was launched"))
+    monkeypatch.setattr(eager_call, "launch_forward", lambda *_: pytest.fail("it was launched"))
     with pytest.raises(ModTraceError, match=named) as caught:
         attend(mod, backend=backend)
     assert type(caught.value) is ModTraceError

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anyflex
 from anyflex.errors import ModTraceError, PerformanceWarning
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.registry.fallback import forget_warnings
+from anyflex.tracing.trace import trace_mod
 
 __all__: list[str] = []
 

@@ -11,8 +11,8 @@ import torch
 
 import anyflex
 from anyflex.plugin import isolated
-from anyflex.registry import entry
-from anyflex.registry.inventory import backend_rows
+from anyflex.registry import registered_backend
+from anyflex.registry.doctor_report import backend_rows
 from tests.plugins.installed import EXAMPLE, entry_points
 from tests.registry.packages import install
 
@@ -40,8 +40,8 @@ def attend() -> torch.Tensor:
 
 def speak(monkeypatch: pytest.MonkeyPatch, oldest: int, current: int) -> None:
     """Make core speak contracts `oldest` to `current`."""
-    monkeypatch.setattr(entry, "CONTRACT_MIN", oldest)
-    monkeypatch.setattr(entry, "CONTRACT", current)
+    monkeypatch.setattr(registered_backend, "CONTRACT_MIN", oldest)
+    monkeypatch.setattr(registered_backend, "CONTRACT", current)
 
 
 def refused_unloaded(says: str) -> None:

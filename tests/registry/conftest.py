@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from anyflex.registry import isolated
-from anyflex.registry.table import Table
+from anyflex.registry.backend_table import Table
 from tests.registry.stubs import Reference
 
 __all__: list[str] = []

@@ -17,7 +17,7 @@ import anyflex
 from anyflex.cli.main import main
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.registry import register, table
+from anyflex.registry import backend_table, register
 from anyflex.runtime import disk_cache
 from anyflex.runtime.artifact_origin import write_origin
 from anyflex.runtime.cache_archive import Loaded
@@ -32,7 +32,7 @@ def _backend() -> None:
     stub = make_stub()
     stub.fingerprint = lambda self: "avx2"  # type: ignore[method-assign]
     register("cpu", stub)
-    entry = table.current().get("cpu")
+    entry = backend_table.current().get("cpu")
     assert entry is not None
     entry.package, entry.version, entry.distribution = "stub", "1.0", "stub 1.0"
 
@@ -40,7 +40,7 @@ def _backend() -> None:
 def artifacts(
     *, fingerprint: str = "avx2", plugin: str = "cpu", version: str = "1.0", **of_spec: Any
 ) -> Artifacts:
-    """As `anyflex.runtime.compiling` makes them."""
+    """As `anyflex.runtime.kernel_compiler` makes them."""
     spec = make_spec(**of_spec)
     return disk_cache.artifacts_for(
         plugin=plugin,
@@ -130,7 +130,7 @@ def test_kernels_for_another_gpu_are_told_where_one_is_in_use(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr("anyflex.runtime.facts.architecture", lambda device: "sm_80")
+    monkeypatch.setattr("anyflex.tensors.tensor_facts.architecture", lambda device: "sm_80")
     artifacts(device_type="cuda", arch="sm_90").put("code", b"1")
     artifacts(device_type="cuda", arch="sm_80").put("code", b"2")
     loaded = in_an_empty_cache(anyflex.save_artifacts())

@@ -12,8 +12,8 @@ import pytest
 from anyflex.errors import BackendConflict, BackendRefused, PluginError
 from anyflex.registry import isolated
 from anyflex.registry.discovery import hidden_copies, scan
-from anyflex.registry.inventory import backend_rows
-from anyflex.runtime.kernels import kernel_for
+from anyflex.registry.doctor_report import backend_rows
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.packages import BACKEND, install
 from tests.registry.stubs import Reference, make_spec
 

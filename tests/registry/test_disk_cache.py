@@ -21,7 +21,7 @@ from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
 from anyflex.registry import environment, register
 from anyflex.runtime import cache_archive, disk_cache
-from anyflex.runtime.kernels import kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 __all__: list[str] = []

@@ -9,7 +9,7 @@ import pytest
 
 from anyflex.errors import ArgumentError
 from anyflex.registry import environment, isolated
-from anyflex.runtime.kernels import kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec
 
 __all__: list[str] = []

@@ -15,9 +15,9 @@ import pytest
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.registry import generation, isolated, register, register_hooks
+from anyflex.registry.doctor_report import hook_rows
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.registry.inventory import hook_rows
-from anyflex.runtime.kernels import kernel_for, launched, listeners
+from anyflex.runtime.kernel_cache import kernel_for, launched, listeners
 from tests.registry.packages import install
 from tests.registry.stubs import Reference, make_spec, make_stub
 
@@ -207,7 +207,7 @@ def test_without_hook_plugins_pluggy_is_not_imported() -> None:
     code = (
         "import sys\n"
         "from anyflex.registry import isolated\n"
-        "from anyflex.runtime.kernels import explain_selection\n"
+        "from anyflex.runtime.kernel_cache import explain_selection\n"
         "from tests.registry.stubs import Reference, make_spec\n"
         "with isolated(reference=Reference):\n"
         "    explain_selection(make_spec(), (), None, ())\n"

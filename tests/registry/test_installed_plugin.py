@@ -74,7 +74,7 @@ SCRIPT = """
 import json, logging, sys, warnings
 import torch
 import anyflex
-from anyflex.registry.inventory import backend_rows, hook_rows
+from anyflex.registry.doctor_report import backend_rows, hook_rows
 
 torch.set_num_threads(1)
 assert "good_plugin_module" not in sys.modules, "a plugin was imported"

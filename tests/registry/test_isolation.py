@@ -24,9 +24,9 @@ from anyflex.errors import (
     PluginError,
 )
 from anyflex.registry import isolated, register, register_hooks
+from anyflex.registry.doctor_report import backend_rows
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.registry.inventory import backend_rows
-from anyflex.runtime.kernels import kernel_failed, kernel_for
+from anyflex.runtime.kernel_cache import kernel_failed, kernel_for
 from tests.registry.packages import BACKEND, HEADER, install
 from tests.registry.stubs import NullKernel, Reference, Stub, make_spec, make_stub
 
@@ -267,7 +267,7 @@ def test_a_plugin_that_calls_anyflex_while_it_is_imported_does_not_hang(
 ) -> None:
     source = BACKEND + (
         "\nfrom tests.registry.stubs import make_spec\n"
-        "from anyflex.runtime.kernels import kernel_for\n"
+        "from anyflex.runtime.kernel_cache import kernel_for\n"
         "SEEN = kernel_for(make_spec('warp'), (), None, ()).backend.name\n"
     )
     entry_points = "[anyflex.backends.v1]\nwarp = reentrant:Mine\n"

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from anyflex.errors import AnyflexError, ArgumentError, GraphCaptureError, PluginError
+from anyflex.process.lru import Recent
 from anyflex.registry import register, reset
-from anyflex.registry.selection import use_backend
-from anyflex.runtime import compiling
-from anyflex.runtime.kernels import CompiledKernel, kernel_for
-from anyflex.runtime.recent import Recent
+from anyflex.registry.forced_backends import use_backend
+from anyflex.runtime import kernel_compiler
+from anyflex.runtime.kernel_cache import CompiledKernel, kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 __all__: list[str] = []
@@ -160,13 +160,13 @@ def test_a_kernel_is_not_compiled_inside_a_graph_capture(monkeypatch: pytest.Mon
 
 
 def test_live_kernels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "KERNELS", 2)
-    compiling.forget()
+    monkeypatch.setattr(kernel_compiler, "KERNELS", 2)
+    kernel_compiler.forget()
     stub = make_stub()
     register("cpu", stub)
     for size in (1, 2, 3):
         kernel_for(make_spec(head_dim=size), (), None, ())
-    assert len(compiling._state.kernels) == 2
+    assert len(kernel_compiler._state.kernels) == 2
     kernel_for(make_spec(head_dim=3), ("cpu",), "cpu", ())
     assert len(stub.compiled) == 3
     kernel_for(make_spec(head_dim=1), ("cpu",), "cpu", ())
@@ -187,7 +187,7 @@ def test_a_reset_forgets_registrations_and_kernels() -> None:
     register("cpu", stub)
     ask()
     reset()
-    assert len(compiling._state.kernels) == 0
+    assert len(kernel_compiler._state.kernels) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

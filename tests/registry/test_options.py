@@ -7,9 +7,9 @@ import torch
 
 from anyflex.contract.option import Option
 from anyflex.errors import ArgumentError, ArgumentTypeError, PerformanceWarning
-from anyflex.registry import register, table
+from anyflex.registry import backend_table, register
 from anyflex.registry.freeze_options import freeze_options
-from anyflex.runtime.kernels import CompiledKernel, explain_selection, kernel_for
+from anyflex.runtime.kernel_cache import CompiledKernel, explain_selection, kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 __all__: list[str] = []
@@ -198,5 +198,5 @@ def test_options_of_a_loaded_backend_that_does_not_compute_are_checked() -> None
 
 def test_no_backend_is_loaded_to_check_its_options() -> None:
     ask({"cuda": {"pipelin": 3}})
-    entry = table.current().get("cuda")
+    entry = backend_table.current().get("cuda")
     assert entry is not None and not entry.loaded

@@ -21,7 +21,7 @@ from torch.compiler._cache import CacheArtifactFactory, CacheArtifactManager
 from anyflex.contract.artifacts import Artifacts
 from anyflex.registry import register
 from anyflex.runtime import disk_cache, torch_bundle
-from anyflex.runtime.kernels import kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 KEY = "0" * 64

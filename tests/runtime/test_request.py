@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anyflex
-from anyflex.runtime.request import Request, read_request, write_request
-from anyflex.runtime.saved_bytes import NOTHING
+from anyflex.runtime.op_request import Request, read_request, write_request
+from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Sizes
 
 __all__: list[str] = []

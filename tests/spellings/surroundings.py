@@ -16,7 +16,7 @@ from torch import Tensor
 from anyflex.mod_graph.differentiate import Derivative, differentiate
 from anyflex.mod_graph.evaluate import bounded_index, evaluate
 from anyflex.mod_graph.graph import ModGraph
-from anyflex.mod_graph.trace import TracedMod
+from anyflex.tracing.trace import TracedMod
 
 __all__ = ["Pairs", "function_of", "one_by_one", "pairs", "tables", "traced_gradients"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 from tests.spellings.accepted import ACCEPTED, COUNT, Spelling
 from tests.spellings.surroundings import (
     function_of,

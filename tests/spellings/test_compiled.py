@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.mod_graph.trace import TracedMod, trace_mod
+from anyflex.tracing.trace import TracedMod, trace_mod
 from tests.spellings.accepted import ACCEPTED
 from tests.spellings.surroundings import function_of, tables
 

@@ -11,7 +11,7 @@ import torch
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.printing import expression
 from anyflex.mod_graph.simplify import simplify
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 
 __all__: list[str] = []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.mod_graph.trace import TracedMod, trace_mod
+from anyflex.tracing.trace import TracedMod, trace_mod
 from tests.spellings.expressions import PAIRS, STOPS, RandomMod, random_mod
 from tests.spellings.surroundings import one_by_one, traced_gradients
 

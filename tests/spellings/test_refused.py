@@ -11,8 +11,8 @@ from torch import Tensor
 
 import anyflex
 from anyflex.errors import ModTraceError
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.testing.oracle import dense_attention
+from anyflex.tracing.trace import trace_mod
 from tests.spellings.refused import PURE, REFUSED, Refusal
 from tests.spellings.surroundings import function_of, tables
 

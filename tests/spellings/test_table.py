@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from anyflex.mod_graph.spellings import FACTS
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.torch_functions import FACTS
+from anyflex.tracing.trace import trace_mod
 from scripts.generated_tables import spellings
 from tests.spellings.accepted import ACCEPTED, Spelling
 

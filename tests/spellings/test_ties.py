@@ -8,7 +8,7 @@ import torch
 
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.simplify import simplify
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 from tests.spellings.surroundings import function_of, one_by_one, traced_gradients
 
 __all__: list[str] = []

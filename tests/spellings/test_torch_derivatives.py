@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anyflex.mod_graph import torch_derivatives
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.mod_graph.trace import trace_mod
+from anyflex.tracing.trace import trace_mod
 from tests.spellings.surroundings import function_of, traced_gradients
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ import torch
 from anyflex.plugin import Capabilities
 from anyflex.testing.attention_case import AttentionCase
 from anyflex.testing.budgets import Budgets, by_oracle
-from anyflex.testing.case import Case
+from anyflex.testing.case_types import Case
 from anyflex.testing.cases import gradients, inputs, mods, operations, precision
 from anyflex.testing.comparison import mismatches
 from anyflex.testing.runner import run_cases

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anyflex.testing import children
+from anyflex.testing import child_process
 from anyflex.testing.cases import every_case
 from tests.testing.faults import caches, contracts, state
 from tests.testing.faults.catching import check_caught, check_passes
@@ -23,7 +23,7 @@ def test_every_fault_of_the_list_is_there() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.number}-{fault.case}")
 def test_a_fault_is_caught(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "FORK_SECONDS", 3.0)
+    monkeypatch.setattr(child_process, "FORK_SECONDS", 3.0)
     check_caught(fault, tmp_path)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.plugin import Accepted, Call, Kernel, Outputs, Rejected, Spec, TensorSpec
-from anyflex.testing.guarded import Guarded, same_bytes
+from anyflex.testing.guarded_tensors import Guarded, same_bytes
 from anyflex.testing.inspector import Journal, ask
 from anyflex.testing.session import ConformanceFailure, Session, open_session
 from tests.testing.backends import Dense, DenseKernel, wrong

@@ -20,9 +20,9 @@ from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.main import main
 from anyflex.errors import ArgumentError
 from anyflex.plugin import Backend, isolated, register
-from anyflex.testing import pool, worker
+from anyflex.testing import kit_pool, kit_worker
 from anyflex.testing.cases import every_case
-from anyflex.testing.pool import Pool
+from anyflex.testing.kit_pool import Pool
 from anyflex.testing.runner import Outcome
 from anyflex.testing.session import open_session
 from tests.testing import unruly_backends as unruly
@@ -141,7 +141,7 @@ def test_a_case_that_hangs_ends_its_process_and_the_others_go_on(
 def test_a_process_that_keeps_itself_from_ending_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "GRACE", 0.5)
+    monkeypatch.setattr(kit_pool, "GRACE", 0.5)
     code, report = run(unruly.Stubborn, tmp_path, "--jobs", "2", "--timeout", "2")
     assert code == ExitCode.CHECK_FAILED
     assert statuses(report) == {FEW[0]: "passed", FEW[2]: "passed", FEW[1]: "failed"}
@@ -195,10 +195,10 @@ def test_a_device_is_lost_if_it_answers_with_an_old_fault(monkeypatch: pytest.Mo
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.accelerator, "synchronize", fault)
-    assert worker.device_lost(torch.device("cuda"))
-    assert not worker.device_lost(torch.device("cpu"))
+    assert kit_worker.device_lost(torch.device("cuda"))
+    assert not kit_worker.device_lost(torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    assert not worker.device_lost(torch.device("cuda"))
+    assert not kit_worker.device_lost(torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import torch
 
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.operations import OPERATIONS
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.testing.mods import SCORE_MODS, Sizes
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
+from anyflex.tracing.trace import trace_mod
 
 SIZES = Sizes(batch=1, heads=1, group=1, q_length=5, kv_length=7)
 

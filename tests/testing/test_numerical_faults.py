@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from anyflex.testing.case import Case
+from anyflex.testing.case_types import Case
 from anyflex.testing.cases import (
     aux_outputs,
     decoding,

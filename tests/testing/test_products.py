@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from anyflex.runtime.facts import fp32_precision
-from anyflex.testing.products import products_in
+from anyflex.tensors.tensor_facts import fp32_precision
+from anyflex.testing.float32_precision import products_in
 from tests.float32_settings import OWNERS, forget, high_but_for_cuda, of_all, of_cuda
 
 

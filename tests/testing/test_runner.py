@@ -12,7 +12,7 @@ from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.plugin import Artifacts, Call, Kernel, Outputs, Rejected, Spec
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import BehaviourCase
+from anyflex.testing.case_types import BehaviourCase
 from anyflex.testing.cases import every_case
 from anyflex.testing.runner import Outcome, run_case, run_cases
 from anyflex.testing.selection import REQUIREMENTS, requirements, select

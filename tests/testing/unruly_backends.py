@@ -16,7 +16,7 @@ import time
 from typing import ClassVar
 
 from anyflex.plugin import Accepted, Call, Decision, Kernel, Outputs, Rejected
-from anyflex.testing import worker
+from anyflex.testing import kit_worker
 from tests.testing.backends import Dense, DenseKernel
 
 __all__ = [
@@ -127,7 +127,7 @@ class Exiting(Dense):
 class _ChattyKernel(DenseKernel):
     def forward(self, call: Call, out: Outputs) -> None:
         print("garbage", flush=True)
-        os.write(1, b'garbage\n{"outcome": {}}\n' + worker.MARK + b"{}\n")
+        os.write(1, b'garbage\n{"outcome": {}}\n' + kit_worker.MARK + b"{}\n")
         assert not sys.stdin.read(), "a question was there to be taken"
         super().forward(call, out)
 
@@ -167,7 +167,7 @@ class Slow(Dense):
 
 class _LosingKernel(_TellingKernel):
     def forward(self, call: Call, out: Outputs) -> None:
-        worker.device_lost = lambda device: True
+        kit_worker.device_lost = lambda device: True
         super().forward(call, out)
 
 

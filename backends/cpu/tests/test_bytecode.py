@@ -9,7 +9,6 @@ import torch
 from tile_runs import Tile, checked, expected_output, operations, scratch_bytes
 
 from anyflex import masks, mods
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.plugin import (
     Derivative,
     ModGraph,
@@ -18,6 +17,7 @@ from anyflex.plugin import (
     parse_graph,
     simplify,
 )
+from anyflex.tracing.trace import trace_mod
 from anyflex_cpu.bytecode import mask_program, score_backward_program, score_program
 from anyflex_cpu.index_ranges import LIMITS, WIDE_LIMITS, Limits
 

@@ -17,7 +17,7 @@ pytest.importorskip("llvmlite", reason="mods are compiled by llvmlite, the extra
 expressions = pytest.importorskip(
     "tests.spellings.expressions", reason="run from the repository's root"
 )
-trace = pytest.importorskip("anyflex.mod_graph.trace")
+trace = pytest.importorskip("anyflex.tracing.trace")
 
 COUNT = int(os.environ.get("ANYFLEX_RANDOM_EXPRESSIONS", "200")) // 4
 SIZE = expressions.SIZE

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tile_case import Case, M, N
 
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.plugin import differentiate, parse_graph, simplify
 from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mask_mods import MASK_MODS
 from anyflex.testing.mods.mod import Entry, Sizes
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 from anyflex.testing.mods.score_mods import SCORE_MODS
+from anyflex.tracing.trace import trace_mod
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -10,9 +10,9 @@ import torch
 from tile_case import Case, M, N
 from torch import Tensor
 
-from anyflex.mod_graph.trace import trace_mod
 from anyflex.mods.composition import ScoreMod
 from anyflex.plugin import differentiate, parse_graph, simplify
+from anyflex.tracing.trace import trace_mod
 from anyflex_triton.lowering import cap_factors
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

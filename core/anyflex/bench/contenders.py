@@ -14,7 +14,7 @@ import anyflex
 from anyflex.bench.case import BenchCase, Inputs
 from anyflex.bench.peers import peers
 from anyflex.cli.exit_codes import NotRun, WrongUsage
-from anyflex.registry import table
+from anyflex.registry import backend_table
 
 __all__ = ["Attend", "Contender", "chosen_contenders"]
 
@@ -66,7 +66,7 @@ def chosen_contenders(
     """
     backends = {}
     unusable = {}
-    for entry in table.current().every():
+    for entry in backend_table.current().every():
         if entry.device_type not in (device.type, "*"):
             continue
         state = entry.state()

@@ -18,7 +18,7 @@ from anyflex.bench.check import LIMITS, Formula, errors_of
 from anyflex.bench.clock import Clock, Timed
 from anyflex.bench.contenders import Contender
 from anyflex.errors import BackendRefused
-from anyflex.testing.products import products_in
+from anyflex.testing.float32_precision import products_in
 
 __all__ = ["Measurement", "Status", "measure_case"]
 

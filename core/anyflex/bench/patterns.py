@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from anyflex import and_masks, masks, mods
+from anyflex.bench.named_mods import mask_mods, score_mods
 from anyflex.cli.exit_codes import WrongUsage
-from anyflex.cli.named_mods import mask_mods, score_mods
 
 __all__ = ["RANDOM_DOCUMENTS", "make_mask_mod", "make_score_mod"]
 

@@ -9,20 +9,20 @@ from torch import Tensor
 
 from anyflex.block_mask import pytree, row_slicing, slicing
 from anyflex.block_mask.combine import noop_mask
-from anyflex.block_mask.content import MaskContent
-from anyflex.block_mask.index_lists import runs_of_lists
 from anyflex.block_mask.mask_function import MaskMod, sliced_mask_mod, trace_mask_mod
-from anyflex.block_mask.outside_graphs import outside_graphs
-from anyflex.block_mask.run_checks import (
+from anyflex.block_mask.mask_state import MaskContent
+from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
+from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.from_index_lists import runs_of_lists
+from anyflex.mask_structure.run_checks import (
     check_runs,
     checked_block_size,
     checked_lengths,
     row_name,
 )
-from anyflex.block_mask.runs import PARTIAL, block_count, pack, padded, unpack
-from anyflex.block_mask.shifted_mod import Shifts, shifted_mod, shifted_opaque
-from anyflex.block_mask.views import MaskViews
-from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.runs import PARTIAL, block_count, pack, padded, unpack
+from anyflex.tensors.dynamo_disabled import outside_graphs
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anyflex.intervals.bounds import End
 from anyflex.intervals.cells import Cells
-from anyflex.intervals.ends import End
 
 __all__ = ["Boxes"]
 

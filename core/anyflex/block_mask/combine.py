@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
-from anyflex.failing import fail
-from anyflex.mod_graph.trace import check_signature
+from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.trace import check_signature
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]
 

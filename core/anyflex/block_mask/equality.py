@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.views import MaskViews
-    from anyflex.mod_graph.trace import TracedMod
+    from anyflex.mask_structure.device_views import MaskViews
+    from anyflex.tracing.trace import TracedMod
 
 __all__ = ["same_mod", "same_structure", "structure_hash"]
 

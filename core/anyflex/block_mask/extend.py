@@ -13,11 +13,11 @@ from anyflex.block_mask.mask_function import (
     moved,
     trace_mask_mod,
 )
-from anyflex.block_mask.run_checks import checked_length
-from anyflex.block_mask.runs import RunList, block_count, cut, pack, unpack_rows
-from anyflex.block_mask.shifted_mod import indices_read, shifted_mod, shifted_opaque
+from anyflex.block_mask.offset_mask_mod import indices_read, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
-from anyflex.mod_graph.trace import TracedMod
+from anyflex.mask_structure.run_checks import checked_length
+from anyflex.mask_structure.runs import RunList, block_count, cut, pack, unpack_rows
+from anyflex.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask
@@ -112,7 +112,7 @@ def build_region(
         Runs whose rows count through batch, head and the rectangle's rows of blocks, and whose
         columns count from the rectangle's first.
     """
-    from anyflex.block_mask.build import create_block_mask
+    from anyflex.block_mask.create import create_block_mask
 
     shifts = {"q_idx": q_range[0], "kv_idx": kv_range[0]}
     function: MaskMod

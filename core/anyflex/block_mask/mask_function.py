@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.mod_graph.trace import TracedMod
+from anyflex.tracing.trace import TracedMod
 
 __all__ = [
     "MaskMod",
@@ -29,7 +29,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class OpaqueMask(Protocol):
-    """A mask mod that can't be traced, as `anyflex.reference.recorded` or a slice holds it."""
+    """A mask mod that can't be traced, as `anyflex.tracing.recorded_mod` or a slice holds it."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -125,14 +125,14 @@ def trace_mask_mod(
     """
     if isinstance(function, RebuiltMaskMod):
         return function.traced, None
-    from anyflex.mod_graph.mod_key import traced as trace_with_names
+    from anyflex.tracing.trace_cache import traced as trace_with_names
 
     try:
         traced = trace_with_names(function, "mask", torch.float32, torch.device("cpu"))
     except ModTraceError as error:
         if not error.pure:
             raise
-        from anyflex.reference.recorded import recorded
+        from anyflex.tracing.recorded_mod import recorded
 
         try:
             with torch.no_grad():

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from anyflex.mod_graph.trace import TracedMod
-from anyflex.torch_versions import GetAttrKey, register_pytree_node
+from anyflex.tensors.torch_versions import GetAttrKey, register_pytree_node
+from anyflex.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask

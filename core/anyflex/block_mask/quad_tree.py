@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.boxes import Boxes
-from anyflex.block_mask.elements import TracedElements
-from anyflex.block_mask.open_blocks import CELL_COST, Budget, OpenBlocks
-from anyflex.block_mask.runs import FULL, PARTIAL, RunList, block_count, merged
+from anyflex.block_mask.elementwise_evaluation import TracedElements
+from anyflex.block_mask.undecided_blocks import CELL_COST, Budget, OpenBlocks
 from anyflex.intervals.analysis import Analysis, Domain
+from anyflex.intervals.bounds import tensor_of
 from anyflex.intervals.cells import Cells
-from anyflex.intervals.ends import tensor_of
+from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, merged
 
 __all__ = ["Blocks", "Lattice", "QuadTree"]
 

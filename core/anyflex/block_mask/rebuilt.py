@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.live_views import holds_numbers
-from anyflex.block_mask.run_checks import check_form, check_values
 from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.run_checks import check_form, check_values
+from anyflex.mask_structure.views_registry import holds_numbers
 from anyflex.mod_graph.graph import parse_graph
-from anyflex.mod_graph.trace import TracedMod
-from anyflex.symbolic import NUMBERS
-from anyflex.torch_versions import dispatch_modes
+from anyflex.tensors.symbolic_numbers import NUMBERS
+from anyflex.tensors.torch_versions import dispatch_modes
+from anyflex.tracing.trace import TracedMod
 
 __all__ = ["can_be_read", "check_captured", "check_reads", "checked_structure"]
 

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.run_checks import checked_length
-from anyflex.block_mask.runs import (
+from anyflex.block_mask.offset_mask_mod import indices_read
+from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.run_checks import checked_length
+from anyflex.mask_structure.runs import (
     FULL,
     PARTIAL,
     RunList,
@@ -18,12 +21,9 @@ from anyflex.block_mask.runs import (
     padded,
     unpack_rows,
 )
-from anyflex.block_mask.shifted_mod import indices_read
-from anyflex.block_mask.views import MaskViews
-from anyflex.errors import BlockMaskError
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.content import MaskContent
+    from anyflex.block_mask.mask_state import MaskContent
 
 __all__ = ["row_range", "sliced_rows"]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.runs import gathered, pack
-from anyflex.block_mask.shifted_mod import indices_read
+from anyflex.block_mask.offset_mask_mod import indices_read
 from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.runs import gathered, pack
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.content import MaskContent
+    from anyflex.block_mask.mask_state import MaskContent
 
 __all__ = ["select"]
 
@@ -24,7 +24,7 @@ def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str
     """Return (offsets, runs, q length, shifts) of a slice.
 
     `shifts`: what the mask mod's indices b, h and q_idx mean in the whole mask, where it reads
-    them and they changed; see `anyflex.block_mask.shifted_mod`.
+    them and they changed; see `anyflex.block_mask.offset_mask_mod`.
     """
     indices = index if isinstance(index, tuple) else (index,)
     if len(indices) > 3:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.index_lists import runs_while_compiling
-from anyflex.block_mask.listing import list_blocks
 from anyflex.block_mask.mask_function import sliced_mask_mod
-from anyflex.block_mask.runs import block_count
 from anyflex.errors import ArgumentTypeError, BlockMaskError
-from anyflex.mod_graph.trace import trace_mod
-from anyflex.torch_versions import version_counter
+from anyflex.mask_structure.from_index_lists import runs_while_compiling
+from anyflex.mask_structure.runs import block_count
+from anyflex.mask_structure.to_index_lists import list_blocks
+from anyflex.tensors.torch_versions import version_counter
+from anyflex.tracing.trace import trace_mod
 
 if TYPE_CHECKING:
     from anyflex.block_mask.block_mask import BlockMask

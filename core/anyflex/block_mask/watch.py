@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import BlockMaskError
-from anyflex.torch_versions import version_counter
+from anyflex.tensors.torch_versions import version_counter
 
 __all__ = ["Watch"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
 from anyflex.cli.file_argument import check_different, write_text
 from anyflex.cli.kernel_option import kernel_option
-from anyflex.progress_line import ProgressLine
+from anyflex.process.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     from anyflex.bench.case import BenchCase, Direction

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from anyflex.cli.exit_codes import ExitCode, WrongUsage
 from anyflex.cli.file_argument import check_different, file_argument, write_text
-from anyflex.progress_line import ProgressLine
+from anyflex.process.progress_line import ProgressLine
 
 if TYPE_CHECKING:
     import torch
 
-    from anyflex.testing.case import Case
+    from anyflex.testing.case_types import Case
     from anyflex.testing.runner import Outcome
 
 __all__ = ["add_parser", "run"]
@@ -93,10 +93,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the cases. Progress goes to stderr, failures and the summary to stdout."""
-    from anyflex.registry import table
+    from anyflex.registry import backend_table
     from anyflex.testing.cases import every_case
     from anyflex.testing.expected import read_expected
-    from anyflex.testing.pool import Pool
+    from anyflex.testing.kit_pool import Pool
     from anyflex.testing.report import make_report
     from anyflex.testing.runner import run_cases, timed_out
     from anyflex.testing.selection import requirements, select
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
     cases = every_case()
     chosen = select(cases, quick=args.quick, globs=args.case)
-    if args.backend is not None and table.current().get(args.backend) is None:
-        known = ", ".join(table.current().names())
+    if args.backend is not None and backend_table.current().get(args.backend) is None:
+        known = ", ".join(backend_table.current().names())
         raise WrongUsage(f"--backend {args.backend}: no such backend; registered are: {known}")
     if args.list and (args.json is not None or args.html is not None):
         raise WrongUsage("--list makes no report: leave out --json and --html")
@@ -190,10 +190,10 @@ def _device(text: str, backend: str) -> torch.device:
     """Return the device, if calls with tensors there concern the backend: it refuses all others,
     which would show nothing."""
     from anyflex.cli.device_argument import present_device
-    from anyflex.registry import table
+    from anyflex.registry import backend_table
 
     device = present_device(text)
-    entry = table.current().get(backend)
+    entry = backend_table.current().get(backend)
     own = "cpu" if entry is None or entry.device_type == "*" else entry.device_type
     anywhere = entry is not None and entry.device_type == "*"
     if device.type == "meta" or not (anywhere or device.type in (own, "cpu")):

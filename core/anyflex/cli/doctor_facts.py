@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 import anyflex
-from anyflex import torch_versions
 from anyflex.cli.device_argument import seen_device_types
 from anyflex.cli.self_test import self_test
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.backend import Backend
 from anyflex.errors import AnyflexError, ArgumentError
-from anyflex.registry import environment, install_hints, isolation, table
+from anyflex.registry import backend_table, environment, install_hints, plugin_errors
 from anyflex.registry.discovery import hidden_copies
-from anyflex.registry.inventory import BackendRow, backend_rows, hook_rows
-from anyflex.registry.isolation import first_line
+from anyflex.registry.doctor_report import BackendRow, backend_rows, hook_rows
+from anyflex.registry.plugin_errors import first_line
 from anyflex.runtime import disk_cache, torch_bundle
+from anyflex.tensors import torch_versions
 
 __all__ = ["collect"]
 
@@ -40,7 +40,7 @@ def collect() -> dict[str, Any]:
         PluginError: under ANYFLEX_STRICT=1, for a plugin that can't be registered.
     """
     device_types = seen_device_types()
-    for entry in table.current().every():
+    for entry in backend_table.current().every():
         with _told_if_slow(f"backend {entry.name}: importing and probing it"):
             entry.state()
     backends = [_backend(row, device_types) for row in backend_rows()]
@@ -113,7 +113,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
     facts["self_tests"] = []
     facts["fingerprint"] = ""
     facts["notes"] = []
-    entry = table.current().get(row.name)
+    entry = backend_table.current().get(row.name)
     backend = entry.state().backend if entry is not None else None
     if row.state == "usable" and entry is not None and backend is not None:
         facts["fingerprint"] = _fingerprint(row, backend)
@@ -133,7 +133,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
 def _fingerprint(row: BackendRow, backend: Backend) -> str:
     """What compiled kernels depend on here, as the backend says it."""
     try:
-        with isolation.plugin_code(row.name, row.distribution, "fingerprint()"):
+        with plugin_errors.plugin_code(row.name, row.distribution, "fingerprint()"):
             return str(backend.fingerprint())
     except AnyflexError as error:
         return _raised("fingerprint()", error)
@@ -142,7 +142,7 @@ def _fingerprint(row: BackendRow, backend: Backend) -> str:
 def _notes(row: BackendRow, backend: Backend) -> list[str]:
     """What the backend has to say beside its state."""
     try:
-        with isolation.plugin_code(row.name, row.distribution, "notes()"):
+        with plugin_errors.plugin_code(row.name, row.distribution, "notes()"):
             notes = backend.notes()
             return [notes] if isinstance(notes, str) else [str(note) for note in notes]
     except AnyflexError as error:

@@ -151,9 +151,9 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import anyflex
+    from anyflex.bench.named_mods import mask_mods, score_mods
     from anyflex.cli.device_argument import present_device
-    from anyflex.cli.named_mods import mask_mods, score_mods
-    from anyflex.runtime.allocation import no_memory_for, total_bytes
+    from anyflex.tensors.allocation import no_memory_for, total_bytes
 
     if args.q is None:
         raise WrongUsage("give FILE.py::function or --q BxHxLxE; see anyflex explain --help")

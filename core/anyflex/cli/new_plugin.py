@@ -97,7 +97,7 @@ def _check_name(name: str) -> None:
 def _backend_name(device: str, variant: str | None) -> str:
     import torch
 
-    from anyflex.registry.entry import name_problem
+    from anyflex.registry.registered_backend import name_problem
 
     cure = "give a type that torch.device takes, such as cpu, cuda, xpu, mps or privateuseone"
     try:

@@ -11,8 +11,8 @@ from torch import Tensor
 import anyflex
 from anyflex.contract.capabilities import Capabilities
 from anyflex.errors import AnyflexError, BackendRefused
-from anyflex.registry.inventory import traceback_lines
-from anyflex.registry.isolation import first_line, plugin_code
+from anyflex.registry.doctor_report import traceback_lines
+from anyflex.registry.plugin_errors import first_line, plugin_code
 
 __all__ = ["SelfTest", "self_test"]
 

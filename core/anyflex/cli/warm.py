@@ -23,7 +23,7 @@ from typing import Any
 from anyflex.cli.exit_codes import ExitCode, UserFileFailed, WrongUsage, code_of
 from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.plugin import hookimpl
-from anyflex.progress_line import ProgressLine
+from anyflex.process.progress_line import ProgressLine
 from anyflex.registry import register_hooks
 
 __all__ = ["add_parser", "run"]
@@ -153,7 +153,7 @@ def _tasks_of(target: str) -> list[_Task]:
 
 def _task_of(line: str, place: str) -> _Task:
     from anyflex.contract.spec import Spec
-    from anyflex.runtime.compiling import summary
+    from anyflex.runtime.kernel_compiler import summary
 
     try:
         facts = json.loads(line)
@@ -196,7 +196,7 @@ def _share_processors(jobs: int) -> None:
 
 
 def _warm(task: _Task) -> _Result:
-    from anyflex.registry.isolation import first_line
+    from anyflex.registry.plugin_errors import first_line
 
     # The output is the command's own, whatever a user's function prints.
     with contextlib.redirect_stdout(sys.stderr):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from anyflex.block_mask.views import MaskViews
+    from anyflex.mask_structure.device_views import MaskViews
 
 __all__ = ["Call", "GradInputs", "Grads", "Outputs", "Saved", "TensorSpec"]
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from anyflex.intervals.affine import AffineForm, affine_form
+from anyflex.intervals.batched_bools import Flag, both, either, inverse
+from anyflex.intervals.bounds import End, Range, Verdict, tensor_of
+from anyflex.intervals.captured_read_ranges import CapturedTables, load_range, load_verdict
 from anyflex.intervals.cells import Cells
-from anyflex.intervals.ends import End, Range, Verdict, tensor_of
-from anyflex.intervals.equality import ReadEquality, read_equality
-from anyflex.intervals.flags import Flag, both, either, inverse
 from anyflex.intervals.floats import APPROXIMATE, FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
-from anyflex.intervals.loads import CapturedTables, load_range, load_verdict
-from anyflex.intervals.verdicts import BOOL_RULES
+from anyflex.intervals.read_equality import ReadEquality, read_equality
+from anyflex.intervals.three_valued_logic import BOOL_RULES
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import ModGraph
 from anyflex.mod_graph.lowering import type_class

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.intervals.ends import Range, tensor_of
+from anyflex.intervals.bounds import Range, tensor_of
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
 from anyflex.mod_graph.operations import FUNCTIONS

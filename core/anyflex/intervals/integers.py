@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from anyflex.intervals.ends import End, Range, choose, greater, hull, lesser, magnitude
-from anyflex.intervals.flags import Flag, both, either, inverse
+from anyflex.intervals.batched_bools import Flag, both, either, inverse
+from anyflex.intervals.bounds import End, Range, choose, greater, hull, lesser, magnitude
 from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from anyflex.intervals.flags import Flag
+from anyflex.intervals.batched_bools import Flag
 
 __all__ = [
     "GridTable",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
-from anyflex.factory_arguments import checked_int, query_position
+from anyflex.mods.factory_arguments import checked_int, query_position
 
 __all__ = ["causal", "causal_bottom_right"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
 from anyflex.errors import ArgumentError
-from anyflex.factory_arguments import (
+from anyflex.mods.factory_arguments import (
     INDICES,
     INTEGERS,
     check_callable,

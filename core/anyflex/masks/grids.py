@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.factory_arguments import checked_bool, checked_int, checked_sizes
+from anyflex.mods.factory_arguments import checked_bool, checked_int, checked_sizes
 
 __all__ = ["neighbourhood"]
 

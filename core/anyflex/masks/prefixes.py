@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
-from anyflex.factory_arguments import (
+from anyflex.mods.factory_arguments import (
     INTEGERS,
     check_one_device,
     number_at,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import MaskMod
-from anyflex.factory_arguments import (
+from anyflex.mods.factory_arguments import (
     check_one_device,
     checked_bool,
     checked_int,
@@ -16,7 +16,7 @@ from anyflex.factory_arguments import (
     query_position,
     table_at,
 )
-from anyflex.failing import fail
+from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["causal_window", "dilated", "global_and_window", "sinks_and_window", "sliding_window"]
 

@@ -1,8 +1,8 @@
 """The closed list of scalar operations that a mod graph may hold.
 
-Everything a user may write (`anyflex.mod_graph.spellings`) is reduced to these. A backend lowers a
-graph with one dictionary from these names to its target (`anyflex.mod_graph.lowering`); a test
-proves that every such dictionary covers every name.
+Everything a user may write (`anyflex.tracing.torch_functions`) is reduced to these. A backend
+lowers a graph with one dictionary from these names to its target (`anyflex.mod_graph.lowering`); a
+test proves that every such dictionary covers every name.
 """
 
 from __future__ import annotations

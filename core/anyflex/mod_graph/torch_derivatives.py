@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from anyflex.torch_versions import release
+from anyflex.tensors.torch_versions import release
 
 __all__ = [
     "IN_FORCE",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.failing import fail
 from anyflex.mods.composition import ScoreMod
+from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["softcap"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.factory_arguments import check_callable
-from anyflex.mod_graph.trace import check_signature
+from anyflex.mods.factory_arguments import check_callable
+from anyflex.tracing.trace import check_signature
 
 __all__ = ["ScoreMod", "compose"]
 

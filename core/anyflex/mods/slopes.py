@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.factory_arguments import (
+from anyflex.mods.composition import ScoreMod
+from anyflex.mods.factory_arguments import (
     FLOATS,
     check_one_device,
     check_tensor,
@@ -15,7 +16,6 @@ from anyflex.factory_arguments import (
     checked_int,
     query_position,
 )
-from anyflex.mods.composition import ScoreMod
 
 __all__ = ["alibi", "alibi_slopes"]
 

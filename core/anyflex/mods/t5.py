@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.factory_arguments import (
+from anyflex.mods.composition import ScoreMod
+from anyflex.mods.factory_arguments import (
     FLOATS,
     check_one_device,
     check_tensor,
@@ -16,8 +17,7 @@ from anyflex.factory_arguments import (
     checked_int,
     query_position,
 )
-from anyflex.failing import fail
-from anyflex.mods.composition import ScoreMod
+from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["t5_bias", "t5_buckets"]
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.factory_arguments import (
+from anyflex.mods.composition import ScoreMod
+from anyflex.mods.factory_arguments import (
     FLOATS,
     INDICES,
     check_one_device,
     check_tensor,
     query_position,
 )
-from anyflex.failing import fail
-from anyflex.mods.composition import ScoreMod
+from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["dense_bias", "relative_bias", "table_bias"]
 

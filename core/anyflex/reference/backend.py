@@ -12,8 +12,8 @@ from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
 from anyflex.mod_graph.operations import DTYPE_NAMES
 from anyflex.reference.backward import backward
+from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.forward import forward
-from anyflex.reference.prepared import Prepared, prepare
 
 __all__ = ["ReferenceBackend"]
 

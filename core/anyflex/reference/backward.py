@@ -10,14 +10,14 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Saved
 from anyflex.contract.spec import Spec
-from anyflex.reference import opaque
 from anyflex.reference.chunks import Chunk, chunks
+from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.layout import Layout
-from anyflex.reference.prepared import Prepared, prepare
-from anyflex.reference.recorded import read_tensors
+from anyflex.reference.nonfinite_products import Operand, is_spoilt
 from anyflex.reference.scatter import TableGradient
 from anyflex.reference.scores import ChunkScores, Scores
-from anyflex.reference.spoilt import Operand, is_spoilt
+from anyflex.tracing import vmapped_mods
+from anyflex.tracing.recorded_mod import read_tensors
 
 __all__ = ["backward", "core_backward"]
 
@@ -179,7 +179,7 @@ class _Backward:
 
     def _through_opaque(self, chunk: Chunk, scores: ChunkScores, grad: Tensor) -> Tensor | None:
         assert self.call.score_function is not None
-        passed, others = opaque.score_gradients(
+        passed, others = vmapped_mods.score_gradients(
             self.call.score_function,
             self.layout.ungrouped(scores.raw),
             self.scores.flat_indices(chunk),

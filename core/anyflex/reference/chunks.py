@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.views import FULL, PARTIAL, MaskViews
+from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
 from anyflex.reference.layout import Layout
 
 __all__ = ["ELEMENTS", "Chunk", "chunks"]

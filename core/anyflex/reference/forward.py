@@ -7,9 +7,9 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, Outputs
 from anyflex.reference.chunks import Chunk, chunks
-from anyflex.reference.prepared import Prepared
+from anyflex.reference.compiled_spec import Prepared
+from anyflex.reference.nonfinite_products import Operand
 from anyflex.reference.scores import Scores
-from anyflex.reference.spoilt import Operand
 
 __all__ = ["forward"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.views import FULL, PARTIAL
 from anyflex.contract.call import Call
 from anyflex.errors import ModIndexError
-from anyflex.reference import opaque
+from anyflex.mask_structure.device_views import FULL, PARTIAL
 from anyflex.reference.chunks import Chunk
+from anyflex.reference.compiled_spec import Prepared
 from anyflex.reference.layout import Layout, compute_type
-from anyflex.reference.prepared import Prepared
+from anyflex.tracing import vmapped_mods
 
 __all__ = ["ChunkScores", "Scores"]
 
@@ -98,7 +98,7 @@ class Scores:
         kinds = chunk.kinds
         mask = None
         if chunk.partial and self.call.mask_function is not None:
-            flat = opaque.apply_mask(self.call.mask_function, self.flat_indices(chunk))
+            flat = vmapped_mods.apply_mask(self.call.mask_function, self.flat_indices(chunk))
             mask = self.layout.grouped(flat)
         elif chunk.partial and self.prepared.mask is not None:
             call = self.call
@@ -124,7 +124,7 @@ class Scores:
     ) -> Tensor:
         call = self.call
         if call.score_function is not None:
-            flat = opaque.apply_score(
+            flat = vmapped_mods.apply_score(
                 call.score_function, self.layout.ungrouped(raw), self.flat_indices(chunk)
             )
             return self.layout.grouped(flat)

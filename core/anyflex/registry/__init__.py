@@ -1,14 +1,14 @@
-"""The registry: who can compute a call, and who does. See `anyflex.registry.table`."""
+"""The registry: who can compute a call, and who does. See `anyflex.registry.backend_table`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from anyflex.registry.hot_path import generation
-from anyflex.registry.selection import names_in_force, use_backend
+from anyflex.registry.cached_state import generation
+from anyflex.registry.forced_backends import names_in_force, use_backend
 
 if TYPE_CHECKING:
-    from anyflex.registry.table import isolated, register, register_hooks, reset
+    from anyflex.registry.backend_table import isolated, register, register_hooks, reset
 
 __all__ = [
     "generation",
@@ -24,7 +24,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The table is loaded at its first use: `import anyflex` must stay cheap.
     if name in ("isolated", "register", "register_hooks", "reset"):
-        from anyflex.registry import table
+        from anyflex.registry import backend_table
 
-        return getattr(table, name)
+        return getattr(backend_table, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from anyflex.errors import ArgumentError
-from anyflex.forking import free_in_child
+from anyflex.process.fork_safe_locks import free_in_child
 
 __all__ = [
     "VARIABLES",

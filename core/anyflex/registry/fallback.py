@@ -8,10 +8,10 @@ import threading
 import warnings
 
 from anyflex.errors import BackendRefused, PerformanceWarning
-from anyflex.forking import free_in_child
-from anyflex.registry import environment, isolation
-from anyflex.registry.choice import Answer, Choice, TraceLine
-from anyflex.registry.table import REFERENCE
+from anyflex.process.fork_safe_locks import free_in_child
+from anyflex.registry import environment, plugin_errors
+from anyflex.registry.backend_choice import Answer, Choice, TraceLine
+from anyflex.registry.backend_table import REFERENCE
 
 __all__ = [
     "forget_warnings",
@@ -124,7 +124,7 @@ def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> Non
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(message, category, stacklevel=isolation.user_stacklevel())
+    warnings.warn(message, category, stacklevel=plugin_errors.user_stacklevel())
 
 
 def forget_warnings() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflex.failing import fail
-from anyflex.fixed import fixed
+from anyflex.tensors.dynamo_errors import fail
+from anyflex.tensors.fixed_numbers import fixed
 
 __all__ = ["KernelOptions", "freeze_options"]
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyflex.errors import PluginError
-from anyflex.forking import free_in_child
-from anyflex.registry.isolation import plugin_code, report
+from anyflex.process.fork_safe_locks import free_in_child
+from anyflex.registry.plugin_errors import plugin_code, report
 
 if TYPE_CHECKING:
     import pluggy

@@ -16,10 +16,10 @@ import torch
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.mod_graph.torch_derivatives import IN_FORCE
-from anyflex.registry import isolation, table
+from anyflex.registry import backend_table, plugin_errors
 
 if TYPE_CHECKING:
-    from anyflex.registry.entry import Entry
+    from anyflex.registry.registered_backend import Entry
     from anyflex.runtime.disk_cache import Store
 
 __all__ = ["NAME", "mismatch", "read_origin", "spec_lines", "write_origin"]
@@ -74,7 +74,7 @@ def mismatch(content: bytes) -> str | None:
             f"made for torch {origin['torch']}, which differentiates otherwise at bounds than "
             f"torch {torch.__version__} here"
         )
-    entry = table.current().get(origin["plugin"])
+    entry = backend_table.current().get(origin["plugin"])
     if entry is None or entry.distribution != origin["distribution"]:
         found = "which isn't installed" if entry is None else f"here is {entry.distribution}"
         return f"made by backend {origin['plugin']!r} of {origin['distribution']}, {found}"
@@ -89,14 +89,14 @@ def _fingerprint(entry: Entry) -> str | None:
     if backend is None:
         return None
     try:
-        with isolation.plugin_code(entry.name, entry.distribution, "fingerprint()"):
+        with plugin_errors.plugin_code(entry.name, entry.distribution, "fingerprint()"):
             return backend.fingerprint()
     except PluginError:
         return None  # it is told when the backend is asked for a kernel
 
 
 def _other_device(text: str) -> str | None:
-    from anyflex.runtime.facts import architecture
+    from anyflex.tensors.tensor_facts import architecture
 
     try:
         spec = Spec.from_text(text)

@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
-from anyflex.forking import free_in_child
+from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry import environment
-from anyflex.registry.isolation import user_stacklevel
+from anyflex.registry.plugin_errors import user_stacklevel
 from anyflex.runtime import artifact_origin, torch_bundle
 
 __all__ = [

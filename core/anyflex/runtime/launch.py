@@ -11,14 +11,14 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.errors import AllocationError, AnyflexError
-from anyflex.runtime.allocation import no_memory_for, total_bytes
-from anyflex.runtime.facts import empty_dense
-from anyflex.runtime.kernels import described, kernel_failed, launched, listeners
+from anyflex.runtime.kernel_cache import described, kernel_failed, launched, listeners
+from anyflex.runtime.negative_bit import shown_backward
 from anyflex.runtime.plan import Plan
-from anyflex.runtime.readable import check_backward, check_readable
-from anyflex.runtime.saved_bytes import cut
-from anyflex.runtime.signs import shown_backward
+from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.workspace import allocate, give_back, take
+from anyflex.tensors.allocation import no_memory_for, total_bytes
+from anyflex.tensors.storage_checks import check_backward, check_readable
+from anyflex.tensors.tensor_facts import empty_dense
 
 __all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
 
@@ -82,7 +82,7 @@ def launch_forward(
             workspace = take(query.device, plan.kernel.workspace(call, "forward"))
         outputs = Outputs(out, lse, max_scores, saved, workspace.tensors if workspace else ())
         if plan.checks_reads:
-            from anyflex.reference.reads import check_reads
+            from anyflex.reference.index_bounds_check import check_reads
 
             check_reads(spec, call)
         device = None if plan.guard is None else plan.guard()
@@ -137,7 +137,7 @@ def launch_backward(
         looked, names: as `check_backward`'s.
 
     Raises:
-        ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
+        ArgumentError: a tensor can't be read (`anyflex.tensors.storage_checks`).
         AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """

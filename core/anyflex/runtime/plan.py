@@ -16,18 +16,18 @@ from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.errors import BackendRefused
-from anyflex.forking import free_in_child
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
+from anyflex.process.fork_safe_locks import free_in_child
+from anyflex.registry.cached_state import Posed, generation
 from anyflex.registry.environment import check_indices
-from anyflex.registry.hot_path import Posed, generation
-from anyflex.registry.selection import names_in_force
-from anyflex.runtime.facts import architecture, determinism, memories, memory, q_class
-from anyflex.runtime.kernels import CompiledKernel, kernel_for
-from anyflex.runtime.numbers import Bound, bind_numbers, forget_numbers
-from anyflex.runtime.readable import check_captured
-from anyflex.runtime.request import write_request
-from anyflex.runtime.saved_bytes import NOTHING
+from anyflex.registry.forced_backends import names_in_force
+from anyflex.runtime.kernel_cache import CompiledKernel, kernel_for
+from anyflex.runtime.op_request import write_request
+from anyflex.runtime.saved_for_backward import NOTHING
+from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
+from anyflex.tensors.storage_checks import check_captured
+from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
@@ -94,7 +94,7 @@ class Plan:
         gradients: a flag for query, key, value.
         mark: what tells this kernel's saved outputs from another's, in any process: a positive
             signed 64-bit integer.
-        request: of the plan's calls (`anyflex.runtime.request`), for a backward that Dynamo
+        request: of the plan's calls (`anyflex.runtime.op_request`), for a backward that Dynamo
             traces. It promises no saved bytes.
         guard: makes a context manager that selects the device, or None while it is selected; None
             where there is no choice.
@@ -196,7 +196,7 @@ def plan_for(inputs: Inputs) -> Plan:
     """Return the plan of this call, compiling its spec if it is new, and fill in `Call.kept`.
 
     Raises:
-        ArgumentError: a tensor can't be read (`anyflex.runtime.readable`).
+        ArgumentError: a tensor can't be read (`anyflex.tensors.storage_checks`).
         BackendRefused: inside of torch.jit.trace.
         BackendRefused, PluginError, ArgumentError, GraphCaptureError: see `kernel_for`.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anyflex.torch_versions import (
+from anyflex.tensors.torch_versions import (
     CacheArtifact,
     CacheArtifactFactory,
     CacheArtifactManager,

@@ -14,17 +14,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.runs import FULL, PARTIAL
-from anyflex.block_mask.views import MaskViews
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.contract.spec import Alignment, Spec
 from anyflex.errors import BackendRefused, ModIndexError
+from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.runs import FULL, PARTIAL
+from anyflex.registry.forced_backends import names_in_force
 from anyflex.registry.freeze_options import freeze_options
-from anyflex.registry.selection import names_in_force
-from anyflex.runtime.facts import architecture
-from anyflex.runtime.kernels import kernel_for
+from anyflex.runtime.kernel_cache import kernel_for
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Plan
+from anyflex.tensors.tensor_facts import architecture
 
 __all__ = ["warm_spec"]
 

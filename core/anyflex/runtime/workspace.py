@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import TensorSpec
-from anyflex.runtime.allocation import no_memory_for, total_bytes
+from anyflex.tensors.allocation import no_memory_for, total_bytes
 
 __all__ = ["KEPT_BYTES", "Workspace", "allocate", "give_back", "take"]
 

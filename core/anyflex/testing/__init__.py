@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from anyflex.testing.absent_device import posing
     from anyflex.testing.conformance import Conformance
+    from anyflex.testing.stand_in_device import posing
 
 __all__ = ["Conformance", "posing"]
 
 _LATER = {
     "Conformance": "anyflex.testing.conformance",
-    "posing": "anyflex.testing.absent_device",
+    "posing": "anyflex.testing.stand_in_device",
 }
 """Public names whose modules are imported at first use. No module has the name of what it
 holds: importing it would put it in the place of that."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import Capabilities
+from anyflex.tensors.torch_versions import negated_view
 from anyflex.testing.mods import MASK_MODS, SCORE_MODS, Mod, Sizes
 from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
 from anyflex.testing.mods.mod import Form
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
-from anyflex.torch_versions import negated_view
 
 __all__ = ["ALL", "LSE", "MAXIMA", "QKV", "AttentionCase", "Drawn", "Layout", "laid_out"]
 

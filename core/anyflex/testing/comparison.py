@@ -11,8 +11,8 @@ from torch import Tensor
 import anyflex
 from anyflex.testing.attention_case import AttentionCase, Drawn
 from anyflex.testing.budgets import Budgets, by_oracle, result_dtype, wanted_inputs
+from anyflex.testing.float32_precision import products_in
 from anyflex.testing.mods import Mod
-from anyflex.testing.products import products_in
 from anyflex.testing.results import Forward, Results, gradients
 
 __all__ = ["Budgets", "by_backend", "by_oracle", "mask_of", "mismatches"]

@@ -28,7 +28,7 @@ class KeptArtifacts:
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
-    """Carry a task of `anyflex.testing.children.fresh` out."""
+    """Carry a task of `anyflex.testing.child_process.fresh` out."""
     return _TASKS[task["task"]](task)
 
 
@@ -36,7 +36,7 @@ def _probe(task: dict[str, Any]) -> dict[str, Any]:
     """Load and probe: which modules came, which programs were started, which device runs."""
     import torch
 
-    from anyflex.registry import table
+    from anyflex.registry import backend_table
 
     programs: list[str] = []
 
@@ -48,7 +48,7 @@ def _probe(task: dict[str, Any]) -> dict[str, Any]:
     before = set(sys.modules)
     sys.addaudithook(audit)
     with registered(task):
-        entry = table.current().get(task["name"])
+        entry = backend_table.current().get(task["name"])
         state = "missing" if entry is None else entry.state().kind
     return {
         "modules": sorted(set(sys.modules) - before),
@@ -93,21 +93,21 @@ def registered(task: dict[str, Any]) -> Iterator[None]:
         ImportError: what was registered in the parent is of a module that can't be imported.
         AttributeError: it isn't in that module.
     """
-    from anyflex.registry import table
+    from anyflex.registry import backend_table
 
-    if task["name"] == table.REFERENCE:
-        with table.isolated(reference=task["target"]):
+    if task["name"] == backend_table.REFERENCE:
+        with backend_table.isolated(reference=task["target"]):
             yield
     elif task["installed"]:
-        with table.isolated(scan=True):
+        with backend_table.isolated(scan=True):
             yield
     else:
         module, _, name = task["target"].partition(":")
         backend_class: Any = importlib.import_module(module)
         for part in name.split("."):
             backend_class = getattr(backend_class, part)
-        with table.isolated():
-            table.register(task["name"], backend_class)
+        with backend_table.isolated():
+            backend_table.register(task["name"], backend_class)
             yield
 
 

@@ -32,8 +32,8 @@ from anyflex.plugin import (
     Spec,
     TensorSpec,
 )
-from anyflex.registry.entry import saved_bytes_problem
-from anyflex.testing.guarded import Guarded, raw_bytes
+from anyflex.registry.registered_backend import saved_bytes_problem
+from anyflex.testing.guarded_tensors import Guarded, raw_bytes
 
 __all__ = ["Journal", "ask", "inspected", "promised_bytes"]
 

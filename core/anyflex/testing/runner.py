@@ -11,7 +11,7 @@ from typing import Literal
 
 from anyflex.errors import BackendRefused
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case
+from anyflex.testing.case_types import Case
 from anyflex.testing.checking import compare
 from anyflex.testing.session import ConformanceFailure, Session
 

@@ -7,7 +7,7 @@ import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 
 from anyflex.errors import ArgumentError
-from anyflex.testing.case import Case
+from anyflex.testing.case_types import Case
 
 __all__ = ["REQUIREMENTS", "requirements", "select"]
 

@@ -10,11 +10,11 @@ import torch
 
 from anyflex.errors import BackendRefused
 from anyflex.plugin import Backend, Decision, Spec, hookimpl
-from anyflex.registry import hot_path, table
-from anyflex.registry.entry import Entry
-from anyflex.testing.absent_device import posing
+from anyflex.registry import backend_table, cached_state
+from anyflex.registry.registered_backend import Entry
+from anyflex.testing.float32_precision import products_in
 from anyflex.testing.inspector import Journal, ask, inspected
-from anyflex.testing.products import products_in
+from anyflex.testing.stand_in_device import posing
 
 __all__ = ["ConformanceFailure", "Session", "open_session"]
 
@@ -51,7 +51,7 @@ class Session:
     @property
     def device_type(self) -> str:
         """What a spec of a call on the session's tensors says."""
-        posed = hot_path.posed_as(self.device)
+        posed = cached_state.posed_as(self.device)
         return self.device.type if posed is None else posed[0]
 
     def require(self, holds: bool, otherwise: str) -> None:
@@ -131,14 +131,14 @@ def open_session(
         PluginError: it is broken.
     """
     if backend_class is not None:
-        with table.isolated():
-            table.register(name, backend_class)
+        with backend_table.isolated():
+            backend_table.register(name, backend_class)
             with open_session(name, device) as session:
                 yield session
         return
-    entry = table.current().get(name)
+    entry = backend_table.current().get(name)
     if entry is None:
-        known = ", ".join(table.current().names())
+        known = ", ".join(backend_table.current().names())
         raise BackendRefused(f"there is no backend {name!r}; registered are: {known}")
     if _to_be_posed(entry, device):
         with posing(entry.device_type), open_session(name, device) as session:
@@ -147,11 +147,15 @@ def open_session(
     backend = _usable(entry)
     journal = Journal()
     watched = inspected(backend, journal)
-    isolation = table.isolated(reference=watched) if name == table.REFERENCE else table.isolated()
+    isolation = (
+        backend_table.isolated(reference=watched)
+        if name == backend_table.REFERENCE
+        else backend_table.isolated()
+    )
     with isolation, products_in("highest"):
-        if name != table.REFERENCE:
-            table.register(name, watched)
-        table.register_hooks(_Listener(journal), "conformance")
+        if name != backend_table.REFERENCE:
+            backend_table.register(name, watched)
+        backend_table.register_hooks(_Listener(journal), "conformance")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -174,7 +178,7 @@ def _to_be_posed(entry: Entry, device: torch.device | str | None) -> bool:
         device is not None
         and torch.device(device).type == "cpu"
         and entry.device_type not in ("cpu", "*")
-        and hot_path.posed_in_force() is None
+        and cached_state.posed_in_force() is None
     )
 
 
@@ -182,7 +186,7 @@ def _usable(entry: Entry) -> Backend:
     state = entry.state()
     if state.error is not None:
         raise state.error
-    posed = hot_path.posed_in_force()
+    posed = cached_state.posed_in_force()
     # A device that is only posed is missed by the probe, as everywhere in such a block.
     missing = state.kind == "rejected" and not (posed and posed[0] == entry.device_type)
     if state.backend is None or state.kind not in ("usable", "rejected") or missing:
@@ -191,7 +195,7 @@ def _usable(entry: Entry) -> Backend:
 
 
 def _device(entry: Entry) -> torch.device:
-    posed = hot_path.posed_in_force()
+    posed = cached_state.posed_in_force()
     if entry.device_type == "*" or (posed and posed[0] == entry.device_type):
         return torch.device("cpu")
     return torch.device(entry.device_type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anyflex.testing.case import Case
+from anyflex.testing.case_types import Case
 from anyflex.testing.cases import (
     aux_outputs,
     compiled,

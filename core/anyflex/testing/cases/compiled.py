@@ -10,7 +10,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.comparison import by_backend
 from anyflex.testing.inspector import promised_bytes

@@ -9,9 +9,9 @@ import torch
 
 import anyflex
 from anyflex.plugin import CONTRACT, CONTRACT_MIN, Backend, Spec
-from anyflex.registry import table
+from anyflex.registry import backend_table
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.session import Session
 
@@ -186,7 +186,7 @@ def _handshake(session: Session) -> str | None:
     )
     name = f"{session.device.type}.conformance-handshake"
     for other, cure in ((CONTRACT + 1, "upgrade anyflex"), (CONTRACT_MIN - 1, "upgrade the")):
-        with table.isolated() as registry:
+        with backend_table.isolated() as registry:
             registry.register(name, type("Other", (kind,), {"contract": other}))
             entry = registry.get(name)
             assert entry is not None

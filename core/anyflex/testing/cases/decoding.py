@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from anyflex.testing.attention_case import LSE, AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 
 __all__ = ["CASES"]
 

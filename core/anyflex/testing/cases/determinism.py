@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import AttentionCase, Drawn
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.comparison import by_backend
-from anyflex.testing.guarded import same_bytes
+from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]

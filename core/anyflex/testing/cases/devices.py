@@ -14,10 +14,10 @@ from torch import Tensor
 
 import anyflex
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.comparison import by_backend, mask_of
-from anyflex.testing.guarded import same_bytes
+from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.recording import recorded
 from anyflex.testing.session import Session
 

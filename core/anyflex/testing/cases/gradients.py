@@ -9,7 +9,7 @@ import torch
 
 from anyflex.plugin import TensorSpec
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.case_types import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, differentiable, plain
 from anyflex.testing.session import Session
 

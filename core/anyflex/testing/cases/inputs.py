@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 
 __all__ = ["CASES"]
 

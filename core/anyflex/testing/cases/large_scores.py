@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anyflex.testing.attention_case import LSE, AttentionCase, Drawn
 from anyflex.testing.budgets import Budgets
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import plain, with_mod
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.session import Session

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import QKV, AttentionCase, Layout
-from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.case_types import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.session import ConformanceFailure, Session
 

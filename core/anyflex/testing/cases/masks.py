@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 from anyflex.testing.mods import MASK_MODS, Entry
 
 __all__ = ["CASES"]

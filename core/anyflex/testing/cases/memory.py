@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import Layout, laid_out
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
-from anyflex.testing.children import forked, forks_autograd, why_no_fork
+from anyflex.testing.child_process import forked, forks_autograd, why_no_fork
 from anyflex.testing.comparison import by_backend
-from anyflex.testing.guard_page import at_guard_page
+from anyflex.testing.guard_pages import at_guard_page
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]

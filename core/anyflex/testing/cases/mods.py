@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 from anyflex.testing.mods import SCORE_MODS, Entry
 
 __all__ = ["CASES"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 
 __all__ = ["CASES"]

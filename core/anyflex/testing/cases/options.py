@@ -10,7 +10,7 @@ from typing import Any
 import anyflex
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.plugin import Option
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, plain, with_options
 from anyflex.testing.session import Session
 

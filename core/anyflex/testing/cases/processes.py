@@ -11,14 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from anyflex.registry import table
+from anyflex.registry import backend_table
 from anyflex.testing.attention_case import AttentionCase
-from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.case_types import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, plain
-from anyflex.testing.children import forked, forks_autograd, fresh, why_no_fork, why_not_fresh
+from anyflex.testing.child_process import forked, forks_autograd, fresh, why_no_fork, why_not_fresh
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
 from anyflex.testing.fresh_process import KeptArtifacts
-from anyflex.testing.guarded import same_bytes
+from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.inspector import inspected
 from anyflex.testing.session import Session
 
@@ -118,10 +118,10 @@ def _compiling_threads(session: Session) -> str | None:
 
     # A registry without kernels.
     watched = inspected(session.backend, session.journal)
-    own = session.name == table.REFERENCE
-    with table.isolated(reference=watched) if own else table.isolated():
+    own = session.name == backend_table.REFERENCE
+    with backend_table.isolated(reference=watched) if own else backend_table.isolated():
         if not own:
-            table.register(session.name, watched)
+            backend_table.register(session.name, watched)
         _run_threads(session, work)
     for index, result in sorted(found.items()):
         if isinstance(result, Exception):

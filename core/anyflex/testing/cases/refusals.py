@@ -11,7 +11,7 @@ import torch
 import anyflex
 from anyflex.errors import BackendRefused
 from anyflex.plugin import CapturedFacts, Rejected, Spec
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.session import Session
 

@@ -7,7 +7,7 @@ auxiliary output but lse where a gradient arrives there, more than 64 rows outsi
 from __future__ import annotations
 
 from anyflex.testing.attention_case import LSE, QKV, AttentionCase
-from anyflex.testing.case import Case, comparisons
+from anyflex.testing.case_types import Case, comparisons
 
 __all__ = ["CASES"]
 

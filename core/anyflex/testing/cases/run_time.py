@@ -10,10 +10,10 @@ import torch
 
 import anyflex
 from anyflex.testing.attention_case import Drawn
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
-from anyflex.testing.guarded import same_bytes
+from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]

@@ -14,10 +14,10 @@ from torch import Tensor
 import anyflex
 from anyflex.errors import BackendRefused, ModIndexError
 from anyflex.testing.attention_case import AttentionCase, Drawn
-from anyflex.testing.case import Case, behaviour
+from anyflex.testing.case_types import Case, behaviour
 from anyflex.testing.checking import compare, differentiable, plain, with_mod
 from anyflex.testing.comparison import Budgets, by_backend, by_oracle, mismatches
-from anyflex.testing.products import products_in
+from anyflex.testing.float32_precision import products_in
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from anyflex.testing.attention_case import ALL, QKV, AttentionCase
-from anyflex.testing.case import Case, behaviour, comparisons
+from anyflex.testing.case_types import Case, behaviour, comparisons
 from anyflex.testing.checking import compare
 from anyflex.testing.session import Session
 

@@ -1,0 +1,253 @@
+"""`create_block_mask` and `create_mask`: masks from mask mods."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.block_mask import BlockMask
+from anyflex.block_mask.dense_scan import chunked_runs, element_boxes, live_elements
+from anyflex.block_mask.elementwise_evaluation import Elements, TracedElements, elements_of
+from anyflex.block_mask.mask_function import MaskMod, captured_name, trace_mask_mod
+from anyflex.block_mask.quad_tree import QuadTree
+from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
+from anyflex.errors import BlockMaskError, ModTraceError, PerformanceWarning
+from anyflex.intervals.analysis import Domain
+from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
+from anyflex.mask_structure.runs import PARTIAL, RunList, block_count, pack
+from anyflex.registry.plugin_errors import user_stacklevel
+from anyflex.tensors.allocation import no_memory_for
+from anyflex.tensors.storage_checks import why_unreadable
+from anyflex.tensors.torch_versions import kept_out_of_graphs
+from anyflex.tracing.trace import TracedMod, mod_kind, trace_mod
+
+__all__ = ["create_block_mask", "create_mask"]
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+    *,
+    exact: bool = False,
+) -> BlockMask:
+    """Return the block mask of a mask mod: torch's function, without the Q x KV tensor.
+
+    A block all of whose elements inside the lengths are live is FULL, one without live elements
+    is not listed, every other is PARTIAL. Ranges of the traced function decide most blocks; the
+    elements of the others are looked at. After work worth 2^30 elements (a cell that ranges judge
+    counts as 64) what is undecided stays PARTIAL, which is right and may be slower, with one
+    PerformanceWarning. The work is done on the CPU; reading captured tensors from a device is the
+    only synchronisation. Inside ``torch.compile`` it breaks the graph: call it outside of
+    ``fullgraph=True``.
+
+    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+    >>> mask.runs.tolist()  # [first block, end block, kind]; kind 1 is FULL, 2 PARTIAL
+    [[0, 1, 2], [0, 1, 1], [1, 2, 2]]
+
+    Args:
+        mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``.
+        B, H: batch and head sizes, None for 1. The mask has size 1 where mask_mod doesn't
+            read the index.
+        Q_LEN, KV_LEN: lengths in elements, 0 included.
+        device: where the mask and its captured tensors shall be; None means where the captured
+            tensors are, or the CPU.
+        BLOCK_SIZE: int, or (q, kv).
+        separate_full_blocks: False lists FULL blocks as PARTIAL: the same mask, slower.
+        exact: look at everything, whatever it costs.
+        _compile, compute_dq_write_order, dq_kv_order: accepted for torch's sake. Building needs
+            no compiler, and deterministic gradients need nothing from the mask.
+
+    Raises:
+        BlockMaskError: a wrong argument, signature or result of mask_mod, or a captured tensor
+            that requires grad.
+        ModTraceError: mask_mod can't be a mask mod.
+        ModIndexError: an element that is looked at is live and reads outside of a captured tensor.
+            What building needn't look at is checked when the mask is used.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return _create_uncompiled(
+            mask_mod,
+            B,
+            H,
+            Q_LEN,
+            KV_LEN,
+            device,
+            BLOCK_SIZE,
+            separate_full_blocks,
+            dq_kv_order,
+            exact,
+        )
+    return _create(
+        mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks, dq_kv_order, exact
+    )
+
+
+def _create(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None,
+    BLOCK_SIZE: int | tuple[int, int],
+    separate_full_blocks: bool,
+    dq_kv_order: bool,
+    exact: bool,
+) -> BlockMask:
+    batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
+    block_size = checked_block_size(BLOCK_SIZE)
+    wanted = None if device is None else checked_device(device)
+    for name, flag in (
+        ("separate_full_blocks", separate_full_blocks),
+        ("dq_kv_order", dq_kv_order),
+        ("exact", exact),
+    ):
+        if not isinstance(flag, bool):
+            raise BlockMaskError(
+                f"{name} must be a bool in create_block_mask, got {type(flag).__name__}"
+            )
+    traced, opaque = trace_mask_mod(mask_mod, wanted, sizes=(batch, heads, *lengths))
+    at_home = _captured_device(traced)
+    wanted = at_home if wanted is None else wanted
+    # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
+    elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
+    batch = batch if "b" in elements.depends else 1
+    heads = heads if "h" in elements.depends else 1
+    # An opaque mask mod may read anything: of it isn't known whether it would be wrong for more.
+    alone = {"b": batch, "h": heads} if traced is not None else {}
+    zero_alone = tuple(i for i, size in alone.items() if size == 1 and i in elements.depends)
+    budget = Budget(None if exact else DEFAULT_BUDGET)
+    runs = _decided_runs(elements, Domain(batch, heads, lengths, block_size), budget)
+    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    if not separate_full_blocks:
+        runs = runs._replace(kind=torch.full_like(runs.kind, PARTIAL))
+    offsets, packed = pack(runs, batch, heads, rows, columns)
+    mask = BlockMask._assembled(
+        offsets,
+        packed,
+        lengths,
+        block_size,
+        traced,
+        opaque,
+        mask_mod,
+        from_captured=True,
+        zero_alone=zero_alone,
+    )
+    mask.views()  # from here on a change of what the mask was built from is noticed
+    return mask.to(wanted)
+
+
+def _decided_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
+    if isinstance(elements, TracedElements):
+        tree = QuadTree(elements, domain, budget)
+        runs = tree.build()
+        undecided = tree.undecided_term()
+    else:
+        sizes = (domain.batch, domain.heads, domain.lengths, domain.block_size)
+        runs = chunked_runs(elements, *sizes, budget)
+        undecided = "the whole function, which can't be traced"
+    if budget.exceeded:
+        warnings.warn(
+            f"create_block_mask stopped after work worth {budget.spent} elements and left the "
+            f"rest PARTIAL, which is right but may be slower. What ranges can't decide there is "
+            f"{undecided}. Pass exact=True to look at everything, or build the mask from runs.",
+            PerformanceWarning,
+            stacklevel=user_stacklevel(),
+        )
+    return runs
+
+
+_create_uncompiled = kept_out_of_graphs(_create)
+
+
+def create_mask(
+    mod_fn: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | int | None = None,
+) -> Tensor:
+    """Return the dense mask of a mask mod or score mod as bool [B, H, Q_LEN, KV_LEN].
+
+    An element is dead where the mask mod gives False, or the score mod gives -inf for score 0.
+    B and H default to 1; `device` as in `create_block_mask`. Raises as it does, and
+    AllocationError where there is no memory for it.
+    """
+    batch, heads, lengths = _sizes(B, H, Q_LEN, KV_LEN)
+    wanted = None if device is None else checked_device(device)
+    kind = mod_kind(mod_fn, "mod_fn")
+    if kind == "mask":
+        traced, opaque = trace_mask_mod(mod_fn, wanted, sizes=(batch, heads, *lengths))
+    else:
+        traced, opaque = _trace_score_mod(mod_fn)
+    at_home = _captured_device(traced)
+    wanted = at_home if wanted is None else wanted
+    elements = elements_of(traced, opaque, wanted, kind)
+    shape = (batch, heads, *lengths)
+    try:
+        mask = torch.empty(shape, dtype=torch.bool, device=wanted)
+    except (RuntimeError, MemoryError) as error:
+        told = no_memory_for(f"the mask {list(shape)}", math.prod(shape), wanted, error)
+        if told is None:
+            raise
+        raise told from error
+    for box in element_boxes(batch, heads, lengths, (1, 1)):
+        b0, b1, h0, h1, q0, q1, k0, k1 = box
+        mask[b0:b1, h0:h1, q0:q1, k0:k1] = live_elements(elements, box)
+    return mask
+
+
+def _trace_score_mod(function: Any) -> tuple[TracedMod | None, Any]:
+    try:
+        return trace_mod(function, "score"), None
+    except ModTraceError as error:
+        if not error.pure:
+            raise
+        return None, function
+
+
+def _sizes(B: Any, H: Any, Q_LEN: Any, KV_LEN: Any) -> tuple[int, int, tuple[int, int]]:
+    batch = 1 if B is None else checked_length("B", B)
+    heads = 1 if H is None else checked_length("H", H)
+    return batch, heads, (checked_length("Q_LEN", Q_LEN), checked_length("KV_LEN", KV_LEN))
+
+
+def _captured_device(traced: TracedMod | None) -> torch.device:
+    if type(torch.empty(0, device="cpu")) is not Tensor:
+        raise BlockMaskError(
+            "a mask is built from values, and under FakeTensorMode tensors have none: build it "
+            "outside of the mode"
+        )
+    if traced is not None:
+        for position, tensor in enumerate(traced.captured):
+            if getattr(tensor, "fake_mode", None) is not None:
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is a fake tensor "
+                    "and has no values: a mask is built from values"
+                )
+            if tensor.device.type == "meta":
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which is on device meta "
+                    "and has no values: a mask is built from values"
+                )
+            if reason := why_unreadable(tensor):
+                raise BlockMaskError(
+                    f"mask_mod reads {captured_name(traced, position)}, which {reason}"
+                )
+            if tensor.device.type != "cpu":
+                return tensor.device
+    return torch.device("cpu")

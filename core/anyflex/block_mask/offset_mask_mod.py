@@ -1,0 +1,185 @@
+"""Mask mods of slices: the same function at other indices.
+
+A slice counts its batch entries, heads and rows from 0, and the mask mod of the whole mask shall
+see the numbers that they had there. So an index is replaced: ``q_idx`` by ``q_idx + n``, where n
+is a number slot of the graph (slices that differ in n alone share one graph, hence one kernel), or
+by ``table[q_idx]`` where the chosen positions are no range.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyflex.block_mask.mask_function import OpaqueMask
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, parse_graph
+from anyflex.tracing.trace import TracedMod
+
+__all__ = ["ShiftedMaskMod", "Shifts", "indices_read", "shifted_mod", "shifted_opaque"]
+
+Shifts = Mapping[str, "int | Tensor"]
+"""Input name (b, h, q_idx, kv_idx) -> number added to it, or int64 vector that it indexes."""
+
+_INPUTS = ("b", "h", "q_idx", "kv_idx")
+_LARGEST = 2**63 - 1
+
+
+def indices_read(traced: TracedMod | None, opaque: OpaqueMask | None) -> frozenset[str]:
+    """Return the names of the indices that a mask mod may read."""
+    if traced is not None:
+        return parse_graph(traced.text).inputs()
+    return frozenset(_INPUTS if opaque is not None else ())
+
+
+def shifted_mod(traced: TracedMod, shifts: Shifts) -> TracedMod:
+    """Return the mod that sees its indices shifted; `traced` itself if it reads none of them.
+
+    An index that the mod only reads as ``index + number`` already, as that of a slice's slice,
+    gets no second number: the first is changed.
+    """
+    text, captured = traced.text, list(traced.captured)
+    ints, names = list(traced.ints), list(traced.names)
+    for name, shift in shifts.items():
+        if isinstance(shift, Tensor):
+            longer = _with_table(text, name, len(captured))
+            if longer != text:
+                text = longer
+                captured.append(shift)
+                names.append("")
+            continue
+        slot = _own_number(text, name)
+        if slot is not None and abs(ints[slot] + shift) <= _LARGEST:
+            ints[slot] += shift
+            continue
+        longer = _with_number(text, name, len(ints))
+        if longer != text:
+            text = longer
+            ints.append(shift)
+    return TracedMod(text, captured, ints, traced.floats, names, traced.depends_on_facts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_number(text: str, name: str) -> int | None:
+    """Return the int slot of a number that `name` is added to wherever it is read, and that is
+    read nowhere else."""
+    nodes = parse_graph(text).nodes
+    users: dict[int, list[Node]] = {}
+    for node in nodes:
+        for argument in node.arguments:
+            users.setdefault(argument, []).append(node)
+    for position, node in enumerate(nodes):
+        if node.operation != "input" or node.attribute != name:
+            continue
+        readers = users.get(position, [])
+        if len(readers) != 1 or readers[0].operation != "add":
+            return None
+        x, y = readers[0].arguments
+        number = y if x == position else x
+        slot = str(nodes[number].attribute)
+        alone = len(users[number]) == 1 and nodes[number].operation == "number"
+        return int(slot[1:]) if alone and slot[0] == "i" else None
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_number(text: str, name: str, slot: int) -> str:
+    def added(graph: GraphBuilder, index: int) -> int:
+        number = graph.add("number", torch.int64, (), f"i{slot}")
+        return graph.add("add", torch.int64, (index, number))
+
+    return _replaced(text, name, added)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_table(text: str, name: str, position: int) -> str:
+    return _replaced(
+        text, name, lambda graph, index: graph.add("load", torch.int64, (index,), position)
+    )
+
+
+def _replaced(text: str, name: str, replacement: Callable[[GraphBuilder, int], int]) -> str:
+    """Return the graph with another value for an input; the same text if it isn't read."""
+    old = parse_graph(text)
+    if name not in old.inputs():
+        return text
+    graph = GraphBuilder()
+    moved: list[int] = []
+    for node in old.nodes:
+        arguments = tuple(moved[argument] for argument in node.arguments)
+        position = graph.add(node.operation, node.dtype, arguments, node.attribute)
+        if node.operation == "input" and node.attribute == name:
+            position = replacement(graph, position)
+        moved.append(position)
+    return ModGraph(tuple(graph.nodes), moved[old.output]).text
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedMaskMod:
+    """The same for a mask mod that can't be traced: a function around it.
+
+    Args:
+        function: the mask mod of the whole mask.
+        shifts: as pairs; tables are on the mask's device.
+    """
+
+    function: OpaqueMask
+    shifts: tuple[tuple[str, int | Tensor], ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """As `OpaqueMask`'s."""
+        return self.function.tensors
+
+    @property
+    def names(self) -> list[str]:
+        """As `OpaqueMask`'s."""
+        return self.function.names
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        indices = dict(zip(_INPUTS, (b, h, q_idx, kv_idx), strict=True))
+        for name, shift in self.shifts:
+            index = indices[name]
+            indices[name] = (
+                shift.to(index.device)[index] if isinstance(shift, Tensor) else index + shift
+            )
+        return self.function(*indices.values())
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ShiftedMaskMod)
+            and self.function == other.function
+            and len(self.shifts) == len(other.shifts)
+            and all(
+                a[0] == b[0] and _same_shift(a[1], b[1])
+                for a, b in zip(self.shifts, other.shifts, strict=True)
+            )
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.function, tuple(name for name, _ in self.shifts)))
+
+
+def _same_shift(a: int | Tensor, b: int | Tensor) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return a == b
+
+
+def shifted_opaque(function: OpaqueMask, shifts: Shifts) -> ShiftedMaskMod:
+    """Return a function that calls `function` with shifted indices."""
+    new = dict(shifts)
+    if not isinstance(function, ShiftedMaskMod):
+        return ShiftedMaskMod(function, tuple(new.items()))
+    # The slice's own shift comes first. Two numbers are one; anything else stays a chain.
+    old = dict(function.shifts)
+    if any(isinstance(s, Tensor) for s in (*new.values(), *old.values())):
+        return ShiftedMaskMod(function, tuple(new.items()))
+    for name, shift in new.items():
+        before = old.get(name, 0)
+        assert isinstance(before, int) and isinstance(shift, int)
+        old[name] = before + shift
+    return ShiftedMaskMod(function.function, tuple(old.items()))

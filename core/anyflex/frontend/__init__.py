@@ -1,0 +1,3 @@
+"""From the public functions to the run time."""
+
+from __future__ import annotations

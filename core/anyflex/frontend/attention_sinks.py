@@ -1,0 +1,110 @@
+"""with_sinks: attention sinks without keys, applied to what attention has given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.lazy_parameters import check_initialized
+from anyflex.tensors.dynamo_errors import fail
+
+__all__ = ["with_sinks"]
+
+_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Return what attention gives with one more score a head, `sink`, whose value is 0.
+
+    A sink takes a part of each row's softmax, so that a head can attend to nothing. With Z the
+    row's sum of exponentials, out * Z / (Z + exp(sink)) is ``out * sigmoid(lse - sink)``. It is
+    differentiable in all three; lse passes its gradient on to query, key and captured tensors.
+
+    Args:
+        out: [B, Hq, L, Ev]; float32, bfloat16, float16 or float64.
+        lse: [B, Hq, L]; natural logarithm, float32, float64 for a float64 out: what
+            `flex_attention` gives with ``return_aux=AuxRequest(lse=True)``.
+        sink: [Hq], a floating dtype; usually learned. -inf is no sink.
+
+    Returns:
+        Tensor like `out`. Dead rows (lse -inf) are 0, and gradients of all three are 0 there.
+
+    Raises:
+        ArgumentTypeError: no tensors, or wrong dtypes.
+        ArgumentError: shapes that don't fit, or different devices.
+
+    Example:
+        >>> import torch, anyflex
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+        >>> out, aux = anyflex.flex_attention(
+        ...     q, k, v, return_aux=anyflex.AuxRequest(lse=True))
+        >>> anyflex.with_sinks(out, aux.lse, torch.zeros(2)).shape
+        torch.Size([1, 2, 16, 8])
+
+    Source: a learned sink a head: OpenAI 2025, gpt-oss model card, arXiv:2508.10925; sinks: Xiao
+    et al. 2023, StreamingLLM, arXiv:2309.17453.
+    """
+    _check(out, lse, sink)
+    # Also where the sink is -inf a dead row's difference is -inf, and not NaN.
+    dead = lse == -torch.inf
+    difference = torch.where(dead, lse, lse - sink.to(lse.dtype)[:, None])
+    share = torch.sigmoid(difference)[..., None]
+    # One rounding: the product is formed in lse's type.
+    return (out.to(lse.dtype) * share).to(out.dtype)
+
+
+def _check(out: Any, lse: Any, sink: Any) -> None:
+    for name, tensor in (("out", out), ("lse", lse), ("sink", sink)):
+        if not isinstance(tensor, Tensor):
+            cure = ""
+            if name == "lse" and type(tensor).__name__ == "AuxOutput":
+                cure = " Give its .lse."
+            fail(
+                "ArgumentTypeError",
+                f"with_sinks: {name} must be a Tensor, got {type(tensor).__name__}.{cure}",
+            )
+        if tensor.layout is not torch.strided:
+            fail(
+                "ArgumentError",
+                f"with_sinks: {name} must be a strided tensor, got {tensor.layout}; use "
+                f"{name}.to_dense().",
+            )
+    if out.dim() != 4:
+        fail(
+            "ArgumentError",
+            f"with_sinks: out must have shape [B, Hq, L, Ev], got {list(out.shape)}.",
+        )
+    if out.dtype not in _OUT_DTYPES:
+        fail(
+            "ArgumentTypeError",
+            "with_sinks: out must be one of float32, bfloat16, float16, float64; got "
+            f"{out.dtype}.",
+        )
+    wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+    if lse.dtype is not wide:
+        fail(
+            "ArgumentTypeError",
+            f"with_sinks: lse must be {wide} for an out of {out.dtype}, got {lse.dtype}.",
+        )
+    if lse.shape != out.shape[:3]:
+        fail(
+            "ArgumentError",
+            f"with_sinks: lse must have shape {list(out.shape[:3])}, got {list(lse.shape)}.",
+        )
+    if not sink.dtype.is_floating_point:
+        fail("ArgumentTypeError", f"with_sinks: sink must be floating, got {sink.dtype}.")
+    check_initialized("with_sinks: sink", sink)
+    if sink.dim() != 1 or sink.shape[0] != out.shape[1]:
+        fail(
+            "ArgumentError",
+            f"with_sinks: sink must have shape [{out.shape[1]}], one number for each head of out, "
+            f"got {list(sink.shape)}.",
+        )
+    if lse.device != out.device or sink.device != out.device:
+        fail(
+            "ArgumentError",
+            f"with_sinks: out, lse and sink must be on one device, got {out.device}, "
+            f"{lse.device} and {sink.device}.",
+        )

@@ -1,0 +1,491 @@
+"""The two static ops: how a call lives under torch.compile, export and dispatch modes.
+
+An op a spec can't work (it couldn't be made while Dynamo traces, nor found by a program loaded in
+another process), so a canonical request string carries what is not a tensor or a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import ArgumentError, BackendRefused
+from anyflex.frontend.arguments import check_scale
+from anyflex.mod_graph.graph import parse_graph
+from anyflex.process.lru import Recent
+from anyflex.runtime.op_request import read_request
+from anyflex.runtime.saved_for_backward import NOTHING, size
+from anyflex.runtime.saved_tensor_checks import CURE, check_like
+from anyflex.tensors.storage_checks import PLAIN
+from anyflex.tensors.tensor_facts import empty_dense
+from anyflex.tensors.torch_versions import in_dual_level
+
+if TYPE_CHECKING:
+    from anyflex.runtime.op_request import Request
+
+__all__ = ["flex_attention_backward_op", "flex_attention_op", "number_tensors"]
+
+# torch.library is not annotated.
+_library: Any = torch.library.Library("anyflex", "DEF")  # type: ignore[no-untyped-call]
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_REST = "Tensor[] tensors, SymInt[] ints, str request"
+_library.define(f"flex_attention({_TENSORS}, {_REST}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(
+    "flex_attention_backward(Tensor dout, Tensor? dlse, Tensor? delta, "
+    f"{_TENSORS}, Tensor out, Tensor lse, Tensor? saved, Tensor? saved_by, {_REST}) "
+    "-> Tensor[]"
+)
+# tensors: offsets and runs of the block mask if there is one; captured tensors, the score mod's,
+# then the mask mod's; then numbers as 0-d CPU float64 tensors, so that a new value makes no new
+# graph: the scale, then the score mod's floats, then the mask mod's. ints: how many of the tensors
+# are the block mask's, and how many are captured; then the score mod's ints, the mask mod's and,
+# with a mask, its block size (not in the request: torch.compile may hand it over as a symbol).
+# Neither list is ever empty: AOTInductor's executor hands an empty list on as None. forward
+# returns out, lse, max_scores, saved and saved_by: the bytes that the kernel leaves for backward
+# (`anyflex.runtime.saved_for_backward`) and, on the CPU, where reading it doesn't wait, the mark
+# of its plan. backward returns the gradients of query, key, value and each captured tensor.
+# Outputs that nobody asked for have no elements.
+
+
+class _Parts(NamedTuple):
+    """The op's two lists, taken apart."""
+
+    mask: list[Tensor]
+    captured: list[Tensor]
+    ints: list[int]
+    floats: list[Tensor]
+
+
+def _parts(tensors: list[Tensor], ints: list[int]) -> _Parts:
+    masks, captured, *numbers = ints
+    end = masks + captured
+    return _Parts(tensors[:masks], tensors[masks:end], numbers, tensors[end:])
+
+
+def number_tensors(numbers: list[float]) -> list[Tensor]:
+    """Return numbers as the op takes them. Part of the traced half: Dynamo inlines it."""
+    # Arithmetic on a tensor, not a constructor: Dynamo then takes new values without a new graph.
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return [one * number for number in numbers]
+
+
+def _accumulate(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype is torch.float64 else torch.float32
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    ints: list[int],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from anyflex.runtime.launch import allocate_saved_bytes, launch_forward
+    from anyflex.runtime.plan import plan_for
+
+    if in_dual_level():  # a program that was compiled outside of the level
+        from anyflex.frontend.attention import refuse_forward_mode
+
+        refuse_forward_mode()
+    wanted = read_request(request)
+    parts = _parts(tensors, ints)
+    if parts.captured:
+        _check_captured(parts.captured, wanted)
+    inputs = _inputs(query, key, value, parts, wanted)
+    plan = plan_for(inputs)
+    saves = wanted.saved_bytes != NOTHING
+    saved = allocate_saved_bytes(query.device, size(query, value, wanted.saved_bytes))
+    outputs = launch_forward(plan, inputs.call, save=saves, saved_bytes=saved)
+    if saves and not outputs.saved:
+        saved.zero_()
+    nothing = query.new_empty(0, dtype=_accumulate(query))
+    return (
+        outputs.out,
+        nothing if outputs.lse is None else outputs.lse,
+        nothing.clone() if outputs.max_scores is None else outputs.max_scores,
+        saved,
+        torch.tensor(
+            [plan.mark if outputs.saved else 0] if saves else [], dtype=torch.int64, device="cpu"
+        ),
+    )
+
+
+def _check_captured(captured: list[Tensor], request: Request) -> None:
+    """Check the tensors that mods read against the request: it was written for those that the
+    program was traced with, and a mask rebuilt from a pytree, or a converted module, has others.
+
+    Raises:
+        BlockMaskError, ArgumentError, ArgumentTypeError: one has another dtype or rank.
+    """
+    scores = request.score_slots[0]
+    for position, (tensor, facts) in enumerate(zip(captured, _loads(request), strict=False)):
+        if facts is None or (tensor.dtype is facts[0] and tensor.dim() == facts[1]):
+            continue
+        if position < scores:
+            name = f"captured tensor {position}"
+            check_like(name, tensor, _sizes(name, tensor, facts[1]), facts[0], tensor.device)
+        else:
+            from anyflex.block_mask.rebuilt import check_captured
+
+            check_captured(position - scores, tensor, *facts)
+
+
+def _fake_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: list[Tensor],
+    ints: list[int],
+    request: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_fake(query)
+    wanted = read_request(request)
+    rows, dtype = query.shape[:3], _accumulate(query)
+    return (
+        empty_dense(query, value.shape[3]),
+        query.new_empty(rows if wanted.needs_lse else (0,), dtype=dtype),
+        query.new_empty(rows if wanted.max_scores else (0,), dtype=dtype),
+        query.new_empty(size(query, value, wanted.saved_bytes), dtype=torch.uint8),
+        torch.empty(1 if wanted.saved_bytes != NOTHING else 0, dtype=torch.int64, device="cpu"),
+    )
+
+
+def _check_fake(query: Tensor) -> None:
+    """torch's dispatcher comes to a fake implementation with plain tensors too, where one of the
+    call's is on meta: what it allocates would be taken for results."""
+    if type(query) in PLAIN and not query.is_meta:
+        raise ArgumentError(
+            f"query is on {query.device}, and another tensor of the call on meta, which holds no "
+            "numbers: move all of them to one device."
+        )
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor | None,
+    saved_by: Tensor | None,
+    tensors: list[Tensor],
+    ints: list[int],
+    request: str,
+) -> list[Tensor]:
+    from anyflex.contract.call import GradInputs, Saved
+    from anyflex.runtime.launch import launch_backward
+    from anyflex.runtime.plan import plan_for
+
+    wanted = read_request(request)
+    parts = _parts(tensors, ints)
+    _check_unpacked(
+        dout,
+        {"query": query, "key": key, "value": value, "out": out},
+        {"lse": lse, "dlse": dlse, "delta": delta},
+        {"saved": saved, "saved_by": saved_by},
+        parts,
+        wanted,
+    )
+    inputs = _inputs(query, key, value, parts, wanted)
+    plan = plan_for(inputs)
+    if saved_by is None or saved_by.tolist() != [plan.mark]:
+        saved = None  # another kernel than forward's makes what it wants itself
+    dq, dk, dv, dcaptured = launch_backward(
+        plan, inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta), saved_bytes=saved
+    )
+    return [
+        query.new_empty(0) if dq is None else dq,
+        key.new_empty(0) if dk is None else dk,
+        value.new_empty(0) if dv is None else dv,
+        *[
+            tensor.new_empty(0) if gradient is None else gradient.clone()
+            for tensor, gradient in zip(parts.captured, dcaptured, strict=True)
+        ],
+    ]
+
+
+def _check_unpacked(
+    dout: Tensor,
+    dense: dict[str, Tensor],
+    rows: dict[str, Tensor | None],
+    kept: dict[str, Tensor | None],
+    parts: _Parts,
+    request: Request,
+) -> None:
+    """Check the tensors that a compiled program has saved and unpacked against the request, dout,
+    which no hook has seen, and each other: nobody knows here what the op was given in forward.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: they can't be those of one call.
+    """
+    batch, heads, length, value_dim = dout.shape
+    device = dout.device
+    head_dim = _sizes("query", dense["query"])[3]
+    kv_batch, kv_heads, kv_length, _ = shape = _sizes("key", dense["key"])
+    if kv_batch not in (1, batch) or not kv_heads or heads % kv_heads:
+        raise ArgumentError(
+            f"key of shape {list(shape)} fits no query of {batch} batch entries and {heads} heads."
+            f"{CURE}"
+        )
+    shapes = (
+        (batch, heads, length, head_dim),
+        (kv_batch, kv_heads, kv_length, head_dim),
+        (kv_batch, kv_heads, kv_length, value_dim),
+        dout.shape,
+    )
+    for (name, tensor), wanted in zip(dense.items(), shapes, strict=True):
+        check_like(name, tensor, wanted, dout.dtype, device, CURE)
+    for name, row in rows.items():
+        if row is not None:
+            check_like(name, row, (batch, heads, length), _accumulate(dout), device, CURE)
+    for (name, some), kind in zip(kept.items(), (torch.uint8, torch.int64), strict=True):
+        if some is not None:
+            place = device if name == "saved" else some.device
+            check_like(name, some, (some.numel(),), kind, place, CURE)
+    if parts.mask:
+        offsets, runs = parts.mask
+        mask_batch, mask_heads, _ = _sizes("offsets of the block mask", offsets, 3)
+        edges = -(-length // parts.ints[-2]) + 1
+        if mask_batch not in (1, batch) or mask_heads not in (1, heads):
+            mask_batch, mask_heads = batch, heads
+        for name, tensor, sizes in (
+            ("offsets", offsets, (mask_batch, mask_heads, edges)),
+            ("runs", runs, (_sizes("runs of the block mask", runs, 2)[0], 3)),
+        ):
+            name = f"{name} of the block mask"
+            check_like(name, tensor, sizes, torch.int32, offsets.device, CURE)
+    loads = _loads(request)
+    for position, (tensor, facts) in enumerate(zip(parts.captured, loads, strict=False)):
+        name = f"captured tensor {position}"
+        if facts is not None:
+            kind, rank = facts
+            check_like(name, tensor, _sizes(name, tensor, rank), kind, device, CURE)
+    for number in parts.floats:
+        check_like("a number of the call", number, (), torch.float64, number.device, CURE)
+
+
+def _sizes(name: str, tensor: Tensor, rank: int = 4) -> torch.Size:
+    if tensor.dim() != rank:
+        raise ArgumentError(
+            f"{name} must have {rank} dimensions, got shape {list(tensor.shape)}.{CURE}"
+        )
+    return tensor.shape
+
+
+@functools.lru_cache(maxsize=1024)
+def _loads(request: Request) -> list[tuple[torch.dtype, int] | None]:
+    """Dtype and rank of each captured tensor, None where no load of the graphs tells."""
+    found: dict[int, tuple[torch.dtype, int]] = {}
+    for text, shift in ((request.score, 0), (request.mask, request.score_slots[0])):
+        if text:
+            for position, facts in parse_graph(text).loads().items():
+                found[position + shift] = facts
+    return [found.get(position) for position in range(max(found, default=-1) + 1)]
+
+
+def _fake_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    saved: Tensor | None,
+    saved_by: Tensor | None,
+    tensors: list[Tensor],
+    ints: list[int],
+    request: str,
+) -> list[Tensor]:
+    _check_fake(query)
+    flags = read_request(request).gradients
+    captured = _parts(tensors, ints).captured
+    return [
+        *[
+            empty_dense(tensor) if flag else tensor.new_empty(0)
+            for tensor, flag in zip((query, key, value), flags[:3], strict=True)
+        ],
+        *[
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if flag
+            else tensor.new_empty(0)
+            for tensor, flag in zip(captured, flags[3:], strict=True)
+        ],
+    ]
+
+
+def _inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parts: _Parts,
+    request: Request,
+) -> Any:
+    from anyflex.contract.call import Call
+    from anyflex.runtime.plan import Inputs
+
+    if query.device.type == "meta":
+        raise BackendRefused(
+            "query is a meta tensor, which holds no numbers: trace with torch.export, "
+            "torch.compile or FakeTensorMode instead",
+            {"reference": "no numbers on device meta"},
+        )
+    scale, *numbers = [number.item() for number in parts.floats]
+    check_scale(scale, query.dtype)  # the traced half may have seen a symbol
+    views = None
+    ints = parts.ints
+    if parts.mask:
+        *ints, q_block, kv_block = ints
+        of_mask = parts.captured[request.score_slots[0] :]
+        views = _views(parts.mask, query, key, (q_block, kv_block), of_mask)
+    call = Call(
+        query,
+        key,
+        value,
+        views,
+        tuple(parts.captured),
+        tuple(ints),
+        tuple(numbers),
+        scale,
+    )
+    return Inputs(
+        call,
+        request.score,
+        request.mask,
+        request.score_slots,
+        request.lse,
+        request.max_scores,
+        request.needs_lse,
+        request.gradients,
+        request.backend,
+        request.options,
+        request.fp32_precision,
+        posed=request.posed,
+    )
+
+
+# Derived views of masks that arrive as bare tensors and aren't a live mask's, found again by
+# content. Identity would not do: a compiled program writes its own buffers again without a trace.
+_VIEWS = 64
+_recent_views: Recent[object, tuple[Any, ...]] = Recent(_VIEWS)
+
+
+def _views(
+    mask: list[Tensor],
+    query: Tensor,
+    key: Tensor,
+    block_size: tuple[int, int],
+    captured: list[Tensor],
+) -> Any:
+    from anyflex.mask_structure import views_registry
+
+    offsets, runs = mask
+    lengths = query.shape[2], key.shape[2]
+    live = views_registry.find(offsets, runs, lengths, block_size, captured)
+    if live is None:
+        return _copied_views(offsets, runs, lengths, block_size, query.device)
+    return live.on(query.device)
+
+
+def _copied_views(
+    offsets: Tensor,
+    runs: Tensor,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    device: torch.device,
+) -> Any:
+    from anyflex.block_mask.rebuilt import checked_structure
+    from anyflex.mask_structure.device_views import MaskViews
+
+    offsets, runs = checked_structure(offsets, runs, lengths, block_size, values=False)
+    if offsets.device.type != "cpu":  # comparing would synchronise
+        return MaskViews(offsets, runs, *lengths, block_size).on(device)
+    facts = (offsets.shape, runs.shape, lengths, block_size, device)
+    known = _recent_views.get(facts) or ()
+    for kept_offsets, kept_runs, views in known:
+        if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
+            return views
+    checked_structure(offsets, runs, lengths, block_size)
+    # Copies, since the tensors may be written again.
+    made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
+    views = made.on(device)
+    _recent_views.put(facts, ((made.offsets, made.runs, views), *known[:_ALTERNATIVES]))
+    return views
+
+
+_ALTERNATIVES = 7
+"""Masks of one shape beside the newest: layers that take turns."""
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, tensors, ints, request = inputs
+    out, lse, max_scores, saved, saved_by = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(max_scores, saved, saved_by)
+    ctx.save_for_backward(query, key, value, out, lse, saved, saved_by, *tensors)
+    ctx.ints, ctx.request = ints, request
+    ctx.wanted = read_request(request)  # Dynamo, which may trace the backward, reads none
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Tensor | None) -> Any:
+    query, key, value, out, lse, saved, saved_by, *tensors = ctx.saved_tensors
+    wanted: Request = ctx.wanted
+    if not wanted.needs_lse:
+        raise ArgumentError(
+            "gradients are asked for of a program that was exported or traced without: export it "
+            "with inputs that require grad"
+        )
+    gradients = flex_attention_backward_op(
+        torch.zeros_like(out) if dout is None else dout,
+        dlse if wanted.lse else None,
+        None,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        saved,
+        saved_by,
+        tensors,
+        ctx.ints,
+        ctx.request,
+    )
+    found = [
+        gradient if flag else None
+        for gradient, flag in zip(gradients, wanted.gradients, strict=True)
+    ]
+    parts = _parts(tensors, ctx.ints)
+    return (
+        *found[:3],
+        [*[None for _ in parts.mask], *found[3:], *[None for _ in parts.floats]],
+        None,
+        None,
+    )
+
+
+def _refuse_twice(ctx: Any, *gradients: Tensor) -> Any:
+    raise BackendRefused(
+        "flex_attention is not differentiable twice",
+        {"reference": "second derivatives are not implemented"},
+    )
+
+
+_library.impl("flex_attention", _forward, "CompositeExplicitAutograd")
+_library.impl("flex_attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("anyflex::flex_attention", _fake_forward, lib=_library)
+torch.library.register_fake("anyflex::flex_attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "anyflex::flex_attention", _gradients, setup_context=_setup, lib=_library
+)
+torch.library.register_autograd("anyflex::flex_attention_backward", _refuse_twice, lib=_library)
+
+flex_attention_op = torch.ops.anyflex.flex_attention.default
+flex_attention_backward_op = torch.ops.anyflex.flex_attention_backward.default

@@ -1,0 +1,239 @@
+"""The eager way of a call: cached trace, plan, and the kernel without an op in between."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from anyflex.contract.call import Call
+from anyflex.errors import (
+    AnyflexError,
+    ArgumentError,
+    BackendRefused,
+    ModIndexError,
+    ModTraceError,
+)
+from anyflex.frontend.aux_outputs import AuxRequest
+from anyflex.registry.cached_state import posed_as
+from anyflex.registry.forced_backends import names_in_force
+from anyflex.runtime.autograd import FlexAttention
+from anyflex.runtime.launch import launch_forward
+from anyflex.runtime.negative_bit import shown
+from anyflex.runtime.plan import Inputs, plan_for
+from anyflex.tensors.tensor_facts import fp32_precision
+from anyflex.tensors.torch_versions import apply_of, tangents_possible
+from anyflex.tracing.trace import TracedMod, trace_mod
+from anyflex.tracing.trace_cache import traced
+from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
+
+if TYPE_CHECKING:
+    from anyflex.tracing.recorded_mod import RecordedMod
+
+__all__ = ["gather", "run"]
+
+STRIDED = torch.strided
+# `flex_attention` has refused functorch transforms already.
+_apply = apply_of(FlexAttention)
+_NO_MOD = TracedMod("", [], [], [], [])
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
+    if sys.is_finalizing():
+        # torch 2.13 aborts the process here: a tensor whose Python object dies before its view
+        # does (pure torch code shows it too).
+        raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
+    inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    # `shown` has another call, where a tensor is changed: autograd goes through its copies.
+    call = inputs.call = shown(inputs.call)
+    if tangents_possible():
+        _refuse_tangents(call)
+    try:
+        plan = plan_for(inputs)
+        if True not in inputs.gradients:
+            outputs = launch_forward(plan, call)
+            return outputs.out, outputs.lse, outputs.max_scores
+        results = _apply(plan, inputs, call.query, call.key, call.value, *call.captured)
+    except ModIndexError as error:
+        raise _named(error, [*inputs.names[0], *inputs.names[1]]) from error.__cause__
+    except RuntimeError as error:
+        if not str(error).startswith("Inference tensors"):
+            raise
+        raise ArgumentError(
+            "a tensor that this call reads was made under torch.inference_mode, and gradients are "
+            "recorded: make query, key, value and what score_mod and mask_mod capture outside of "
+            "it, or .clone() them first."
+        ) from error
+    if isinstance(results, Tensor):
+        return results, None, None
+    out, *others = results
+    lse = others[0] if inputs.lse else None
+    return out, lse, others[-1] if inputs.max_scores else None
+
+
+def _refuse_tangents(call: Call) -> None:
+    from anyflex.frontend.attention import refuse_forward_mode
+
+    for tensor in (call.query, call.key, call.value, *call.captured):
+        dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
+            refuse_forward_mode()
+
+
+def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
+    """Kernels know captured tensors by position; the user knows them by name."""
+    text = str(error.args[0])
+    for position, name in enumerate(names):
+        if name:
+            text = re.sub(rf"captured tensor {position}\b", f"captured tensor '{name}'", text)
+    return ModIndexError(text, operation=error.operation)
+
+
+def gather(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: Any,
+    scale: float,
+    aux: AuxRequest,
+    options: tuple[tuple[str, object], ...],
+    backend: str | None,
+) -> Inputs:
+    """Trace the mods and put the call together."""
+    score, mask = _NO_MOD, _NO_MOD
+    score_function = mask_function = views = None
+    device = query.device
+    if score_mod is not None:
+        dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
+        try:
+            score = traced(score_mod, "score", dtype, device)
+        except ModTraceError as error:
+            if not error.pure:
+                raise
+            score, score_function = _opaque(score_mod, error, backend, device, dtype)
+        except AnyflexError:
+            raise
+        except Exception as error:
+            _add_note(error, score_mod)
+            raise
+    if block_mask is not None:
+        # A mask elsewhere is moved with its captured tensors at its first call, and kept.
+        block_mask = block_mask.on(device)
+        views = block_mask.views()
+        if block_mask.traced is not None:
+            mask = block_mask.traced
+        else:
+            mask_function = block_mask.opaque
+            if mask_function is not None:
+                _allow_opaque("mask_mod", *_refusal(mask_function, device), backend)
+    captured = (*score.captured, *mask.captured)
+    for tensor in captured:
+        if tensor.device != device or tensor.layout is not STRIDED:
+            from anyflex.frontend.attention import check_captured_devices
+
+            check_captured_devices(device, list(captured), [*score.names, *mask.names])
+    gradients: tuple[bool, ...]
+    if torch.is_grad_enabled():
+        gradients = query.requires_grad, key.requires_grad, value.requires_grad
+        if captured:
+            gradients += tuple([tensor.requires_grad for tensor in score.captured])
+            gradients += (False,) * len(mask.captured)
+    else:
+        gradients = (False,) * (3 + len(captured))
+    call = Call(
+        query,
+        key,
+        value,
+        views,
+        captured,
+        (*score.ints, *mask.ints),
+        (*score.floats, *mask.floats),
+        scale,
+        score_function,
+        mask_function,
+    )
+    posed = posed_as(device)
+    return Inputs(
+        call,
+        score.text,
+        mask.text,
+        (len(score.captured), len(score.ints), len(score.floats)),
+        aux.lse,
+        aux.max_scores,
+        aux.lse or True in gradients,
+        gradients,
+        backend,
+        options,
+        fp32_precision(query.dtype, device.type if posed is None else posed[0]),
+        (score.names, mask.names),
+        posed,
+    )
+
+
+def _add_note(error: Exception, score_mod: Callable[..., Tensor]) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(f"raised by score_mod {score_mod!r} while anyflex traced it")
+
+
+def _opaque(
+    score_mod: Callable[..., Tensor],
+    error: ModTraceError,
+    backend: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[TracedMod, RecordedMod]:
+    """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
+    from anyflex.tracing.recorded_mod import recorded
+
+    try:
+        function = recorded(score_mod, "score", device, dtype)
+    except AnyflexError:
+        raise
+    except Exception as raised:
+        if error.operation == CUSTOM_FUNCTION[1] and "autograd.Function" in str(raised):
+            raise error from raised  # one that vmap can't call
+        _add_note(raised, score_mod)
+        raise
+    _allow_opaque("score_mod", str(error), error.operation, backend)
+    captured = [tensor for tensor in function.tensors if tensor.requires_grad]
+    return TracedMod("", captured, [], [], [""] * len(captured)), function
+
+
+def _refusal(mask_mod: Callable[..., Tensor], device: torch.device) -> tuple[str, str]:
+    """Why a mask mod that a block mask holds as a function is none that a graph can hold, and the
+    operation: a mask isn't made with what the tracer said."""
+    try:
+        trace_mod(mask_mod, "mask", device=device)
+    except ModTraceError as error:
+        return str(error), error.operation
+    return "it could not be traced when the block mask was made", "mask_mod"
+
+
+def _allow_opaque(mod: str, problem: str, operation: str, backend: str | None) -> None:
+    names = names_in_force(backend)
+    if names and "reference" not in names:
+        raise BackendRefused(
+            f"backend {names[0]!r} is forced, and {mod} can't be traced: {problem}",
+            {names[0]: f"operation {operation} can't be traced"},
+        )
+    if not names:
+        from anyflex.registry.fallback import warn_about_opaque_mod
+
+        warn_about_opaque_mod(mod, problem)

@@ -1,0 +1,157 @@
+"""explain: which backend takes a call, which variant, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from anyflex.errors import AnyflexError, PluginError
+from anyflex.frontend.attention import ScoreMod, check
+from anyflex.frontend.aux_outputs import AuxRequest
+from anyflex.frontend.eager_call import gather
+from anyflex.registry.backend_choice import Selection, explain_selection
+from anyflex.registry.forced_backends import names_in_force
+from anyflex.runtime.kernel_cache import described
+from anyflex.runtime.negative_bit import shown
+from anyflex.runtime.plan import plan_for, spec_for
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a call runs where it runs. ``print`` it, or take its parts.
+
+    Args:
+        selection: the registry's decision with every candidate's answer.
+        variant: what the chosen kernel would run for this call, or "" where nobody takes it.
+        problem: why nobody takes it or the chosen backend can't compile it, or "".
+        broken: the problem is a broken plugin: the call would raise `anyflex.errors.PluginError`.
+    """
+
+    selection: Selection
+    variant: str
+    problem: str
+    broken: bool = False
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the chosen backend."""
+        return self.selection.chosen
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as JSON can hold them."""
+        chosen = self.selection
+        return {
+            "backend": chosen.chosen,
+            "distribution": chosen.distribution,
+            "variant": self.variant,
+            "backward": chosen.decision.backward if chosen.decision is not None else None,
+            "forced_by": chosen.forced_by,
+            "problem": self.problem,
+            "broken": self.broken,
+            "trace": [
+                {
+                    "backend": line.backend,
+                    "distribution": line.distribution,
+                    "outcome": line.outcome,
+                    "reason": line.reason,
+                }
+                for line in chosen.trace
+            ],
+            "unused_options": list(chosen.unused_options),
+            "spec": chosen.spec.to_text(),
+        }
+
+    def __str__(self) -> str:
+        chosen = self.selection
+        lines = []
+        if chosen.chosen is None:
+            # Where one is forced, others may well take it.
+            begins = "the call fails" if chosen.forced_by else "nobody takes this call"
+            lines.append(f"{begins}: {self.problem}")
+        else:
+            where = (
+                f"{chosen.chosen} ({chosen.distribution})"
+                if chosen.distribution
+                else (chosen.chosen)
+            )
+            lines.append(f"backend   {where}" + (f", {self.problem}" if self.problem else ""))
+            lines.append(f"variant   {self.variant or '-'}")
+        if chosen.forced_by:
+            lines.append(f"forced by {chosen.forced_by}")
+        lines += [f"asked     {line}" for line in chosen.trace]
+        if chosen.unused_options:
+            lines.append(f"unused    {', '.join(chosen.unused_options)}")
+        spec = chosen.spec
+        lines.append(
+            f"spec      {spec.device_type} {str(spec.dtype).removeprefix('torch.')} "
+            f"E={spec.head_dim} Ev={spec.value_head_dim} gqa={spec.gqa_ratio} "
+            f"q={spec.q_class} mask={spec.mask_kind} {spec.alignment[0]} "
+            f"gradients={','.join(spec.gradients) or 'none'}"
+        )
+        for name, graph in (("score_mod", spec.score_graph), ("mask_mod", spec.mask_graph)):
+            if graph is not None:
+                lines.append(name)
+                lines += ["  " + line for line in str(graph).splitlines()]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str | None = None,
+) -> Explanation:
+    """Tell what `flex_attention` would do with the same arguments, without running it.
+
+    The chosen backend compiles its kernel, as the call would, to name the variant.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, BlockMaskError, ModTraceError: as `flex_attention`. A
+            refusal is no error here: it stands in the result.
+
+    Example:
+        >>> import torch, anyflex
+        >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
+        >>> anyflex.explain(q, k, v, backend="reference").backend
+        'reference'
+    """
+    query, key, value, block_mask, scale, aux, options = check(
+        query,
+        key,
+        value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux,
+        backend,
+    )
+    inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    inputs.call = shown(inputs.call)
+    selection = explain_selection(
+        spec_for(inputs),
+        names_in_force(backend),
+        backend,
+        options,
+        posed=inputs.posed is not None,
+    )
+    try:
+        variant = described(plan_for(inputs).compiled, inputs.call)
+    except AnyflexError as error:
+        return Explanation(selection, "", str(error), isinstance(error, PluginError))
+    return Explanation(selection, variant, "")

@@ -1,0 +1,3 @@
+"""Runs of blocks as tensors: no mods."""
+
+from __future__ import annotations

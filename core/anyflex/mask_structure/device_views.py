@@ -1,0 +1,231 @@
+"""MaskViews: a block mask's structure on one device, in every form that a kernel may want."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.runs import (
+    FULL,
+    PARTIAL,
+    RunList,
+    block_count,
+    expand_rows,
+    pack,
+    transpose,
+    unpack,
+    unpack_rows,
+)
+from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
+from anyflex.tensors.torch_versions import version_counter
+
+if TYPE_CHECKING:
+    from weakref import ref
+
+    from anyflex.block_mask.watch import Watch
+
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "changes"]
+
+Form = TypeVar("Form")
+_HOST = torch.device("cpu")
+
+
+def changes(tensor: Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts."""
+    # One made under inference_mode counts none.
+    return 0 if tensor.is_inference() else version_counter(tensor)
+
+
+class _Referable:
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskViews(_Referable):
+    """Which blocks are visited, and how. Derived forms are made once and kept; thread-safe.
+
+    Deriving one reads the runs on the host: under a device graph's capture derive it before.
+
+    Args:
+        offsets: int32 [B', H', Qb + 1]; runs of row r are ``runs[offsets[r]:offsets[r + 1]]``.
+        runs: int32 [n, 3]: first block, end block (excluded), FULL or PARTIAL. n may exceed
+            ``offsets[-1]``: trust offsets only.
+        q_length, kv_length: in elements; the last block of each may be ragged.
+        block_size: elements of a block, (q, kv).
+
+    Attributes:
+        shape: of offsets.
+        changes: of offsets and runs, counted when these views were made.
+    """
+
+    offsets: Tensor
+    runs: Tensor
+    q_length: int
+    kv_length: int
+    block_size: tuple[int, int]
+    # Each call asks for it, and torch makes a tensor's anew each time.
+    shape: tuple[int, ...] = field(init=False, repr=False)
+    changes: tuple[int, int] = field(init=False, repr=False)
+    _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+    # Of the masks with these views, for `anyflex.mask_structure.views_registry`.
+    watches: tuple[ref[Watch], ...] = field(default=(), init=False, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        counts = changes(self.offsets), changes(self.runs)
+        object.__setattr__(self, "changes", counts)
+        object.__setattr__(self, "shape", tuple(self.offsets.shape))
+
+    def changed(self) -> str | None:
+        """Return which of offsets and runs was changed in place since these views were made."""
+        counts = changes(self.offsets), changes(self.runs)
+        if counts == self.changes:
+            return None
+        return "runs" if counts[0] == self.changes[0] else "offsets"
+
+    def check_unchanged(self) -> None:
+        """Check that what a backward derives is of the runs that forward read.
+
+        Raises:
+            BlockMaskError: offsets or runs were changed in place since these views were made.
+        """
+        host = self.host  # forms are derived from it
+        for views in (self,) if host is None or host is self else (self, host):
+            name = views.changed()
+            if name is not None:
+                raise BlockMaskError(
+                    f"{name} of this block mask was changed in place between forward and "
+                    "backward: call backward before the change, or build a mask anew for it"
+                )
+
+    @property
+    def device(self) -> torch.device:
+        """Where offsets and runs are."""
+        return self.offsets.device
+
+    @property
+    def host(self) -> MaskViews | None:
+        """These views on the host if they are there, else None: nothing is copied, and no device
+        is waited for."""
+        if self.offsets.device == _HOST:
+            return self
+        found = self._derived.get(_HOST)
+        assert found is None or isinstance(found, MaskViews)
+        return found
+
+    @property
+    def q_blocks(self) -> int:
+        """Rows of blocks, Qb."""
+        return self.shape[2] - 1
+
+    @property
+    def kv_blocks(self) -> int:
+        """Columns of blocks, Kb."""
+        return block_count(self.kv_length, self.block_size[1])
+
+    def on(self, device: torch.device) -> MaskViews:
+        """Return the same views on `device`, copied at most once."""
+        if device == self.offsets.device:
+            return self
+        return self.once(device, MaskViews, lambda: self._copied(device))
+
+    def transposed(self) -> MaskViews:
+        """Return the mask with rows and columns exchanged: for each kv block the q blocks.
+
+        Its offsets are [B', H', Kb + 1], its ``q_length`` is this one's ``kv_length`` and so on.
+        """
+        return self.once("transposed", MaskViews, self._transpose)
+
+    def index_lists(self) -> IndexLists:
+        """Return the structure in torch's layout; memory is O(Qb * Kb)."""
+        return self.once("index_lists", IndexLists, lambda: list_blocks(self))
+
+    def dense(self) -> Tensor:
+        """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
+        return self.once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
+
+    def once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
+        """Return what `make` derives of these views, made once and kept with them.
+
+        Args:
+            name: tells forms apart. A backend's own begins with its package's name.
+            kind: what `make` returns.
+        """
+        found = self._derived.get(name)
+        if found is None:
+            with self._lock:
+                found = self._derived.get(name)
+                if found is None:
+                    found = self._derived[name] = make()
+        assert isinstance(found, kind)
+        return found
+
+    def with_copy(self, copy: MaskViews) -> MaskViews:
+        """Return these views; from now on `copy` is what `on` gives for its device."""
+        with self._lock:
+            self._derived[copy.device] = copy
+            copy._derived[self.device] = self
+        return self
+
+    def kind_rows(self, q_block_begin: int, q_block_end: int) -> Tensor:
+        """Return int8 [B', H', rows, Kb]: 0 not visited, 1 FULL, 2 PARTIAL.
+
+        Nothing larger than these rows is made.
+        """
+        host = self.on(_HOST)
+        batch, heads, _ = self.shape
+        rows = q_block_end - q_block_begin
+        if not 0 <= q_block_begin <= q_block_end <= self.q_blocks:
+            raise IndexError(
+                f"rows {q_block_begin}:{q_block_end} of {self.q_blocks} rows of blocks"
+            )
+        runs = unpack_rows(host.offsets[:, :, q_block_begin : q_block_end + 1], host.runs)
+        grid = expand_rows(runs, 0, batch * heads * rows, self.kv_blocks)
+        return grid.view(batch, heads, rows, self.kv_blocks).to(self.device)
+
+    def _copied(self, device: torch.device) -> MaskViews:
+        copy = MaskViews(
+            self.offsets.to(device),
+            self.runs.to(device),
+            self.q_length,
+            self.kv_length,
+            self.block_size,
+        )
+        # The copy derives its forms from this object where this one is on the host already.
+        return copy.with_copy(self)
+
+    def _checked_runs(self) -> RunList:
+        """Return the runs on the host, refusing what would take any amount of memory to transpose.
+
+        Raises:
+            BlockMaskError: they leave the mask, as no mask's do when it is built.
+        """
+        counts = self.offsets.diff(dim=2)
+        runs = None
+        if not (counts < 0).any() and counts.sum() <= self.runs.shape[0]:
+            runs = unpack(self.offsets, self.runs)
+        if (
+            runs is None
+            or ((runs.first < 0) | (runs.end <= runs.first) | (runs.end > self.kv_blocks)).any()
+        ):
+            raise BlockMaskError(
+                "offsets and runs of this block mask say blocks that it doesn't have: they were "
+                "written past torch's count of changes (.data, NumPy); build the mask anew"
+            )
+        return runs
+
+    def _transpose(self) -> MaskViews:
+        host = self.on(_HOST)
+        if host is not self:
+            return host.transposed().on(self.device)
+        batch, heads, _ = self.shape
+        runs = transpose(self._checked_runs(), batch * heads, self.q_blocks, self.kv_blocks)
+        offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
+        sizes = (self.block_size[1], self.block_size[0])
+        return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)

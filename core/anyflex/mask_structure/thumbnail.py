@@ -1,0 +1,69 @@
+"""A block mask seen from afar: how many FULL and PARTIAL blocks lie in each cell of a coarse grid.
+
+From the runs alone: time and memory go with runs and cells, whatever the number of blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anyflex.mask_structure.device_views import MaskViews
+from anyflex.mask_structure.runs import FULL, PARTIAL, unpack_rows
+
+__all__ = ["CoarseGrid", "coarse_grid"]
+
+
+@dataclass(frozen=True, slots=True)
+class CoarseGrid:
+    """Counts of blocks by cell.
+
+    Args:
+        full, partial: int64 [rows, columns], on the CPU.
+        size: int64 [rows, columns], the blocks of each cell; the last ones may be smaller.
+    """
+
+    full: Tensor
+    partial: Tensor
+    size: Tensor
+
+
+def coarse_grid(
+    views: MaskViews, batch: int, head: int, row_step: int, column_step: int
+) -> CoarseGrid:
+    """Return the cells of ``row_step x column_step`` blocks of one batch entry and head."""
+    host = views.on(torch.device("cpu"))
+    rows, columns = host.q_blocks, host.kv_blocks
+    runs = unpack_rows(host.offsets[batch, head], host.runs)
+    lines = -(-rows // row_step)
+    # One column more than there are: a run may end behind the last.
+    width = columns // column_step + 1
+    line = runs.row // row_step * width
+    counts = []
+    for kind in (FULL, PARTIAL):
+        chosen = (runs.kind == kind).nonzero().squeeze(1)
+        # Up to an edge at x, x // step cells are whole and x % step blocks are in the next one.
+        # A run is what lies before its end less what lies before its first block.
+        whole = torch.zeros(lines * width, dtype=torch.int64, device="cpu")
+        rest = torch.zeros_like(whole)
+        for edge, sign in ((runs.end, 1), (runs.first, -1)):
+            place, inside = line[chosen], edge[chosen]
+            cell = place + inside // column_step
+            one = torch.full_like(place, sign)
+            whole.index_add_(0, cell, one)
+            rest.index_add_(0, cell, one * (inside % column_step))
+        # Edges in later cells have this cell before them.
+        later = whole.view(lines, width).flip(1).cumsum(1).flip(1) - whole.view(lines, width)
+        cells = later * column_step + rest.view(lines, width)
+        counts.append(cells[:, : -(-columns // column_step)])
+    heights = _cells(rows, row_step)
+    widths = _cells(columns, column_step)
+    return CoarseGrid(counts[0], counts[1], heights[:, None] * widths)
+
+
+def _cells(length: int, step: int) -> Tensor:
+    """int64 [cells]: how many of `length` are in each."""
+    begin = torch.arange(0, length, step, device="cpu")
+    return (length - begin).clamp(max=step)

@@ -1,0 +1,191 @@
+"""Checks of the arguments of `anyflex.masks` and `anyflex.mods`, and how a mod reads them.
+
+A number is closed over as it is, so that mod graphs keep it in a slot; a tensor of numbers is read
+at b or h. Which of the two is decided here, once, and not inside of the mod. Dynamo follows all of
+it, so that a model may make its mods in `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anyflex.lazy_parameters import check_initialized
+from anyflex.tensors.dynamo_errors import fail
+
+__all__ = [
+    "check_callable",
+    "check_one_device",
+    "check_tensor",
+    "checked_bool",
+    "checked_int",
+    "checked_sizes",
+    "number_at",
+    "query_position",
+    "table_at",
+]
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""dtypes of ids, which are only compared."""
+
+INDICES = (torch.int64, torch.int32)
+"""dtypes of numbers that are computed with: narrower ones would wrap."""
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def checked_int(argument: str, value: Any, least: int | None = None) -> int:
+    """Return `value`, an int that is at least `least`.
+
+    Args:
+        argument: how messages name it, ``"causal_window: size"``.
+
+    Raises:
+        ArgumentTypeError: no int (a bool is none).
+        ArgumentError: below `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        cure = " Use int(...) of it." if isinstance(value, Tensor) else ""
+        fail("ArgumentTypeError", f"{argument} must be an int, got {type(value).__name__}.{cure}")
+    if least is not None and value < least:
+        fail("ArgumentError", f"{argument} must be at least {least}, got {value}.")
+    return value
+
+
+def checked_bool(argument: str, value: Any) -> bool:
+    """Return `value`, a bool. Raises ArgumentTypeError for anything else."""
+    if not isinstance(value, bool):
+        fail("ArgumentTypeError", f"{argument} must be a bool, got {type(value).__name__}.")
+    return value
+
+
+def checked_sizes(argument: str, value: Any, count: int, least: int) -> tuple[int, ...]:
+    """Return `count` ints that are at least `least`, from a tuple or from one int for all.
+
+    Raises:
+        ArgumentTypeError: neither an int nor a tuple or list of ints.
+        ArgumentError: another number of ints, or one below `least`.
+    """
+    if not isinstance(value, (tuple, list)):
+        return (checked_int(argument, value, least),) * count
+    if len(value) != count:
+        fail(
+            "ArgumentError",
+            f"{argument} must be one int or {count}, one for each dimension of the grid, got "
+            f"{len(value)}.",
+        )
+    return tuple(checked_int(argument, item, least) for item in value)
+
+
+def check_tensor(
+    argument: str,
+    value: Any,
+    shapes: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    alternative: str = "",
+) -> None:
+    """Check that `value` is a dense tensor of one of the ranks and dtypes.
+
+    Args:
+        shapes: ``("[S]", "[B, S]")``: names its dimensions, and so allows its rank.
+        alternative: what else the argument may be, for the message: ``"an int or "``.
+
+    Raises:
+        ArgumentTypeError: no tensor, or one of another dtype or layout.
+        ArgumentError: a tensor of another rank.
+    """
+    wanted = " or ".join(shapes)
+    if not isinstance(value, Tensor):
+        fail(
+            "ArgumentTypeError",
+            f"{argument} must be {alternative}a tensor {wanted}, got {type(value).__name__}.",
+        )
+    check_initialized(argument, value)
+    if value.is_nested or value.layout is not torch.strided:
+        fail("ArgumentTypeError", f"{argument} must be a dense tensor (layout torch.strided).")
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        fail("ArgumentTypeError", f"{argument} must have dtype {names}; got {value.dtype}.")
+    for shape in shapes:
+        rank = 0 if shape == "[]" else shape.count(",") + 1
+        if value.dim() == rank:
+            return
+    fail("ArgumentError", f"{argument} must have shape {wanted}, got {list(value.shape)}.")
+
+
+def check_callable(argument: str, value: Any, kind: str) -> None:
+    """Raise ArgumentTypeError if `value` can't be a mod. `kind`: ``"mask mod"``."""
+    if not callable(value):
+        fail("ArgumentTypeError", f"{argument} must be a {kind}, got {type(value).__name__}.")
+
+
+def check_one_device(function: str, **tensors: Any) -> None:
+    """Raise ArgumentError if those of `tensors` that are tensors are on different devices."""
+    first = ""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if not first:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            fail(
+                "ArgumentError",
+                f"{function}: {first} is on {device} and {name} on {tensor.device}; they must be "
+                "on one device.",
+            )
+
+
+def number_at(
+    argument: str, value: Any, letter: str, least: int | None = None
+) -> Callable[[Tensor], Any]:
+    """Return ``read(index)``, what a mod calls to get a number at index b or h.
+
+    Args:
+        value: int, also a symbolic one where any value is allowed; or int32 or int64 tensor, []
+            or one entry for each batch entry or head.
+        letter: ``"B"`` or ``"H"``.
+        least: the smallest allowed int. Values of tensors aren't looked at.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: as `checked_int` and `check_tensor`.
+    """
+    if isinstance(value, Tensor):
+        check_tensor(argument, value, ("[]", f"[{letter}]"), INDICES, "an int or ")
+        if value.dim() == 0:
+            return lambda index: value
+        return lambda index: value[index]
+    symbolic = least is None and isinstance(value, torch.SymInt)
+    number = value if symbolic else checked_int(argument, value, least)
+    return lambda index: number
+
+
+def query_position(argument: str, offset: Any) -> Callable[[Tensor, Tensor], Any]:
+    """Return ``position(b, q_idx)``, the query's place among the keys: q_idx + offset.
+
+    Args:
+        offset: int; or int32 or int64 tensor, [] or [B].
+
+    Raises:
+        ArgumentTypeError, ArgumentError: as `number_at`.
+    """
+    read = number_at(argument, offset, "B")
+    if isinstance(offset, int) and offset == 0:
+        return lambda b, q_idx: q_idx
+    return lambda b, q_idx: q_idx + read(b)
+
+
+def table_at(
+    argument: str, value: Any, dtypes: tuple[torch.dtype, ...], letter: str = "S"
+) -> Callable[[Tensor, Tensor], Any]:
+    """Return ``read(b, index)`` of a tensor [S], or [B, S], over positions.
+
+    Raises:
+        ArgumentTypeError, ArgumentError: as `check_tensor`.
+    """
+    check_tensor(argument, value, (f"[{letter}]", f"[B, {letter}]"), dtypes)
+    if value.dim() == 1:
+        return lambda b, index: value[index]
+    return lambda b, index: value[b, index]

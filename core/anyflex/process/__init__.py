@@ -1,0 +1,3 @@
+"""What lives as long as the process: locks and forks, caches, progress, version, frames."""
+
+from __future__ import annotations

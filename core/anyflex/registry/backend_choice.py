@@ -1,0 +1,343 @@
+"""Who is asked for a spec, in which order, and what each answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from anyflex.contract.backend import Backend
+from anyflex.contract.decision import Accepted, Rejected
+from anyflex.contract.spec import Spec
+from anyflex.errors import ArgumentError, ArgumentTypeError, BackendRefused, PluginError
+from anyflex.registry import environment, install_hints, options
+from anyflex.registry.backend_table import REFERENCE, Table, current
+from anyflex.registry.forced_backends import check_names, source_of
+from anyflex.registry.freeze_options import KernelOptions
+from anyflex.registry.registered_backend import Entry, State
+
+__all__ = ["Answer", "Choice", "Selection", "TraceLine", "explain_selection"]
+
+Outcome = Literal[
+    "chosen", "accepts", "refuses", "broken", "disabled", "conflict", "incompatible", "missing"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    """What one candidate answered.
+
+    Args:
+        backend: its name.
+        distribution: ``"name version"``, or "" where it isn't installed.
+        outcome: ``chosen``; ``accepts``, but another was asked first; ``refuses``; ``missing``
+            for not installed; or its state in the registry.
+        reason: why; "" where it accepts.
+    """
+
+    backend: str
+    distribution: str
+    outcome: Outcome
+    reason: str
+
+    def __str__(self) -> str:
+        source = f" ({self.distribution})" if self.distribution else ""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.backend}{source} {self.outcome}{reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A candidate's answer to a spec.
+
+    Args:
+        line: for the trace.
+        state: of the entry in the registry.
+        spec: with this backend's own options filled in.
+        decision: `Accepted`, or None.
+        resolved: its view of ``kernel_options``, or None where it couldn't be loaded.
+        error: why it is broken, or None.
+    """
+
+    line: TraceLine
+    state: State
+    spec: Spec
+    decision: Accepted | None
+    resolved: options.ResolvedOptions | None
+    error: PluginError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What the registry would choose, and why.
+
+    Args:
+        chosen: name of the backend, or None where every candidate refuses.
+        distribution: of the chosen one, or "".
+        decision: its decision, or None.
+        spec: with its own options filled in.
+        trace: every candidate, in the order of asking.
+        forced_by: who forces the choice (``"backend='cuda'"``), or "".
+        unused_options: keys of ``kernel_options`` that the chosen one has no use for.
+    """
+
+    chosen: str | None
+    distribution: str
+    decision: Accepted | None
+    spec: Spec
+    trace: tuple[TraceLine, ...]
+    forced_by: str
+    unused_options: tuple[str, ...]
+
+
+class Choice:
+    """The candidates for one spec.
+
+    Attributes:
+        candidates: in the order of asking. Where the choice is forced, the forced ones only.
+        forced_by: who forces it, or "".
+        trace: what is known before anybody is asked: forced names that aren't installed.
+        posed: CPU tensors stand in for the spec's device, so that a probe which misses the device
+            is no obstacle.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        names: tuple[str, ...],
+        explicit: str | None,
+        given: KernelOptions,
+        posed: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.given = given
+        self.posed = posed
+        self.table: Table = current()
+        # Wrong values are told now, not when a plugin breaks or is passed over.
+        environment.strict()
+        environment.fallback()
+        self.forced_by = ""
+        self.trace: list[TraceLine] = []
+        self.candidates: list[Entry] = []
+        if names:
+            source = source_of(names, explicit)
+            check_names(names, source)
+            self.candidates = self._forced(names, source, explicit)
+        self._check_options()
+        if not self.forced_by:
+            self.candidates = self._automatic()
+        self._check_own_options()
+
+    def _forced(self, names: tuple[str, ...], source: str, explicit: str | None) -> list[Entry]:
+        device = self.spec.device_type
+        bound = []
+        for name in names:
+            entry = self.table.get(name)
+            owner = name.partition(".")[0] if entry is None else entry.device_type
+            if owner not in (device, "*", ""):
+                if explicit is not None:
+                    raise BackendRefused(
+                        f"backend={name!r} computes on {owner} tensors, and query, key and value "
+                        f"are on {device}; move them with .to({owner!r}), or leave backend out",
+                        {name: f"computes on {owner}, the tensors are on {device}"},
+                    )
+                continue
+            if entry is None:
+                line = f"not installed; {install_hints.install_line(name)}"
+                self.trace.append(TraceLine(name, "", "missing", line))
+            else:
+                bound.append(entry)
+        if bound or self.trace:
+            self.forced_by = source
+        return bound
+
+    def _automatic(self) -> list[Entry]:
+        """Order the candidates: those that can't be used first, because nobody knows their
+        priority and each must be reported; then by priority, then by name; then the reference."""
+        usable: dict[str, tuple[int, Entry]] = {}
+        unusable = []
+        for entry in self.table.of_device(self.spec.device_type):
+            state = self._state(entry)
+            if state.kind == "usable" and state.backend is not None:
+                usable[entry.name] = (state.backend.priority, entry)
+            elif state.kind != "disabled":
+                unusable.append(entry)
+        names = sorted(usable, key=lambda name: (-usable[name][0], name))
+        ordered = self.table.hooks.order(self.spec, tuple(names)) if len(names) > 1 else names
+        reference = self.table.get(REFERENCE)
+        assert reference is not None
+        return [*unusable, *(usable[name][1] for name in ordered), reference]
+
+    def _check_options(self) -> None:
+        if not self.given:
+            return
+        names = {*self.table.names(), *install_hints.known_names()}
+        unknown = options.check_top_level(self.given, names)
+        if unknown:
+            # Only to find out whose the key is: worth loading everybody.
+            backends = {
+                name: state.backend
+                for name in self.table.names()
+                if (entry := self.table.get(name)) is not None
+                and (state := entry.state()).backend is not None
+            }
+            asked = self.candidates or self.table.of_device(self.spec.device_type)
+            meant = [entry.name for entry in asked]
+            raise options.unknown_key(unknown[0][0], backends, names, meant)
+
+    def _check_own_options(self) -> None:
+        """Check what is meant for backends that won't compute this call. One that isn't loaded,
+        as those of other devices usually aren't, isn't loaded for that."""
+        for name, value in self.given:
+            entry = self.table.get(name)
+            if entry is None or not (entry.loaded or name == REFERENCE):
+                continue
+            backend = entry.state().backend
+            if backend is not None:
+                options.resolve(((name, value),), backend, self._loaded_beside(entry))
+
+    def _state(self, entry: Entry) -> State:
+        state = entry.state()
+        if self.posed and state.kind == "rejected" and state.backend is not None:
+            return State("usable", backend=state.backend)
+        return state
+
+    def ask(self, entry: Entry) -> Answer:
+        """Ask one candidate. Raises only for wrong ``kernel_options``."""
+        state = self._state(entry)
+        backend = state.backend
+        if state.kind != "usable" or backend is None:
+            outcome: Outcome = "refuses"
+            if state.kind != "rejected" and state.kind != "usable":
+                outcome = state.kind
+            line = TraceLine(entry.name, entry.distribution, outcome, state.reason)
+            return Answer(line, state, self.spec, None, None, state.error)
+        resolved = self._resolve(entry)
+        spec = self.spec
+        if resolved.values:
+            spec = dataclasses.replace(spec, options=resolved.values)
+        try:
+            decision = entry.supports(backend, spec)
+        except PluginError as error:
+            line = TraceLine(entry.name, entry.distribution, "broken", str(error))
+            return Answer(line, state, spec, None, resolved, error)
+        if isinstance(decision, Rejected):
+            line = TraceLine(entry.name, entry.distribution, "refuses", decision.reason)
+            return Answer(line, state, spec, None, resolved)
+        line = TraceLine(entry.name, entry.distribution, "accepts", "")
+        return Answer(line, state, spec, decision, resolved)
+
+    def _resolve(self, entry: Entry) -> options.ResolvedOptions:
+        backend = entry.state().backend
+        assert backend is not None
+        return options.resolve(self.given, backend, self._loaded_beside(entry))
+
+    def _loaded_beside(self, entry: Entry) -> dict[str, Backend]:
+        return {
+            other.name: loaded
+            for other in self.table.of_device(self.spec.device_type)
+            if other is not entry
+            and other.loaded
+            and (loaded := other.state().backend) is not None
+        }
+
+    def refused(self, trace: list[TraceLine]) -> BackendRefused:
+        """Return the error for a call that nobody takes. Where the choice is forced, everybody
+        else is asked too."""
+        if not self.forced_by:
+            return self._refused_by_all(trace)
+        others = self.others(trace)
+        reasons = {line.backend: line.reason for line in (*trace, *others) if line.reason}
+        own = "; ".join(f"{line.backend}: {line.reason}" for line in trace)
+        takers = [line.backend for line in others if line.outcome == "accepts"]
+        refusing = [f"{line.backend}: {line.reason}" for line in others if line.reason]
+        text = f"{self.forced_by} is refused. {own}."
+        if takers:
+            text += f" These take the call: {', '.join(takers)}."
+        if refusing:
+            text += f" The others: {'; '.join(refusing)}."
+        return BackendRefused(text, reasons)
+
+    def others(self, trace: list[TraceLine]) -> list[TraceLine]:
+        """Ask every candidate of the device that isn't in `trace`."""
+        asked = {line.backend for line in trace}
+        return [self._ask_safely(entry) for entry in self._automatic() if entry.name not in asked]
+
+    def _ask_safely(self, entry: Entry) -> TraceLine:
+        try:
+            return self.ask(entry).line
+        except (ArgumentError, ArgumentTypeError) as error:
+            return TraceLine(entry.name, entry.distribution, "refuses", str(error))
+
+    def _refused_by_all(self, trace: list[TraceLine]) -> BackendRefused:
+        reasons = {line.backend: line.reason for line in trace}
+        disabled = [
+            entry
+            for entry in self.table.of_device(self.spec.device_type)
+            if entry.state().kind == "disabled"
+        ]
+        reasons |= {entry.name: entry.state().reason for entry in disabled}
+        text = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        device = self.spec.device_type
+        return BackendRefused(f"no backend takes this call on {device}. {text}", reasons)
+
+    def missing(self) -> TraceLine | None:
+        """Return a line with the cure if no backend of the device is installed, else None."""
+        device = self.spec.device_type
+        if self.table.of_device(device):
+            return None
+        return TraceLine(device, "", "missing", install_hints.install_line(device))
+
+
+def explain_selection(
+    spec: Spec,
+    names: tuple[str, ...],
+    explicit: str | None,
+    kernel_options: KernelOptions,
+    *,
+    posed: bool = False,
+) -> Selection:
+    """Return what would be chosen, and every candidate's answer, without compiling.
+
+    Args:
+        spec, names, explicit, kernel_options, posed: as for
+            `anyflex.runtime.kernel_cache.kernel_for`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an unknown backend name, or wrong ``kernel_options``.
+        Refusals, and forced backends that can't be used, don't raise: they are in the trace.
+    """
+    try:
+        choice = Choice(spec, names, explicit, kernel_options, posed)
+    except BackendRefused as error:
+        lines = tuple(TraceLine(n, "", "refuses", r) for n, r in error.reasons.items())
+        source = source_of(names, explicit)
+        return Selection(None, "", None, spec, lines, source, ())
+    chosen: Answer | None = None
+    trace = list(choice.trace)
+    missing = choice.missing()
+    if missing is not None and not choice.forced_by:
+        trace.append(missing)
+    for entry in choice.candidates:
+        answer = choice.ask(entry)
+        line = answer.line
+        if chosen is None and answer.decision is not None:
+            chosen = answer
+            line = dataclasses.replace(line, outcome="chosen")
+        trace.append(line)
+        if choice.forced_by and answer.error is not None:
+            break
+    if choice.forced_by:
+        trace += choice.others(trace)
+    if chosen is None:
+        return Selection(None, "", None, spec, tuple(trace), choice.forced_by, ())
+    unused = chosen.resolved.unused if chosen.resolved is not None else ()
+    return Selection(
+        chosen.line.backend,
+        chosen.line.distribution,
+        chosen.decision,
+        chosen.spec,
+        tuple(trace),
+        choice.forced_by,
+        unused,
+    )

@@ -1,0 +1,101 @@
+"""Request: the device-independent part of a call, as one canonical line that crosses an op.
+
+`write_request` is part of the traced half: Dynamo inlines it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from anyflex.registry.cached_state import Posed
+    from anyflex.runtime.saved_for_backward import SavedBytes
+
+__all__ = ["Request", "read_request", "write_request"]
+
+VERSION = "anyflex-request-4"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the traced half decided.
+
+    Args:
+        score, mask: graph texts, "" for none.
+        score_slots: how many captured tensors, ints and floats are the score mod's: the mask
+            mod's follow them.
+        lse, max_scores: auxiliary outputs asked for.
+        needs_lse: lse is computed, for the caller or for backward.
+        gradients: a flag for query, key, value and then each captured tensor.
+        backend: the ``backend=`` argument, or None.
+        options: ``kernel_options`` as sorted (name, value) pairs, nested names joined by "/".
+        posed: the device type and architecture that CPU tensors stand in for, or None: a backward
+            pass may run after the end of `anyflex.testing.posing`.
+        saved_bytes: what forward may leave for backward (`anyflex.runtime.saved_for_backward`).
+        fp32_precision: `anyflex.tensors.tensor_facts.fp32_precision` when the request was
+            written: both passes have it.
+    """
+
+    score: str
+    mask: str
+    score_slots: tuple[int, int, int]
+    lse: bool
+    max_scores: bool
+    needs_lse: bool
+    gradients: tuple[bool, ...]
+    backend: str | None
+    options: tuple[tuple[str, object], ...]
+    posed: Posed | None
+    saved_bytes: SavedBytes
+    fp32_precision: str
+
+
+def write_request(
+    score: str,
+    mask: str,
+    score_slots: tuple[int, int, int],
+    lse: bool,
+    max_scores: bool,
+    needs_lse: bool,
+    gradients: Sequence[bool],
+    backend: str | None,
+    options: tuple[tuple[str, object], ...],
+    posed: Posed | None,
+    saved_bytes: SavedBytes,
+    fp32_precision: str,
+) -> str:
+    """Return the request's text.
+
+    Inductor copies it into comments of the code that it generates, where a second line would be
+    code. repr escapes whatever ends a line, in any field.
+    """
+    fields = (
+        score,
+        mask,
+        score_slots,
+        lse,
+        max_scores,
+        needs_lse,
+        tuple(gradients),
+        backend,
+        options,
+        posed,
+        saved_bytes,
+        fp32_precision,
+    )
+    return f"{VERSION} {fields!r}"
+
+
+@functools.lru_cache(maxsize=1024)
+def read_request(text: str) -> Request:
+    """Read a request. Raises ValueError if it is not one of this version."""
+    import ast
+
+    version, *fields = text.split(maxsplit=1)
+    if version != VERSION:
+        raise ValueError(f"a request of format {version!r}, this anyflex reads {VERSION!r}")
+    return Request(*ast.literal_eval(fields[0]))

@@ -1,0 +1,128 @@
+"""What forward leaves for backward behind the static op: the kernel's saved outputs, in one tensor
+of bytes.
+
+The op's outputs must have their sizes before there is a spec, so the backend says while a program
+is traced how many bytes a query row takes at most (`Backend.saved_bytes`). Which kernel runs is
+decided at each launch, so a number goes along that tells whose bytes they are.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from anyflex.contract.call import TensorSpec
+    from anyflex.registry.cached_state import Posed
+
+from anyflex.tensors.torch_versions import dynamo_constant
+
+__all__ = ["NOTHING", "SavedBytes", "cut", "saved_bytes", "size"]
+
+SavedBytes = tuple[int, int]
+"""(a, b): a * Ev + b bytes for each query row of each head."""
+
+NOTHING: SavedBytes = (0, 0)
+
+_ALIGNMENT = 16
+
+
+# Compiled programs keep the result: a stale guess is harmless.
+@dynamo_constant
+def saved_bytes(
+    device: torch.device, dtype: torch.dtype, backend: str | None, posed: Posed | None
+) -> SavedBytes:
+    """Ask the backend that takes a plain call how many bytes its kernels leave for backward.
+
+    Where another backend computes the call in the end, nothing is wrong: what doesn't fit isn't
+    kept, and backward runs forward again.
+
+    Args:
+        device, dtype: of query.
+        backend: the ``backend=`` argument, or None.
+        posed: what CPU tensors stand in for, or None.
+    """
+    from anyflex.contract.spec import Spec
+    from anyflex.errors import AnyflexError, PluginError
+    from anyflex.registry.backend_choice import Choice
+    from anyflex.registry.forced_backends import names_in_force
+    from anyflex.registry.plugin_errors import report
+    from anyflex.tensors.tensor_facts import architecture, fp32_precision
+
+    try:
+        device_type, arch = posed or (device.type, architecture(device))
+    except (RuntimeError, AssertionError):  # torch's answers for a device that isn't here
+        return NOTHING  # fake tensors may be of one
+    plain = Spec(
+        device_type,
+        arch,
+        dtype,
+        64,
+        64,
+        needs_lse=True,
+        gradients=("q", "k", "v"),
+        fp32_precision=fp32_precision(dtype, device_type),
+    )
+    try:
+        choice = Choice(plain, names_in_force(backend), backend, (), posed is not None)
+        answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
+        entry, answer = next((e, a) for e, a in answers if a.decision is not None)
+    except (AnyflexError, torch.OutOfMemoryError, StopIteration):
+        return NOTHING  # the call itself raises, and tells of its own spec
+    decision, chosen = answer.decision, answer.state.backend
+    if decision is None or decision.backward != "own" or chosen is None:
+        return NOTHING
+    try:
+        return entry.saved_bytes(chosen, dtype)
+    except PluginError as error:
+        report(error, "compiled programs run forward again in backward")
+        return NOTHING
+    except (AnyflexError, torch.OutOfMemoryError):
+        return NOTHING
+
+
+def size(query: Tensor, value: Tensor, saved: SavedBytes) -> Any:
+    """Return how many bytes the op's tensor has; sizes may be symbols."""
+    batch, heads, length = query.shape[:3]
+    return batch * heads * length * (saved[0] * value.shape[3] + saved[1])
+
+
+def cut(
+    memory: Tensor, specs: tuple[TensorSpec, ...], *, new: bool = False
+) -> tuple[Tensor, ...] | None:
+    """Return tensors of these specs that lie in `memory` one after the other, or None where they
+    don't fit, or one of them would not begin at a multiple of 16 bytes.
+
+    Args:
+        memory: [bytes], uint8; with `new` as it was allocated.
+        specs: of a kernel's saved outputs.
+        new: nothing is in the memory yet. What no kernel writes is zeroed, so that an op's outputs
+            are the same whenever its inputs are.
+    """
+    end = 0
+    places = []
+    for spec in specs:
+        places.append(end)
+        if end % _ALIGNMENT:
+            return None
+        end += math.prod(spec.shape) * spec.dtype.itemsize
+    if end > memory.numel():
+        return None
+    if new and end < memory.numel():
+        memory[end:].zero_()
+    origin = int(memory.storage_offset())
+    if not memory.is_contiguous() or (memory.data_ptr() | origin) % _ALIGNMENT:
+        # Between forward and backward a hook of autograd's may have packed the bytes anywhere.
+        memory, origin = memory.clone(memory_format=torch.contiguous_format), 0
+    storage = memory.untyped_storage()
+    tensors = []
+    for spec, begin in zip(specs, places, strict=True):
+        # A third of the time that slices and views of the bytes take.
+        tensor = torch.empty(0, dtype=spec.dtype, device=memory.device)
+        place = (origin + begin) // spec.dtype.itemsize
+        tensor.set_(storage, place, spec.shape)  # type: ignore[call-overload]
+        tensors.append(tensor.zero_() if new and spec.zeroed else tensor)
+    return tuple(tensors)

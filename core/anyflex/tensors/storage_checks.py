@@ -1,0 +1,198 @@
+"""Whether a tensor has the memory that its sizes and strides reach.
+
+Kernels read by address, and torch itself doesn't look: a tensor whose storage was freed or made
+smaller would be read past its end, and one that never had any at address 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from anyflex.errors import ArgumentError
+from anyflex.tensors.torch_versions import is_functional, is_zero_tensor
+
+if TYPE_CHECKING:
+    from anyflex.contract.call import Call, GradInputs, Saved
+
+__all__ = [
+    "PLAIN",
+    "captured_name",
+    "check_backward",
+    "check_captured",
+    "check_readable",
+    "kept_name",
+    "last_element",
+    "why_unreadable",
+]
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that hold their numbers themselves."""
+
+
+def check_readable(name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError, which tells `name`, where `why_unreadable` has a reason."""
+    if not _is_usual(tensor):
+        _refuse(name, tensor)
+
+
+def check_captured(
+    captured: Sequence[Tensor], names: tuple[Sequence[str], Sequence[str]] = ((), ())
+) -> None:
+    """Check the tensors that mods read.
+
+    Args:
+        names: of the score mod's and of the mask mod's in the user's functions; "" or none where
+            unknown.
+
+    Raises:
+        ArgumentError: one can't be read.
+    """
+    for tensor in captured:
+        # `_is_usual` without a call: every attention with mods comes here.
+        try:
+            if type(tensor) in PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
+                storage = tensor.untyped_storage()
+                if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
+                    continue
+        except RuntimeError:  # torch's answer where there is no storage, which the check tells
+            pass
+        position = next(i for i, other in enumerate(captured) if other is tensor)
+        check_readable(captured_name(position, names), tensor)
+
+
+def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> str:
+    """What a message calls a captured tensor; arguments as for `check_captured`."""
+    known = [*names[0], *names[1]]
+    name = known[position] if position < len(known) else ""
+    return f"captured tensor {name!r}" if name else f"captured tensor {position}"
+
+
+def kept_name(position: int) -> str:
+    """What a message calls a tensor that the kernel left in forward."""
+    return f"tensor {position} of those that the kernel keeps for backward"
+
+
+def check_backward(
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    *,
+    looked: bool = False,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> None:
+    """Check what backward reads: a storage may have been resized since forward.
+
+    Args:
+        looked: all but what arrives is known to lie inside of its memory.
+        names: as for `check_captured`.
+
+    Raises:
+        ArgumentError: a tensor can't be read.
+    """
+    read: tuple[Tensor, ...] = (grad.dout,)
+    if not looked:
+        read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    for position, tensor in enumerate(read):
+        if not _is_usual(tensor):
+            _refuse(_READ_BY_BACKWARD[position], tensor)
+    if grad.dlse is not None:
+        check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
+    if grad.delta is not None:
+        check_readable("delta", grad.delta)
+    if not looked:
+        if call.captured:
+            check_captured(call.captured, names)
+        for position, tensor in enumerate(saved.extras):
+            check_readable(kept_name(position), tensor)
+
+
+_READ_BY_BACKWARD = (
+    "dout, the gradient that arrives at out,",
+    "query",
+    "key",
+    "value",
+    "out",
+    "lse",
+)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    """Whether the tensor is a plain one inside of its memory."""
+    # FakeTensor warns when it is asked for its address.
+    if type(tensor) not in PLAIN:
+        return False
+    try:
+        begin = tensor.data_ptr()  # with the tensor's offset in its storage
+        if begin == 0:
+            return False
+        storage = tensor.untyped_storage()
+        if tensor.is_contiguous():
+            size = tensor.nbytes
+        else:
+            size = (last_element(tensor.shape, tensor.stride()) + 1) * tensor.element_size()
+        return begin + size <= storage.data_ptr() + len(storage)
+    except RuntimeError:  # torch's answer for a BatchedTensor, which has no storage
+        return False
+
+
+def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor addresses; 0 of one without elements."""
+    return sum([max(0, size - 1) * step for size, step in zip(shape, strides, strict=True)])
+
+
+def _refuse(name: str, tensor: Tensor) -> None:
+    """Raise ArgumentError if there is a reason."""
+    reason = why_unreadable(tensor)
+    if reason:
+        raise ArgumentError(f"{name} {reason}.")
+
+
+def why_unreadable(tensor: Tensor) -> str:
+    """Return why the tensor's elements can't be read from memory, and the cure, as what follows
+    the tensor's name; or "" where they can."""
+    if tensor.layout is not torch.strided:
+        return (
+            f"has layout {tensor.layout}, and kernels read dense tensors (torch.strided): pass "
+            "its .to_dense()"
+        )
+    if tensor.numel() == 0:
+        return ""
+    if getattr(tensor, "fake_mode", None) is not None:
+        return (
+            "is a FakeTensor, which holds no numbers, in a call that computes: make every tensor "
+            "of the call fake, under one FakeTensorMode, or none"
+        )
+    if is_zero_tensor(tensor):
+        return "is a zero tensor without memory (torch._efficientzerotensor): pass its .clone()"
+    if is_functional(tensor):
+        return (
+            "is a functional tensor, whose numbers lie in the tensor that it wraps: pass "
+            "torch._from_functional_tensor(...) of it"
+        )
+    try:
+        storage = tensor.untyped_storage()
+    except RuntimeError as error:  # BatchedTensor and opaque tensors
+        return (
+            f"has no memory that a kernel could read ({error}): pass a plain tensor, not one that "
+            "was kept from inside of torch.func's vmap or grad"
+        )
+    last = tensor.storage_offset() + last_element(tensor.shape, tensor.stride())
+    end = (last + 1) * tensor.element_size()
+    if end > storage.nbytes():
+        return (
+            f"of shape {list(tensor.shape)} and strides {list(tensor.stride())} needs a storage "
+            f"of {end} bytes and has one of {storage.nbytes()}, which was freed or made smaller: "
+            "resize it back and fill it, or pass a tensor that was .clone()d before"
+        )
+    # An accelerator's tensors may have no addresses, which is its backend's matter.
+    if tensor.data_ptr() == 0 and tensor.device.type == "cpu":
+        kind = type(tensor).__name__
+        cure = (
+            "its .to_local()" if hasattr(tensor, "to_local") else "the plain tensor that it wraps"
+        )
+        return f"is a {kind} without memory of its own that a kernel could read: pass {cure}"
+    return ""
