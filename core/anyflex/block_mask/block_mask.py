@@ -13,6 +13,7 @@ from anyflex.block_mask.mask_function import MaskMod, sliced_mask_mod, trace_mas
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
+from anyflex.mask_structure import views_registry
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.from_index_lists import runs_of_lists
 from anyflex.mask_structure.run_checks import (
@@ -37,6 +38,11 @@ class BlockMask(MaskContent):
     visited, whatever the mask mod says. FULL means that every element inside the lengths is live.
     Made by `create_block_mask`, `from_runs`, `from_kv_blocks` or `from_torch`. Masks of equal
     content are equal and hash alike, wherever they are.
+
+    A mask is frozen but for `mask_mod`: it owns its tensors, and nobody may write to them. What
+    its mask mod captured stays the user's. The mask mod reads those tensors at each call, while
+    the structure was computed from the values that they had when the mask was built: where they
+    are changed in place and the blocks with them, build a mask anew.
 
     Attributes:
         offsets: int32 [B', H', Qb + 1]; the runs of row r are ``runs[offsets[r]:offsets[r + 1]]``.
@@ -74,21 +80,21 @@ class BlockMask(MaskContent):
         columns = block_count(lengths[1], sizes[1])
         batch, heads, edges = offsets.shape
         merged = pack(listed, batch, heads, edges - 1, columns)
-        if not torch.equal(merged[0], offsets.cpu()):
-            offsets, runs = (tensor.to(offsets.device) for tensor in merged)
         if capacity is not None and capacity < listed.row.numel():
             raise BlockMaskError(
                 f"capacity must be at least the number of runs, {listed.row.numel()}, got "
                 f"{capacity}"
             )
-        runs = padded(runs.contiguous(), capacity or 0)
+        # Copies: the caller's tensors may be written to, the mask's aren't.
+        device = offsets.device
+        offsets, runs = merged[0].to(device), padded(merged[1], capacity or 0).to(device)
         traced, opaque = None, None
         if mask_mod is not None:
             traced, opaque = trace_mask_mod(
                 mask_mod, offsets.device, sizes=(batch, heads, *lengths)
             )
-        self._fill(offsets.contiguous(), runs, lengths, sizes, traced, opaque, mask_mod)
-        self.views()
+        self._fill(offsets, runs, lengths, sizes, traced, opaque, mask_mod)
+        self._views = views_registry.shared(MaskViews(offsets, runs, *lengths, sizes))
 
     @classmethod
     def from_runs(
@@ -116,7 +122,11 @@ class BlockMask(MaskContent):
             seq_lengths: (Q_LEN, KV_LEN).
             block_size: int, or (q, kv).
             mask_mod: needed if there is a PARTIAL run.
-            capacity: rows that `runs` shall have at least, for masks rewritten in place.
+            capacity: rows that `runs` shall have at least. A mask with spare rows is the one that
+                may be rewritten: a CUDA graph that has captured its forward may write new values
+                into the mask's `offsets` and `runs` between replays. Nothing checks them, and what
+                was derived of the mask before stays as it was: the transpose that backward reads,
+                copies on other devices.
 
         Raises:
             BlockMaskError: naming the row, run or position that is wrong.
@@ -170,7 +180,6 @@ class BlockMask(MaskContent):
             mask.needs_mask_mod = mask.has_partial()
         elif mask_mod is not None or mask.has_partial():
             mask.mask_mod = noop_mask if mask_mod is None else mask_mod
-        mask.views()
         return mask
 
     @classmethod
@@ -275,7 +284,7 @@ class BlockMask(MaskContent):
             traced, mask_mod = shifted_mod(traced, shifts), None
         elif shifts and opaque is not None:
             opaque = mask_mod = shifted_opaque(opaque, shifts)
-        made = self._assembled(
+        return self._assembled(
             offsets,
             runs,
             lengths,
@@ -283,13 +292,11 @@ class BlockMask(MaskContent):
             traced,
             opaque,
             mask_mod,
+            views=views,
             needs_mask_mod=self.needs_mask_mod,
             from_captured=self._from_captured,
             zero_alone=self._still_alone(offsets) if self._from_captured else (),
         )
-        made._structure = views
-        made.views()
-        return made
 
     def _still_alone(self, offsets: Tensor) -> tuple[str, ...]:
         """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too. Of an

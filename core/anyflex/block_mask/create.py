@@ -146,7 +146,6 @@ def _create(
         from_captured=True,
         zero_alone=zero_alone,
     )
-    mask.views()  # from here on a change of what the mask was built from is noticed
     return mask.to(wanted)
 
 

@@ -46,9 +46,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
             "mask mod would have to decide anew, and this mask's structure was not built from its "
             "mask mod: make it with create_block_mask, or with lengths of whole blocks"
         )
-    # With a new mask mod, what was captured before may have changed.
-    views = mask.views() if mask_mod is None else mask.unchanged_structure()
-    host = views.on(_CPU)
+    host = mask.views().on(_CPU)
     batch, heads, _ = host.offsets.shape
     new_rows = block_count(q_new, q_block)
     kept = cut(unpack_rows(host.offsets[:, :, : rows + 1], host.runs), columns)
@@ -72,7 +70,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     if traced is not None and any(t.device != mask.device for t in traced.captured):
         at_home = moved(traced, mask.device)
     function = mask._mask_mod if mask_mod is None else mask_mod
-    longer = mask._assembled(
+    return mask._assembled(
         offsets.to(mask.device),
         packed.to(mask.device),
         (q_new, kv_new),
@@ -83,8 +81,6 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
         from_captured=mask._from_captured,
         zero_alone=mask._zero_alone,
     )
-    longer.views()
-    return longer
 
 
 def build_region(

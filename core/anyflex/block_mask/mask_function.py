@@ -12,6 +12,7 @@ from torch import Tensor
 from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
+from anyflex.tensors.symbolic_numbers import NUMBERS
 from anyflex.tracing.trace import TracedMod
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "OpaqueMask",
     "RebuiltMaskMod",
     "captured_name",
+    "check_captured",
+    "check_reads",
     "moved",
     "sliced_mask_mod",
     "trace_mask_mod",
@@ -154,6 +157,40 @@ def captured_name(traced: TracedMod | OpaqueMask, position: int) -> str:
     """Return the name of a captured tensor for messages."""
     name = traced.names[position]
     return f"captured tensor '{name}'" if name else f"captured tensor {position}"
+
+
+def check_reads(traced: TracedMod) -> None:
+    """Check what a traced mask mod reads, after a map over a pytree, against its text.
+
+    Raises:
+        BlockMaskError: a captured tensor isn't as `check_captured` requires, or a number is none.
+    """
+    for number in (*traced.ints, *traced.floats):
+        if not isinstance(number, NUMBERS):
+            raise BlockMaskError(
+                "numbers of block_mask's mask mod must be ints and floats, as they were when the "
+                f"mask was built, got a {type(number).__name__}: build the mask anew"
+            )
+    for position, facts in parse_graph(traced.text).loads().items():
+        check_captured(position, traced.captured[position], *facts)
+
+
+def check_captured(position: int, tensor: Any, dtype: torch.dtype, rank: int) -> None:
+    """Check a tensor that a traced mask mod reads, by its position, against what was traced.
+
+    Raises:
+        BlockMaskError: it is no tensor, or one of another dtype or rank.
+    """
+    if isinstance(tensor, Tensor):
+        if tensor.dtype is dtype and tensor.dim() == rank:
+            return
+        got = f"dtype {tensor.dtype} and {tensor.dim()} dimensions"
+    else:
+        got = f"a {type(tensor).__name__}"
+    raise BlockMaskError(
+        f"captured tensor {position} of block_mask's mask mod must have dtype {dtype} and {rank} "
+        f"dimensions, as it had when the mask was built, got {got}: build the mask anew of it"
+    )
 
 
 def moved(traced: TracedMod, device: torch.device) -> TracedMod:

@@ -3,7 +3,7 @@
 Leaves: offsets, runs, Q_LEN, KV_LEN, the captured tensors, then the numbers of the mask mod.
 Lengths and numbers are leaves because they change from call to call: as part of the structure
 they would make each value another program. A map may put anything in their place, and torch puts
-fake tensors and mere objects there: a mask is looked at when it is used, not when it is rebuilt.
+fake tensors and mere objects there: a mask is checked at its first use, not when it is rebuilt.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
             [""] * captured,
             depends_on_facts,
         )
-    return cls._assembled(
+    return cls._unchecked(
         offsets,
         runs,
         (q_length, kv_length),
@@ -80,7 +80,6 @@ def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -
         opaque,
         sliced_mask_mod if needs_mask_mod else opaque,
         needs_mask_mod=needs_mask_mod,
-        unchecked=True,
         zero_alone=zero_alone,
     )
 

@@ -17,11 +17,7 @@ FORMAT = 1
 
 
 def state_of(mask: MaskContent) -> dict[str, Any]:
-    """Return what `restore` reads.
-
-    Raises BlockMaskError if a tensor of the mask was changed in place: a copy would not know.
-    """
-    mask.views()
+    """Return what `restore` reads."""
     # A traced mask mod is plain data and says all; the function itself may not be picklable.
     traced = mask.traced
     return {
@@ -60,4 +56,4 @@ def restore(mask: MaskContent, state: dict[str, Any]) -> None:
         from_captured=state["from_captured"],
         zero_alone=state.get("zero_alone", ()),  # saved before that was known
     )
-    mask.views()  # compiled calls find them from the start
+    mask.views()

@@ -111,7 +111,7 @@ def _facts(mask: Any) -> object:
     for name in (*_NEEDED[-2:], *_OPTIONAL):
         tensor = getattr(mask, name, None)
         if isinstance(tensor, Tensor):
-            facts += [id(tensor), 0 if tensor.is_inference() else version_counter(tensor)]
+            facts += [id(tensor), version_counter(tensor)]
     return facts
 
 
@@ -128,7 +128,7 @@ def _converted_while_compiling(mask: Any) -> BlockMask:
         block_count(kv_length, kv_block),
     )
     traced = trace_mod(mask.mask_mod, "mask")
-    return BlockMask._assembled(
+    return BlockMask._unchecked(
         offsets, runs, (q_length, kv_length), (q_block, kv_block), traced, None, mask.mask_mod
     )
 

@@ -26,7 +26,6 @@ __all__ = [
     "check_scale",
     "check_tensor_types",
     "check_tensors",
-    "refuse_assigned",
     "refuse_score_mod",
 ]
 
@@ -304,14 +303,6 @@ def refuse_score_mod(score_mod: Any) -> NoReturn:
         "ArgumentTypeError",
         "score_mod must be a function f(score, b, h, q_idx, kv_idx), got "
         f"{type(score_mod).__name__}.",
-    )
-
-
-def refuse_assigned() -> NoReturn:
-    """Refuse a block mask whose tensors aren't those that it was built with."""
-    fail(
-        "BlockMaskError",
-        "offsets or runs of this block mask were assigned; build a new one with from_runs",
     )
 
 

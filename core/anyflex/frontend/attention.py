@@ -17,11 +17,11 @@ from anyflex.frontend.arguments import (
     check_scale,
     check_tensor_types,
     check_tensors,
-    refuse_assigned,
     refuse_score_mod,
 )
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.frontend.custom_ops import flex_attention_op, number_tensors
+from anyflex.mask_structure.run_checks import check_types
 from anyflex.registry.cached_state import posed_as
 from anyflex.runtime.op_request import write_request
 from anyflex.runtime.saved_for_backward import NOTHING, saved_bytes
@@ -220,15 +220,14 @@ def _own_mask(block_mask: Any) -> Any:
     """Return the mask as anyflex's, converting torch's."""
     if torch.compiler.is_dynamo_compiling():  # Dynamo follows import statements
         from anyflex.block_mask.block_mask import BlockMask
-        from anyflex.mask_structure.run_checks import check_types
 
         if isinstance(block_mask, BlockMask):
             # The op looks at the rest.
             check_types(block_mask.offsets, block_mask.runs, " of block_mask")
             return block_mask
     elif isinstance(block_mask, _late("anyflex.block_mask.block_mask").BlockMask):
-        if block_mask._unchecked:
-            block_mask._check_parts()
+        if block_mask._views is None:
+            check_types(block_mask.offsets, block_mask.runs, " of block_mask")
         return block_mask
     if hasattr(block_mask, "kv_num_blocks"):
         from anyflex.block_mask.torch_format import converted
@@ -357,12 +356,6 @@ def op_arguments(
     block_size: tuple[int, ...] = ()
     if block_mask is not None:
         structure = [block_mask.offsets, block_mask.runs]
-        # Dynamo guards that they are the same tensors. A mask that it made itself has none yet.
-        derived = block_mask._structure
-        if derived is not None and (
-            derived.offsets is not block_mask.offsets or derived.runs is not block_mask.runs
-        ):
-            refuse_assigned()
         if block_mask.offsets.is_meta and not query.is_meta:
             fail(
                 "BlockMaskError",

@@ -129,7 +129,7 @@ def _check_captured(captured: list[Tensor], request: Request) -> None:
             name = f"captured tensor {position}"
             check_like(name, tensor, _sizes(name, tensor, facts[1]), facts[0], tensor.device)
         else:
-            from anyflex.block_mask.rebuilt import check_captured
+            from anyflex.block_mask.mask_function import check_captured
 
             check_captured(position - scores, tensor, *facts)
 
@@ -344,8 +344,7 @@ def _inputs(
     ints = parts.ints
     if parts.mask:
         *ints, q_block, kv_block = ints
-        of_mask = parts.captured[request.score_slots[0] :]
-        views = _views(parts.mask, query, key, (q_block, kv_block), of_mask)
+        views = _views(parts.mask, query, key, (q_block, kv_block))
     call = Call(
         query,
         key,
@@ -383,13 +382,12 @@ def _views(
     query: Tensor,
     key: Tensor,
     block_size: tuple[int, int],
-    captured: list[Tensor],
 ) -> Any:
     from anyflex.mask_structure import views_registry
 
     offsets, runs = mask
     lengths = query.shape[2], key.shape[2]
-    live = views_registry.find(offsets, runs, lengths, block_size, captured)
+    live = views_registry.find(offsets, runs, lengths, block_size)
     if live is None:
         return _copied_views(offsets, runs, lengths, block_size, query.device)
     return live.on(query.device)
@@ -402,10 +400,11 @@ def _copied_views(
     block_size: tuple[int, int],
     device: torch.device,
 ) -> Any:
-    from anyflex.block_mask.rebuilt import checked_structure
     from anyflex.mask_structure.device_views import MaskViews
+    from anyflex.mask_structure.run_checks import check_form, check_structure
 
-    offsets, runs = checked_structure(offsets, runs, lengths, block_size, values=False)
+    check_form(offsets, runs, lengths, block_size)
+    offsets, runs = offsets.contiguous(), runs.contiguous()
     if offsets.device.type != "cpu":  # comparing would synchronise
         return MaskViews(offsets, runs, *lengths, block_size).on(device)
     facts = (offsets.shape, runs.shape, lengths, block_size, device)
@@ -413,7 +412,7 @@ def _copied_views(
     for kept_offsets, kept_runs, views in known:
         if torch.equal(kept_offsets, offsets) and torch.equal(kept_runs, runs):
             return views
-    checked_structure(offsets, runs, lengths, block_size)
+    check_structure(offsets, runs, lengths, block_size)
     # Copies, since the tensors may be written again.
     made = MaskViews(offsets.clone(), runs.clone(), *lengths, block_size)
     views = made.on(device)

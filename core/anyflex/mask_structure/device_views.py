@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from anyflex.errors import BlockMaskError
+from anyflex.mask_structure.run_checks import check_values
 from anyflex.mask_structure.runs import (
     FULL,
     PARTIAL,
-    RunList,
     block_count,
     expand_rows,
     pack,
@@ -23,23 +22,11 @@ from anyflex.mask_structure.runs import (
     unpack_rows,
 )
 from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
-from anyflex.tensors.torch_versions import version_counter
 
-if TYPE_CHECKING:
-    from weakref import ref
-
-    from anyflex.block_mask.watch import Watch
-
-__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews", "changes"]
+__all__ = ["FULL", "PARTIAL", "IndexLists", "MaskViews"]
 
 Form = TypeVar("Form")
 _HOST = torch.device("cpu")
-
-
-def changes(tensor: Tensor) -> int:
-    """How often a tensor was changed in place, as far as torch counts."""
-    # One made under inference_mode counts none.
-    return 0 if tensor.is_inference() else version_counter(tensor)
 
 
 class _Referable:
@@ -61,7 +48,6 @@ class MaskViews(_Referable):
 
     Attributes:
         shape: of offsets.
-        changes: of offsets and runs, counted when these views were made.
     """
 
     offsets: Tensor
@@ -71,38 +57,11 @@ class MaskViews(_Referable):
     block_size: tuple[int, int]
     # Each call asks for it, and torch makes a tensor's anew each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
-    changes: tuple[int, int] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
-    # Of the masks with these views, for `anyflex.mask_structure.views_registry`.
-    watches: tuple[ref[Watch], ...] = field(default=(), init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        counts = changes(self.offsets), changes(self.runs)
-        object.__setattr__(self, "changes", counts)
         object.__setattr__(self, "shape", tuple(self.offsets.shape))
-
-    def changed(self) -> str | None:
-        """Return which of offsets and runs was changed in place since these views were made."""
-        counts = changes(self.offsets), changes(self.runs)
-        if counts == self.changes:
-            return None
-        return "runs" if counts[0] == self.changes[0] else "offsets"
-
-    def check_unchanged(self) -> None:
-        """Check that what a backward derives is of the runs that forward read.
-
-        Raises:
-            BlockMaskError: offsets or runs were changed in place since these views were made.
-        """
-        host = self.host  # forms are derived from it
-        for views in (self,) if host is None or host is self else (self, host):
-            name = views.changed()
-            if name is not None:
-                raise BlockMaskError(
-                    f"{name} of this block mask was changed in place between forward and "
-                    "backward: call backward before the change, or build a mask anew for it"
-                )
 
     @property
     def device(self) -> torch.device:
@@ -200,32 +159,19 @@ class MaskViews(_Referable):
         # The copy derives its forms from this object where this one is on the host already.
         return copy.with_copy(self)
 
-    def _checked_runs(self) -> RunList:
-        """Return the runs on the host, refusing what would take any amount of memory to transpose.
-
-        Raises:
-            BlockMaskError: they leave the mask, as no mask's do when it is built.
-        """
-        counts = self.offsets.diff(dim=2)
-        runs = None
-        if not (counts < 0).any() and counts.sum() <= self.runs.shape[0]:
-            runs = unpack(self.offsets, self.runs)
-        if (
-            runs is None
-            or ((runs.first < 0) | (runs.end <= runs.first) | (runs.end > self.kv_blocks)).any()
-        ):
-            raise BlockMaskError(
-                "offsets and runs of this block mask say blocks that it doesn't have: they were "
-                "written past torch's count of changes (.data, NumPy); build the mask anew"
-            )
-        return runs
-
     def _transpose(self) -> MaskViews:
         host = self.on(_HOST)
         if host is not self:
             return host.transposed().on(self.device)
         batch, heads, _ = self.shape
-        runs = transpose(self._checked_runs(), batch * heads, self.q_blocks, self.kv_blocks)
+        used = max(0, int(self.offsets[-1, -1, -1])) if self.offsets.numel() else 0
+        # A compiled program's caller may have handed over anything, and transposing runs that leave
+        # the mask would take any amount of memory.
+        check_values(
+            self.offsets, self.runs[:used], (self.q_length, self.kv_length), self.block_size
+        )
+        listed = unpack(self.offsets, self.runs)
+        runs = transpose(listed, batch * heads, self.q_blocks, self.kv_blocks)
         offsets, packed = pack(runs, batch, heads, self.kv_blocks, self.q_blocks)
         sizes = (self.block_size[1], self.block_size[0])
         return MaskViews(offsets, packed, self.kv_length, self.q_length, sizes)

@@ -16,10 +16,13 @@ from anyflex.mask_structure.runs import FULL, PARTIAL, block_count
 from anyflex.registry.cached_state import posed_in_force
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.fixed_numbers import fixed
+from anyflex.tensors.storage_checks import PLAIN
+from anyflex.tensors.torch_versions import dispatch_modes, is_wrapped
 
 __all__ = [
     "check_form",
     "check_runs",
+    "check_structure",
     "check_types",
     "check_values",
     "checked_block_size",
@@ -27,6 +30,7 @@ __all__ = [
     "checked_grid_size",
     "checked_length",
     "checked_lengths",
+    "holds_numbers",
     "refuse_meta",
     "row_name",
 ]
@@ -167,6 +171,23 @@ def check_values(
     CPU."""
     _check_offsets(offsets, runs.shape[0])
     _check_kinds_and_ends(offsets, runs, block_count(lengths[1], block_size[1]))
+
+
+def check_structure(
+    offsets: Any, runs: Any, lengths: tuple[int, int], block_size: tuple[int, int]
+) -> None:
+    """Check a mask's tensors that come without the mask that was built of them: their form, and on
+    the CPU their numbers. Another device would be waited for, and fake tensors have none."""
+    check_form(offsets, runs, lengths, block_size)
+    if dispatch_modes() == 0 and offsets.device.type == "cpu" and holds_numbers(offsets):
+        used = max(0, int(offsets[-1, -1, -1])) if offsets.numel() else 0
+        check_values(offsets, runs[:used], lengths, block_size)
+
+
+def holds_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor has numbers at an address of its own: fake tensors, other subclasses and
+    functorch's wrappers have not."""
+    return type(tensor) in PLAIN and not tensor.is_meta and not is_wrapped(tensor)
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:

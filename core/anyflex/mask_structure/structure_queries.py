@@ -19,11 +19,30 @@ __all__ = ["BlockStructure"]
 class BlockStructure:
     """The base of `BlockMask`: sizes, counts and drawings; attributes as there."""
 
-    # Plain attributes, no properties: the traced half of a call reads these under torch.compile.
-    offsets: Tensor
-    runs: Tensor
-    seq_lengths: tuple[int, int]
-    BLOCK_SIZE: tuple[int, int]
+    _offsets: Tensor
+    _runs: Tensor
+    _seq_lengths: tuple[int, int]
+    _block_size: tuple[int, int]
+
+    @property
+    def offsets(self) -> Tensor:
+        """int32 [B', H', Qb + 1], the mask's own: not to be written to."""
+        return self._offsets
+
+    @property
+    def runs(self) -> Tensor:
+        """int32 [n, 3], the mask's own: not to be written to."""
+        return self._runs
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """(Q_LEN, KV_LEN) in elements."""
+        return self._seq_lengths
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """(q, kv) in elements."""
+        return self._block_size
 
     def views(self, device: torch.device | None = None) -> MaskViews:
         """Return the structure for kernels on `device` (default: the mask's), copied once."""

@@ -91,8 +91,6 @@ class FlexAttention(torch.autograd.Function):
         (query, key, value, out, lse, *others), looked = as_saved(
             ctx.saved_tensors, facts, lambda position: _name(position, count, names)
         )
-        if views is not None:
-            views.check_unchanged()
         captured = tuple(others[:count])
         if read is not None:
             _check_unchanged(read[1])
@@ -205,7 +203,7 @@ def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
     count of changes."""
     functions: tuple[Any, ...] = call.score_function, call.mask_function
     read = [tensor for mod in functions if mod is not None for tensor in mod.tensors]
-    return call.captured, [(t, version_counter(t)) for t in read if not t.is_inference()]
+    return call.captured, [(t, version_counter(t)) for t in read]
 
 
 def _check_unchanged(read: list[tuple[Tensor, int]]) -> None:

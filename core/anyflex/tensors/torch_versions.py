@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -179,10 +178,13 @@ def is_batched(tensor: Tensor) -> bool:
 _counts_versions = _find(
     "Tensor._version", None, "changes in place between forward and backward are not noticed"
 )
-version_counter: Callable[[Tensor], int] = (
-    (lambda tensor: 0) if _counts_versions is None else attrgetter("_version")
-)
-"""Number of changes in place of a tensor. Raises for one made under inference mode."""
+
+
+def version_counter(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for one made under inference mode, which
+    counts no changes."""
+    return 0 if _counts_versions is None or tensor.is_inference() else tensor._version
+
 
 is_zero_tensor: Callable[[Tensor], bool] = _find(
     "Tensor._is_zerotensor",
