@@ -144,6 +144,7 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
     """The same call, piece by piece."""
     from anyflex.frontend.arguments import check_tensor_types, check_tensors
     from anyflex.frontend.aux_outputs import AuxRequest
+    from anyflex.frontend.checked_call import CheckedCall
     from anyflex.frontend.eager_call import gather
     from anyflex.runtime.launch import launch_forward
     from anyflex.runtime.plan import plan_for
@@ -151,7 +152,8 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
 
     aux = AuxRequest()
     cpu = torch.device("cpu")
-    inputs = gather(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
+    call = CheckedCall(query, key, value, closure(slopes, 3.0), mask, 0.3, aux, (), None)
+    inputs = gather(call)
     plan = plan_for(inputs)
     call = inputs.call
 

@@ -25,6 +25,7 @@ from anyflex.errors import (
 )
 from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
+from anyflex.process.version import VERSION
 
 # Loaded for what it registers: torch loses a cache bundle that holds an unknown type.
 from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
     from anyflex.frontend.attention_sinks import with_sinks
     from anyflex.frontend.explain import explain
     from anyflex.frontend.gradients import flex_attention_backward
-    from anyflex.registry.forced_backends import use_backend
+    from anyflex.registry.use_backend import use_backend
     from anyflex.runtime.cache_archive import load_artifacts, save_artifacts
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AllocationError",
@@ -85,7 +86,7 @@ _LATER = {
     "noop_mask": "anyflex.block_mask.combine",
     "or_masks": "anyflex.block_mask.combine",
     "save_artifacts": "anyflex.runtime.cache_archive",
-    "use_backend": "anyflex.registry.forced_backends",
+    "use_backend": "anyflex.registry.use_backend",
     "with_sinks": "anyflex.frontend.attention_sinks",
 }
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""

@@ -21,7 +21,7 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.contract.capabilities import CONTRACT_1_FIELDS, Capabilities
 from anyflex.contract.decision import Accepted, Decision, Rejected
 from anyflex.contract.option import Option
-from anyflex.contract.spec import Alignment, CapturedFacts, Spec
+from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.errors import (
     AllocationError,
     AnyflexError,
@@ -35,15 +35,17 @@ from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
 from anyflex.mask_structure.to_index_lists import IndexLists
 from anyflex.mod_graph.differentiate import Derivative, Scatter, differentiate
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import ModGraph, Node, parse_graph
+from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.lowering import Lowering, operand_classes, type_class
 from anyflex.mod_graph.mkl_warmup import make_first_calls
+from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import DTYPES, OPERATIONS
 from anyflex.mod_graph.simplify import simplify, simplify_nodes
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.process.progress_line import ProgressLine
 from anyflex.registry.backend_table import isolated, register, register_hooks
 from anyflex.registry.hook_specs import hookimpl
+from anyflex.tensors.tensor_facts import Alignment
 
 __all__ = [
     "CONTRACT",

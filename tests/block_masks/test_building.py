@@ -19,7 +19,7 @@ from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.block_mask.mask_function import trace_mask_mod
 from anyflex.block_mask.quad_tree import QuadTree
 from anyflex.block_mask.undecided_blocks import Budget
-from anyflex.intervals.analysis import Domain
+from anyflex.intervals.evaluation import Domain
 from anyflex.testing.oracle import dense_attention
 from tests.block_masks.families import Sizes, mask_mods, sizes
 from tests.block_masks.test_random_masks import CHECKED, COUNT, check, dense, kinds

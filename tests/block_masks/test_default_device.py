@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import anyflex
 from anyflex import masks
 from anyflex.errors import ArgumentError, BlockMaskError
-from anyflex.frontend.attention import op_arguments
+from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.custom_ops import flex_attention_op
+from anyflex.frontend.op_call import op_arguments
 
 __all__: list[str] = []
 
@@ -149,9 +150,8 @@ def test_a_mask_on_meta_is_refused(way: str) -> None:
 def test_the_static_op_takes_no_tensor_of_meta_among_others() -> None:
     query = torch.ones(1, 1, 20, 8)
     mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20)
-    arguments, _, _ = op_arguments(
-        query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None
-    )
+    call = CheckedCall(query, query, query, None, mask, 1.0, anyflex.AuxRequest(), (), None)
+    arguments, _, _ = op_arguments(call)
     (offsets, runs, *numbers), *rest = arguments
     moved = [offsets.to("meta"), runs.to("meta"), *numbers]
     with pytest.raises(ArgumentError, match="another tensor of the call on meta"):

@@ -14,8 +14,9 @@ from typing import NoReturn
 import pytest
 
 import anyflex
+from anyflex.bench.usage_errors import NotRun, WrongUsage
 from anyflex.cli import doctor
-from anyflex.cli.exit_codes import ExitCode, NotRun, UserFileFailed, WrongUsage, exit_code_table
+from anyflex.cli.exit_codes import ExitCode, UserFileFailed, exit_code_table
 from anyflex.errors import AnyflexError, ArgumentError, BackendRefused, ModTraceError, PluginError
 from anyflex.registry import environment
 from tests.cli.conftest import RunCommand

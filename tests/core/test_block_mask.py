@@ -17,7 +17,7 @@ from anyflex.block_mask.create import create_block_mask
 from anyflex.errors import AnyflexError, BlockMaskError
 from anyflex.mask_structure import to_index_lists
 from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
-from anyflex.mask_structure.to_index_lists import IndexLists, list_blocks
+from anyflex.mask_structure.to_index_lists import IndexLists
 from tests.core.dense_blocks import check_kinds, written_kinds
 from tests.core.given_masks import (
     by_batch_and_head,
@@ -118,10 +118,10 @@ def test_index_lists_are_made_some_rows_at_a_time(
     grid = random_grid(random.Random(3), 2, 2, 9, 7)
     offsets, runs = grid_runs(grid)
     make = functools.partial(MaskViews, offsets, runs, 9 * 16 - 5, 7 * 16 - 5, (16, 16))
-    wanted = [list_blocks(make(), ragged_is_partial=ragged) for ragged in (False, True)]
+    wanted = [make().list_blocks(ragged_is_partial=ragged) for ragged in (False, True)]
     monkeypatch.setattr(to_index_lists, "_BLOCKS", room)
     for ragged in (False, True):
-        lists = list_blocks(make(), ragged_is_partial=ragged)
+        lists = make().list_blocks(ragged_is_partial=ragged)
         for name in IndexLists.__slots__:
             assert torch.equal(getattr(lists, name), getattr(wanted[ragged], name))
 

@@ -15,8 +15,8 @@ from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.row_slicing import row_range
 from anyflex.errors import BlockMaskError
+from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
-from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import check_kinds, dense_mask, random_case
 from tests.core.given_masks import by_batch_and_head, causal
 

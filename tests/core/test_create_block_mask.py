@@ -14,8 +14,8 @@ from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.combine import and_masks, noop_mask, or_masks
 from anyflex.block_mask.create import create_block_mask, create_mask
 from anyflex.errors import ArgumentTypeError, BlockMaskError, ModIndexError, ModTraceError
+from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
-from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
 
 

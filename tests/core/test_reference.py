@@ -10,7 +10,7 @@ import torch
 from anyflex.errors import ModIndexError
 from anyflex.mask_structure.device_views import FULL, PARTIAL
 from anyflex.reference import backward, chunks, nonfinite_products
-from anyflex.testing.mods.mod import Sizes
+from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.score_mods import SCORE_MODS
 from anyflex.testing.oracle import dense_attention
 from anyflex.testing.results import Forward, Results, differences, gradients

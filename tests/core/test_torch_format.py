@@ -21,8 +21,8 @@ from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.create import create_block_mask
 from anyflex.block_mask.torch_format import converted
 from anyflex.errors import ArgumentTypeError, BlockMaskError
+from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
-from anyflex.testing.mods.mod import Sizes
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case
 
 DATA = Path(__file__).parent.parent / "data"

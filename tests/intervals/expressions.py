@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.intervals.analysis import Domain
 from anyflex.intervals.cells import Cells
+from anyflex.intervals.evaluation import Domain
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import GraphBuilder, ModGraph
 

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from anyflex.intervals.analysis import Analysis, Domain
+from anyflex.intervals.analysis import Analysis
+from anyflex.intervals.evaluation import Domain
 from anyflex.intervals.index_width import int32_nodes
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import ModGraph, parse_graph

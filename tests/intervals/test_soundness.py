@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anyflex.intervals.analysis import Analysis, Evaluation
+from anyflex.intervals.analysis import Analysis
+from anyflex.intervals.evaluation import Evaluation
 from anyflex.intervals.floats import FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.three_valued_logic import BOOL_RULES

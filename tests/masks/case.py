@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anyflex.block_mask.mask_function import MaskMod
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["CASES", "Case", "Made", "case", "lengths_of", "spread", "tensor"]
 

@@ -9,7 +9,7 @@ import torch
 
 import anyflex
 from anyflex import masks
-from anyflex.block_mask.mask_function import MaskMod
+from anyflex.tracing.mod_types import MaskMod
 from tests.masks.case import Made, case, tensor
 
 __all__: list[str] = []

@@ -17,7 +17,8 @@ from anyflex.errors import PluginError
 from anyflex.registry import generation, isolated, register, register_hooks
 from anyflex.registry.doctor_report import hook_rows
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.runtime.kernel_cache import kernel_for, launched, listeners
+from anyflex.runtime.compiled_kernel import launched, listeners
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.packages import install
 from tests.registry.stubs import Reference, make_spec, make_stub
 

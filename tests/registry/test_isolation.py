@@ -26,7 +26,8 @@ from anyflex.errors import (
 from anyflex.registry import isolated, register, register_hooks
 from anyflex.registry.doctor_report import backend_rows
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.runtime.kernel_cache import kernel_failed, kernel_for
+from anyflex.runtime.compiled_kernel import kernel_failed
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.packages import BACKEND, HEADER, install
 from tests.registry.stubs import NullKernel, Reference, Stub, make_spec, make_stub
 

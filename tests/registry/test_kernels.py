@@ -12,9 +12,10 @@ import torch
 from anyflex.errors import AnyflexError, ArgumentError, GraphCaptureError, PluginError
 from anyflex.process.lru import Recent
 from anyflex.registry import register, reset
-from anyflex.registry.forced_backends import use_backend
+from anyflex.registry.use_backend import use_backend
 from anyflex.runtime import kernel_compiler
-from anyflex.runtime.kernel_cache import CompiledKernel, kernel_for
+from anyflex.runtime.compiled_kernel import CompiledKernel
+from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.stubs import make_spec, make_stub
 
 __all__: list[str] = []

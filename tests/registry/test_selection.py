@@ -25,7 +25,8 @@ from anyflex.registry import (
     use_backend,
 )
 from anyflex.registry.fallback import warn_about_opaque_mod
-from anyflex.runtime.kernel_cache import CompiledKernel, explain_selection, kernel_for
+from anyflex.runtime.compiled_kernel import CompiledKernel
+from anyflex.runtime.kernel_cache import explain_selection, kernel_for
 from tests.registry.stubs import Reference, make_spec, make_stub
 
 __all__: list[str] = []

@@ -22,9 +22,10 @@ from anyflex.contract.call import Call, Outputs, TensorSpec
 from anyflex.contract.decision import Decision, Rejected
 from anyflex.contract.spec import Spec
 from anyflex.reference.backend import ReferenceBackend
-from anyflex.registry import cached_state, isolated, register
+from anyflex.registry import isolated, register
 from anyflex.registry.backend_table import Table
 from anyflex.runtime.kernel_cache import kernel_for
+from anyflex.tensors import stand_in
 from anyflex.testing import posing
 from anyflex.testing.oracle import dense_attention, dense_mask
 from tests.registry.stubs import Stub, make_spec, make_stub
@@ -172,7 +173,7 @@ def test_a_block_inside_a_compiled_function_breaks_its_graph(chip: type[Chip]) -
         warnings.simplefilter("error", UserWarning)  # Dynamo's, of what it can't look into
         inside, outside = torch.compile(posed, backend="aot_eager")(some_query())
     assert inside.any() and not outside.any()
-    assert cached_state.posed_in_force() is None
+    assert stand_in.posed_in_force() is None
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
@@ -366,29 +367,29 @@ def test_autocast_is_the_cpus(chip: type[Chip]) -> None:
 
 
 def test_blocks_nest_and_the_inner_one_counts() -> None:
-    assert cached_state.posed_in_force() is None
+    assert stand_in.posed_in_force() is None
     with posing("xpu"):
         with posing("cuda", arch="sm_90"):
-            assert cached_state.posed_in_force() == ("cuda", "sm_90")
+            assert stand_in.posed_in_force() == ("cuda", "sm_90")
             with posing("cpu"):
-                assert cached_state.posed_in_force() is None
-            assert cached_state.posed_in_force() == ("cuda", "sm_90")
-        assert cached_state.posed_in_force() == ("xpu", "")
-    assert cached_state.posed_in_force() is None
+                assert stand_in.posed_in_force() is None
+            assert stand_in.posed_in_force() == ("cuda", "sm_90")
+        assert stand_in.posed_in_force() == ("xpu", "")
+    assert stand_in.posed_in_force() is None
 
 
 def test_one_object_can_be_entered_again_and_decorate() -> None:
     block = posing("xpu")
     with block, block:
-        assert cached_state.posed_in_force() == ("xpu", "")
-    assert cached_state.posed_in_force() is None
+        assert stand_in.posed_in_force() == ("xpu", "")
+    assert stand_in.posed_in_force() is None
 
     @posing("mps")
     def posed() -> object:
-        return cached_state.posed_in_force()
+        return stand_in.posed_in_force()
 
     assert posed() == ("mps", "")
-    assert cached_state.posed_in_force() is None
+    assert stand_in.posed_in_force() is None
 
 
 def run_in_thread(work: Any) -> list[Any]:
@@ -423,7 +424,7 @@ def test_a_block_holds_for_every_thread(chip: type[Chip]) -> None:
 def test_two_threads_may_pose_as_the_same_device_and_not_as_different_ones() -> None:
     def same() -> object:
         with posing("xpu"):
-            return cached_state.posed_in_force()
+            return stand_in.posed_in_force()
 
     def other() -> None:
         with posing("cuda"):
@@ -435,13 +436,13 @@ def test_two_threads_may_pose_as_the_same_device_and_not_as_different_ones() -> 
 
     with posing("xpu"):
         assert run_in_thread(same) == [("xpu", "")]
-        assert cached_state.posed_in_force() == ("xpu", "")
+        assert stand_in.posed_in_force() == ("xpu", "")
         for work in (other, itself):
             (error,) = run_in_thread(work)
             assert isinstance(error, anyflex.ArgumentError)
             assert "another thread is in posing('xpu')" in str(error)
-        assert cached_state.posed_in_force() == ("xpu", "")
-    assert cached_state.posed_in_force() is None
+        assert stand_in.posed_in_force() == ("xpu", "")
+    assert stand_in.posed_in_force() is None
 
 
 def test_blocks_of_two_threads_may_end_in_any_order() -> None:
@@ -449,15 +450,15 @@ def test_blocks_of_two_threads_may_end_in_any_order() -> None:
     first.__enter__()
     run_in_thread(second.__enter__)
     first.__exit__(None, None, None)
-    assert cached_state.posed_in_force() == ("xpu", "")
+    assert stand_in.posed_in_force() == ("xpu", "")
     run_in_thread(lambda: second.__exit__(None, None, None))
-    assert cached_state.posed_in_force() is None
+    assert stand_in.posed_in_force() is None
 
 
 def _in_child(queue: Any) -> None:
-    held = cached_state.posed_in_force()
+    held = stand_in.posed_in_force()
     with posing("cuda"):  # the parent's other thread doesn't exist here, and hinders nobody
-        queue.put((held, cached_state.posed_in_force()))
+        queue.put((held, stand_in.posed_in_force()))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

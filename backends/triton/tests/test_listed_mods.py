@@ -10,8 +10,9 @@ from tile_case import Case, M, N
 
 from anyflex.plugin import differentiate, parse_graph, simplify
 from anyflex.testing.mods.kit_mods import KIT_MASKS, KIT_MODS
+from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
-from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.mod import Entry
 from anyflex.testing.mods.operation_mods import OPERATION_MODS
 from anyflex.testing.mods.score_mods import SCORE_MODS
 from anyflex.tracing.trace import trace_mod

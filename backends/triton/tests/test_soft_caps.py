@@ -10,8 +10,8 @@ import torch
 from tile_case import Case, M, N
 from torch import Tensor
 
-from anyflex.mods.composition import ScoreMod
 from anyflex.plugin import differentiate, parse_graph, simplify
+from anyflex.tracing.mod_types import ScoreMod
 from anyflex.tracing.trace import trace_mod
 from anyflex_triton.lowering import cap_factors
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import anyflex
 from anyflex.bench.case import BenchCase, Inputs
 from anyflex.bench.peers import peers
-from anyflex.cli.exit_codes import NotRun, WrongUsage
+from anyflex.bench.usage_errors import NotRun, WrongUsage
 from anyflex.registry import backend_table
 
 __all__ = ["Attend", "Contender", "chosen_contenders"]

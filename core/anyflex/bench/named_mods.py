@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from anyflex import masks, mods
-from anyflex.cli.exit_codes import WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
 
 __all__ = ["MASKS", "MODS", "mask_mods", "score_mods"]
 

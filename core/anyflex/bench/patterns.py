@@ -9,7 +9,7 @@ import torch
 
 from anyflex import and_masks, masks, mods
 from anyflex.bench.named_mods import mask_mods, score_mods
-from anyflex.cli.exit_codes import WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
 
 __all__ = ["RANDOM_DOCUMENTS", "make_mask_mod", "make_score_mod"]
 

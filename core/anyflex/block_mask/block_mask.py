@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import pytree, row_slicing, slicing
+from anyflex.block_mask import pytree, row_slicing, serialization, slicing
 from anyflex.block_mask.combine import noop_mask
-from anyflex.block_mask.mask_function import MaskMod, sliced_mask_mod, trace_mask_mod
+from anyflex.block_mask.mask_function import sliced_mask_mod, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import Shifts, shifted_mod, shifted_opaque
 from anyflex.errors import BlockMaskError
@@ -24,6 +24,7 @@ from anyflex.mask_structure.run_checks import (
 )
 from anyflex.mask_structure.runs import PARTIAL, block_count, pack, padded, unpack
 from anyflex.tensors.dynamo_disabled import outside_graphs
+from anyflex.tracing.mod_types import MaskMod
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -306,6 +307,12 @@ class BlockMask(MaskContent):
         sizes = zip(("b", "h"), self.offsets.shape[:2], offsets.shape[:2], strict=True)
         chosen = [index for index, before, now in sizes if before > 1 and now == 1]
         return (*self._zero_alone, *chosen) if chosen else self._zero_alone
+
+    def __getstate__(self) -> dict[str, Any]:
+        return serialization.state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        serialization.restore(self, state)
 
     def __repr__(self) -> str:
         return (

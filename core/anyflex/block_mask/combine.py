@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import check_signature
 
 __all__ = ["and_masks", "noop_mask", "or_masks"]

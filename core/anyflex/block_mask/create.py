@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyflex.block_mask.block_mask import BlockMask
-from anyflex.block_mask.dense_scan import chunked_runs, element_boxes, live_elements
-from anyflex.block_mask.elementwise_evaluation import Elements, TracedElements, elements_of
-from anyflex.block_mask.mask_function import MaskMod, captured_name, trace_mask_mod
-from anyflex.block_mask.quad_tree import QuadTree
+from anyflex.block_mask.dense_scan import element_boxes, live_elements
+from anyflex.block_mask.elementwise_evaluation import elements_of
+from anyflex.block_mask.mask_function import captured_name, trace_mask_mod
+from anyflex.block_mask.structure_builder import built_runs
 from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
-from anyflex.errors import BlockMaskError, ModTraceError, PerformanceWarning
-from anyflex.intervals.analysis import Domain
+from anyflex.errors import BlockMaskError, ModTraceError
+from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.run_checks import checked_block_size, checked_device, checked_length
-from anyflex.mask_structure.runs import PARTIAL, RunList, block_count, pack
-from anyflex.registry.plugin_errors import user_stacklevel
+from anyflex.mask_structure.runs import PARTIAL, block_count, pack
 from anyflex.tensors.allocation import no_memory_for
 from anyflex.tensors.storage_checks import why_unreadable
 from anyflex.tensors.torch_versions import kept_out_of_graphs
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod, mod_kind, trace_mod
 
 __all__ = ["create_block_mask", "create_mask"]
@@ -124,13 +123,12 @@ def _create(
     wanted = at_home if wanted is None else wanted
     # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
-    batch = batch if "b" in elements.depends else 1
-    heads = heads if "h" in elements.depends else 1
+    batch, heads = elements.grid(batch, heads)
     # An opaque mask mod may read anything: of it isn't known whether it would be wrong for more.
     alone = {"b": batch, "h": heads} if traced is not None else {}
     zero_alone = tuple(i for i, size in alone.items() if size == 1 and i in elements.depends)
     budget = Budget(None if exact else DEFAULT_BUDGET)
-    runs = _decided_runs(elements, Domain(batch, heads, lengths, block_size), budget)
+    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), budget)
     rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
     if not separate_full_blocks:
         runs = runs._replace(kind=torch.full_like(runs.kind, PARTIAL))
@@ -147,26 +145,6 @@ def _create(
         zero_alone=zero_alone,
     )
     return mask.to(wanted)
-
-
-def _decided_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
-    if isinstance(elements, TracedElements):
-        tree = QuadTree(elements, domain, budget)
-        runs = tree.build()
-        undecided = tree.undecided_term()
-    else:
-        sizes = (domain.batch, domain.heads, domain.lengths, domain.block_size)
-        runs = chunked_runs(elements, *sizes, budget)
-        undecided = "the whole function, which can't be traced"
-    if budget.exceeded:
-        warnings.warn(
-            f"create_block_mask stopped after work worth {budget.spent} elements and left the "
-            f"rest PARTIAL, which is right but may be slower. What ranges can't decide there is "
-            f"{undecided}. Pass exact=True to look at everything, or build the mask from runs.",
-            PerformanceWarning,
-            stacklevel=user_stacklevel(),
-        )
-    return runs
 
 
 _create_uncompiled = kept_out_of_graphs(_create)

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod, captured_name
+from anyflex.block_mask.mask_function import captured_name
 from anyflex.errors import BlockMaskError, ModIndexError
 from anyflex.mod_graph.evaluate import Evaluator
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.mod_graph.printing import expression
 from anyflex.mod_graph.simplify import simplify
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 from anyflex.tracing.vmapped_mods import apply_mask, apply_score
 
@@ -35,8 +36,20 @@ class Elements(Protocol):
         """Return bool [b, h, q, k] from int64 vectors of indices; it may have stride 0."""
         ...
 
+    def grid(self, batch: int, heads: int) -> tuple[int, int]:
+        """Return B' and H' of a mask: 1 where the result doesn't depend on the index."""
+        ...
 
-class TracedElements:
+
+class _Grid:
+    depends: frozenset[str]
+
+    def grid(self, batch: int, heads: int) -> tuple[int, int]:
+        """See `Elements`."""
+        return (batch if "b" in self.depends else 1, heads if "h" in self.depends else 1)
+
+
+class TracedElements(_Grid):
     """A traced mask mod, or a score mod, of which an element is dead where it gives -inf.
 
     Args:
@@ -131,7 +144,7 @@ class TracedElements:
         raise AssertionError("an index that left its tensor was not found again")
 
 
-class OpaqueElements:
+class OpaqueElements(_Grid):
     """A mod that could not be traced but is pure: torch.vmap runs it."""
 
     def __init__(self, function: Callable[..., Any], device: torch.device, kind: str) -> None:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from anyflex.block_mask.mask_function import (
-    MaskMod,
-    OpaqueMask,
-    RebuiltMaskMod,
-    moved,
-    trace_mask_mod,
-)
+from anyflex.block_mask.elementwise_evaluation import elements_of
+from anyflex.block_mask.mask_function import OpaqueMask, moved, trace_mask_mod
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read, shifted_mod, shifted_opaque
+from anyflex.block_mask.structure_builder import built_runs
+from anyflex.block_mask.undecided_blocks import DEFAULT_BUDGET, Budget
 from anyflex.errors import BlockMaskError
+from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.run_checks import checked_length
 from anyflex.mask_structure.runs import RunList, block_count, cut, pack, unpack_rows
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
-
-if TYPE_CHECKING:
-    from anyflex.block_mask.block_mask import BlockMask
 
 __all__ = ["build_region", "extended"]
 
 _CPU = torch.device("cpu")
 
-Mask = TypeVar("Mask", bound="BlockMask")
+Mask = TypeVar("Mask", bound=MaskContent)
 
 
 def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exact: bool) -> Mask:
@@ -108,21 +105,19 @@ def build_region(
         Runs whose rows count through batch, head and the rectangle's rows of blocks, and whose
         columns count from the rectangle's first.
     """
-    from anyflex.block_mask.create import create_block_mask
-
     shifts = {"q_idx": q_range[0], "kv_idx": kv_range[0]}
-    function: MaskMod
     if traced is not None:
-        function, device = RebuiltMaskMod(shifted_mod(traced, shifts)), _CPU
+        elements = elements_of(shifted_mod(traced, shifts), None, _CPU)
     else:
         assert opaque is not None
-        function = shifted_opaque(opaque, shifts)
+        elements = elements_of(None, shifted_opaque(opaque, shifts), device)
     lengths = (q_range[1] - q_range[0], kv_range[1] - kv_range[0])
-    region = create_block_mask(
-        function, *grid, *lengths, device=device, BLOCK_SIZE=block_size, exact=exact
-    )
-    host = region.views().on(_CPU)
-    return unpack_rows(host.offsets.expand(*grid, -1), host.runs)
+    batch, heads = elements.grid(*grid)
+    budget = Budget(None if exact else DEFAULT_BUDGET)
+    runs = built_runs(elements, Domain(batch, heads, lengths, block_size), budget)
+    rows, columns = (block_count(*pair) for pair in zip(lengths, block_size, strict=True))
+    offsets, packed = pack(runs, batch, heads, rows, columns)
+    return unpack_rows(offsets.expand(*grid, -1), packed)
 
 
 def _placed(runs: RunList, rows: int, new_rows: int, first_row: int, first_column: int) -> RunList:
@@ -147,7 +142,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
 
 
 def _mod(
-    mask: BlockMask, mask_mod: MaskMod | None, lengths: tuple[int, int]
+    mask: MaskContent, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> tuple[TracedMod | None, OpaqueMask | None]:
     """Return the mask mod that decides what is new, checked against the mask."""
     if mask_mod is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -13,10 +13,10 @@ from anyflex.errors import BlockMaskError, ModIndexError, ModTraceError
 from anyflex.mod_graph.evaluate import evaluate
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.tensors.symbolic_numbers import NUMBERS
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
 __all__ = [
-    "MaskMod",
     "OpaqueMask",
     "RebuiltMaskMod",
     "captured_name",
@@ -26,9 +26,6 @@ __all__ = [
     "sliced_mask_mod",
     "trace_mask_mod",
 ]
-
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""``f(b, h, q_idx, kv_idx) -> bool scalar``."""
 
 
 class OpaqueMask(Protocol):

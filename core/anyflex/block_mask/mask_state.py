@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask import serialization
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
-    MaskMod,
     OpaqueMask,
     RebuiltMaskMod,
     check_reads,
@@ -24,6 +22,7 @@ from anyflex.mask_structure.run_checks import check_structure, checked_device, c
 from anyflex.mask_structure.structure_queries import BlockStructure
 from anyflex.tensors.dynamo_disabled import outside_graphs
 from anyflex.tensors.torch_versions import version_counter
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
 if TYPE_CHECKING:
@@ -216,9 +215,3 @@ class MaskContent(BlockStructure):
         if self._hash is None:
             self._hash = structure_hash(self.views())
         return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return serialization.state_of(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        serialization.restore(self, state)

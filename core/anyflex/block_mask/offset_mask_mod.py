@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from anyflex.block_mask.mask_function import OpaqueMask
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, parse_graph
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, parse_graph
+from anyflex.mod_graph.node import Node
 from anyflex.tracing.trace import TracedMod
 
 __all__ = ["ShiftedMaskMod", "Shifts", "indices_read", "shifted_mod", "shifted_opaque"]

@@ -9,20 +9,20 @@ fake tensors and mere objects there: a mask is checked at its first use, not whe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
+from anyflex.block_mask.mask_function import sliced_mask_mod
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.tensors.torch_versions import GetAttrKey, register_pytree_node
 from anyflex.tracing.trace import TracedMod
-
-if TYPE_CHECKING:
-    from anyflex.block_mask.block_mask import BlockMask
 
 __all__ = ["register"]
 
 _Context = tuple[Any, ...]
+Mask = TypeVar("Mask", bound=MaskContent)
 
 
-def register(cls: type[BlockMask]) -> None:
+def register(cls: type[MaskContent]) -> None:
     """Register the class; done once, where it is defined."""
     register_pytree_node(
         cls,
@@ -35,7 +35,7 @@ def register(cls: type[BlockMask]) -> None:
     )
 
 
-def _flatten(mask: BlockMask) -> tuple[list[Any], _Context]:
+def _flatten(mask: MaskContent) -> tuple[list[Any], _Context]:
     traced = mask.traced
     leaves: list[Any] = [mask.offsets, mask.runs, *mask.seq_lengths]
     form: tuple[Any, ...] | None = None
@@ -46,7 +46,7 @@ def _flatten(mask: BlockMask) -> tuple[list[Any], _Context]:
     return leaves, (mask.BLOCK_SIZE, form, mask.opaque, mask.needs_mask_mod, mask._zero_alone)
 
 
-def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context]:
+def _flatten_with_keys(mask: MaskContent) -> tuple[list[tuple[Any, Any]], _Context]:
     leaves, context = _flatten(mask)
     names = ["offsets", "runs", "q_length", "kv_length"]
     names += [f"mask_mod_{i}" for i in range(len(leaves) - len(names))]
@@ -54,9 +54,7 @@ def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], _Context
     return list(zip(keys, leaves, strict=True)), context
 
 
-def _unflatten(cls: type[BlockMask], leaves: Iterable[Any], context: _Context) -> BlockMask:
-    from anyflex.block_mask.mask_function import sliced_mask_mod
-
+def _unflatten(cls: type[Mask], leaves: Iterable[Any], context: _Context) -> Mask:
     offsets, runs, q_length, kv_length, *rest = leaves
     block_size, form, opaque, needs_mask_mod, zero_alone = context
     traced = None

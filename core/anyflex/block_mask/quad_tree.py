@@ -15,9 +15,10 @@ from torch import Tensor
 from anyflex.block_mask.boxes import Boxes
 from anyflex.block_mask.elementwise_evaluation import TracedElements
 from anyflex.block_mask.undecided_blocks import CELL_COST, Budget, OpenBlocks
-from anyflex.intervals.analysis import Analysis, Domain
+from anyflex.intervals.analysis import Analysis
 from anyflex.intervals.bounds import tensor_of
 from anyflex.intervals.cells import Cells
+from anyflex.intervals.evaluation import Domain
 from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, merged
 
 __all__ = ["Blocks", "Lattice", "QuadTree"]

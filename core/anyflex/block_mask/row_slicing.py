@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.device_views import MaskViews
@@ -21,9 +22,6 @@ from anyflex.mask_structure.runs import (
     padded,
     unpack_rows,
 )
-
-if TYPE_CHECKING:
-    from anyflex.block_mask.mask_state import MaskContent
 
 __all__ = ["row_range", "sliced_rows"]
 

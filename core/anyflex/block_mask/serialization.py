@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anyflex.block_mask.mask_function import sliced_mask_mod
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.errors import BlockMaskError
 from anyflex.tracing.trace import TracedMod
-
-if TYPE_CHECKING:
-    from anyflex.block_mask.mask_state import MaskContent
 
 __all__ = ["FORMAT", "restore", "state_of"]
 

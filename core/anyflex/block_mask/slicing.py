@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read
 from anyflex.errors import BlockMaskError
 from anyflex.mask_structure.runs import gathered, pack
-
-if TYPE_CHECKING:
-    from anyflex.block_mask.mask_state import MaskContent
 
 __all__ = ["select"]
 

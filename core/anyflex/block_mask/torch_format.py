@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from anyflex.block_mask.mask_function import sliced_mask_mod
+from anyflex.block_mask.mask_state import MaskContent
 from anyflex.errors import ArgumentTypeError, BlockMaskError
-from anyflex.mask_structure.from_index_lists import runs_while_compiling
-from anyflex.mask_structure.runs import block_count
-from anyflex.mask_structure.to_index_lists import list_blocks
-from anyflex.tensors.torch_versions import version_counter
-from anyflex.tracing.trace import trace_mod
 
-if TYPE_CHECKING:
-    from anyflex.block_mask.block_mask import BlockMask
-
-__all__ = ["converted", "torch_fields", "torch_mask"]
+__all__ = ["TENSOR_FIELDS", "torch_fields", "torch_mask"]
 
 _MODULE = "torch.nn.attention.flex_attention"
 _NEEDED = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "kv_num_blocks", "kv_indices")
 _OPTIONAL = ("full_kv_num_blocks", "full_kv_indices")
+TENSOR_FIELDS = (*_NEEDED[-2:], *_OPTIONAL)
+"""Attributes of torch's mask that say which blocks are live."""
 _DERIVED = (
     # Transposes, which are made anew, and orders of deterministic accumulation: neither changes
     # which elements are live.
@@ -86,61 +79,14 @@ def _field_names(mask: Any) -> list[str]:
     return declared or [name for name in vars(mask) if not name.startswith("_")]
 
 
-def converted(mask: Any) -> BlockMask:
-    """Return anyflex's form of torch's mask for a call, converted once and kept with the mask.
-
-    Under torch.compile the conversion becomes part of the graph, and nothing is checked.
-    """
-    from anyflex.block_mask.block_mask import BlockMask
-
-    if torch.compiler.is_dynamo_compiling():
-        return _converted_while_compiling(mask)
-    found = _CONVERTED.get(mask)
-    facts = _facts(mask)
-    if found is None or found[0] != facts:
-        found = _CONVERTED[mask] = (facts, BlockMask.from_torch(mask))
-    return found[1]
-
-
-_CONVERTED: weakref.WeakKeyDictionary[Any, tuple[object, BlockMask]] = weakref.WeakKeyDictionary()
-
-
-def _facts(mask: Any) -> object:
-    """What tells that a mask is still what it was when it was converted."""
-    facts: list[object] = [getattr(mask, "mask_mod", None), getattr(mask, "seq_lengths", None)]
-    for name in (*_NEEDED[-2:], *_OPTIONAL):
-        tensor = getattr(mask, name, None)
-        if isinstance(tensor, Tensor):
-            facts += [id(tensor), version_counter(tensor)]
-    return facts
-
-
-def _converted_while_compiling(mask: Any) -> BlockMask:
-    from anyflex.block_mask.block_mask import BlockMask
-
-    q_length, kv_length = mask.seq_lengths
-    q_block, kv_block = mask.BLOCK_SIZE
-    offsets, runs = runs_while_compiling(
-        mask.kv_num_blocks,
-        mask.kv_indices,
-        mask.full_kv_num_blocks,
-        mask.full_kv_indices,
-        block_count(kv_length, kv_block),
-    )
-    traced = trace_mod(mask.mask_mod, "mask")
-    return BlockMask._unchecked(
-        offsets, runs, (q_length, kv_length), (q_block, kv_block), traced, None, mask.mask_mod
-    )
-
-
-def torch_mask(mask: BlockMask) -> Any:
+def torch_mask(mask: MaskContent) -> Any:
     """Return torch's BlockMask of `mask`, see `BlockMask.to_torch`."""
     from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
     views = mask.views()
     ragged = views.q_length % views.block_size[0] or views.kv_length % views.block_size[1]
     # Where no block is ragged the lists are those of the mask itself, which keeps them.
-    lists = list_blocks(views, ragged_is_partial=True) if ragged else views.index_lists()
+    lists = views.list_blocks(ragged_is_partial=True) if ragged else views.index_lists()
     return TorchBlockMask.from_kv_blocks(
         lists.kv_num_blocks,
         lists.kv_indices,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.file_argument import check_different, write_text
 from anyflex.cli.kernel_option import kernel_option
 from anyflex.process.progress_line import ProgressLine

@@ -12,7 +12,8 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.file_argument import file_argument
 from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.runtime import cache_archive, disk_cache

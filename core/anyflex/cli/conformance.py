@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.file_argument import check_different, file_argument, write_text
 from anyflex.process.progress_line import ProgressLine
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anyflex.cli.exit_codes import ExitCode, NotRun, WrongUsage
+from anyflex.bench.usage_errors import NotRun, WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from anyflex.demo.run import DemoResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anyflex.cli.exit_codes import NotRun, WrongUsage
+from anyflex.bench.usage_errors import NotRun, WrongUsage
 
 __all__ = ["present_device", "seen_device_types"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 
+from anyflex.bench.usage_errors import NotRun
 from anyflex.errors import (
     AllocationError,
     AnyflexError,
@@ -14,9 +15,7 @@ from anyflex.errors import (
 
 __all__ = [
     "ExitCode",
-    "NotRun",
     "UserFileFailed",
-    "WrongUsage",
     "code_of",
     "exit_code_table",
 ]
@@ -49,15 +48,6 @@ class ExitCode(enum.IntEnum):
         member._value_ = value
         member.meaning = meaning
         return member
-
-
-class WrongUsage(AnyflexError):
-    """A command-line argument that parses and makes no sense, or names a file that can't be
-    written. Exit status 2."""
-
-
-class NotRun(AnyflexError):
-    """Something that the command needs is not on this machine. Exit status 3."""
 
 
 class UserFileFailed(AnyflexError):

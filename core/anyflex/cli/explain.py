@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from anyflex.cli.exit_codes import ExitCode, WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 from anyflex.cli.kernel_option import kernel_option
 from anyflex.errors import ArgumentError, ArgumentTypeError
 

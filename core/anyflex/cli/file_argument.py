@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from anyflex.cli.exit_codes import WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
 
 __all__ = ["check_different", "file_argument", "write_text"]
 

@@ -12,7 +12,8 @@ import re
 import shutil
 from pathlib import Path
 
-from anyflex.cli.exit_codes import ExitCode, NotRun, WrongUsage
+from anyflex.bench.usage_errors import NotRun, WrongUsage
+from anyflex.cli.exit_codes import ExitCode
 
 __all__ = ["add_parser", "run"]
 

@@ -11,7 +11,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import anyflex
-from anyflex.cli.exit_codes import UserFileFailed, WrongUsage
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import UserFileFailed
 
 __all__ = ["arguments_from", "call_function", "checked_arguments"]
 

@@ -20,7 +20,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from anyflex.cli.exit_codes import ExitCode, UserFileFailed, WrongUsage, code_of
+from anyflex.bench.usage_errors import WrongUsage
+from anyflex.cli.exit_codes import ExitCode, UserFileFailed, code_of
 from anyflex.errors import AnyflexError, ArgumentError
 from anyflex.plugin import hookimpl
 from anyflex.process.progress_line import ProgressLine
@@ -153,7 +154,7 @@ def _tasks_of(target: str) -> list[_Task]:
 
 def _task_of(line: str, place: str) -> _Task:
     from anyflex.contract.spec import Spec
-    from anyflex.runtime.kernel_compiler import summary
+    from anyflex.runtime.compiled_kernel import summary
 
     try:
         facts = json.loads(line)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from anyflex.contract.spec import Spec
 from anyflex.mod_graph.operations import OPERATIONS
-
-if TYPE_CHECKING:
-    from anyflex.contract.spec import Spec
 
 __all__ = ["CONTRACT_1_FIELDS", "Capabilities"]
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
-from anyflex.contract.capabilities import Capabilities
 from anyflex.mod_graph.graph import ModGraph, parse_graph
+from anyflex.tensors.tensor_facts import Alignment
 
-__all__ = ["Alignment", "CapturedFacts", "Spec"]
-
-Alignment = Literal["aligned", "strided", "scattered"]
-"""Class of one tensor's memory: ``aligned`` has last stride 1, a 16-byte aligned pointer and all
-other strides multiples of 16 bytes; ``strided`` has last stride 1; ``scattered`` has not."""
+__all__ = ["CapturedFacts", "Declared", "Spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +22,19 @@ class CapturedFacts:
     dtype: torch.dtype
     rank: int
     needs_grad: bool
+
+
+class Declared(Protocol):
+    """The part of `anyflex.contract.capabilities.Capabilities` that a spec is held against."""
+
+    @property
+    def known_fields(self) -> frozenset[str]:
+        """Names of the spec fields that the backend looks at."""
+        ...
+
+    def refusal(self, spec: Spec, /) -> str | None:
+        """Return why the backend can't take the spec, or None."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,7 @@ class Spec:
         """SHA-256 of the text, in hexadecimal: the spec's name in the disk cache."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
-    def unsupported_by(self, capabilities: Capabilities) -> str | None:
+    def unsupported_by(self, capabilities: Declared) -> str | None:
         """Return why a backend with these capabilities can't take this spec, or None if it can.
 
         A field that is reserved, or newer than the backend, must have its default, so that a new

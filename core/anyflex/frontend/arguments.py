@@ -350,3 +350,22 @@ def check_built_for_all(zero_alone: Sequence[str], batch: int, heads: int) -> No
                 f"of one), and its mask mod reads {index}; the call has {argument} = "
                 f"{fixed(size)}. Build it with create_block_mask(..., {argument}={fixed(size)}).",
             )
+
+
+def check_captured_devices(device: torch.device, captured: list[Tensor], names: list[str]) -> None:
+    """Check that captured tensors are where query is."""
+    for tensor, name in zip(captured, names, strict=True):
+        if tensor.device != device:
+            which = name or f"of shape {list(tensor.shape)}"
+            fail(
+                "ArgumentError",
+                f"captured tensor {which} is on {tensor.device}, query on {device}: move it with "
+                f".to({str(device)!r}).",
+            )
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex():
+            which = name or f"of shape {list(tensor.shape)}"
+            kind = "nested" if tensor.is_nested else "complex" if tensor.is_complex() else "sparse"
+            fail(
+                "ArgumentTypeError",
+                f"captured tensor {which} is {kind}; mods read dense, real tensors.",
+            )

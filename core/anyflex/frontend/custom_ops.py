@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anyflex.errors import ArgumentError, BackendRefused
 from anyflex.frontend.arguments import check_scale
+from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.mod_graph.graph import parse_graph
 from anyflex.process.lru import Recent
 from anyflex.runtime.op_request import read_request
@@ -88,8 +89,6 @@ def _forward(
     from anyflex.runtime.plan import plan_for
 
     if in_dual_level():  # a program that was compiled outside of the level
-        from anyflex.frontend.attention import refuse_forward_mode
-
         refuse_forward_mode()
     wanted = read_request(request)
     parts = _parts(tensors, ints)

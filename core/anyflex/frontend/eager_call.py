@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from anyflex.errors import (
     ModIndexError,
     ModTraceError,
 )
-from anyflex.frontend.aux_outputs import AuxRequest
-from anyflex.registry.cached_state import posed_as
+from anyflex.frontend.arguments import check_captured_devices
+from anyflex.frontend.autograd import FlexAttention
+from anyflex.frontend.checked_call import CheckedCall
+from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.registry.forced_backends import names_in_force
-from anyflex.runtime.autograd import FlexAttention
 from anyflex.runtime.launch import launch_forward
 from anyflex.runtime.negative_bit import shown
 from anyflex.runtime.plan import Inputs, plan_for
+from anyflex.tensors.stand_in import posed_as
 from anyflex.tensors.tensor_facts import fp32_precision
 from anyflex.tensors.torch_versions import apply_of, tangents_possible
 from anyflex.tracing.trace import TracedMod, trace_mod
@@ -43,23 +45,13 @@ _apply = apply_of(FlexAttention)
 _NO_MOD = TracedMod("", [], [], [], [])
 
 
-def run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    block_mask: Any,
-    scale: float,
-    aux: AuxRequest,
-    options: tuple[tuple[str, object], ...],
-    backend: str | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
     if sys.is_finalizing():
         # torch 2.13 aborts the process here: a tensor whose Python object dies before its view
         # does (pure torch code shows it too).
         raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
-    inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    inputs = gather(checked)
     # `shown` has another call, where a tensor is changed: autograd goes through its copies.
     call = inputs.call = shown(inputs.call)
     if tangents_possible():
@@ -88,8 +80,6 @@ def run(
 
 
 def _refuse_tangents(call: Call) -> None:
-    from anyflex.frontend.attention import refuse_forward_mode
-
     for tensor in (call.query, call.key, call.value, *call.captured):
         dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
         if dual.tangent is not None:
@@ -105,18 +95,9 @@ def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
     return ModIndexError(text, operation=error.operation)
 
 
-def gather(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    block_mask: Any,
-    scale: float,
-    aux: AuxRequest,
-    options: tuple[tuple[str, object], ...],
-    backend: str | None,
-) -> Inputs:
+def gather(checked: CheckedCall) -> Inputs:
     """Trace the mods and put the call together."""
+    query, key, value, score_mod, block_mask, scale, aux, options, backend = checked
     score, mask = _NO_MOD, _NO_MOD
     score_function = mask_function = views = None
     device = query.device
@@ -146,8 +127,6 @@ def gather(
     captured = (*score.captured, *mask.captured)
     for tensor in captured:
         if tensor.device != device or tensor.layout is not STRIDED:
-            from anyflex.frontend.attention import check_captured_devices
-
             check_captured_devices(device, list(captured), [*score.names, *mask.names])
     gradients: tuple[bool, ...]
     if torch.is_grad_enabled():

@@ -9,14 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from anyflex.errors import AnyflexError, PluginError
-from anyflex.frontend.attention import ScoreMod, check
 from anyflex.frontend.aux_outputs import AuxRequest
+from anyflex.frontend.checked_call import check
 from anyflex.frontend.eager_call import gather
 from anyflex.registry.backend_choice import Selection, explain_selection
 from anyflex.registry.forced_backends import names_in_force
-from anyflex.runtime.kernel_cache import described
+from anyflex.runtime.compiled_kernel import described
 from anyflex.runtime.negative_bit import shown
 from anyflex.runtime.plan import plan_for, spec_for
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["Explanation", "explain"]
 
@@ -128,7 +129,7 @@ def explain(
         >>> anyflex.explain(q, k, v, backend="reference").backend
         'reference'
     """
-    query, key, value, block_mask, scale, aux, options = check(
+    call = check(
         query,
         key,
         value,
@@ -141,13 +142,13 @@ def explain(
         return_aux,
         backend,
     )
-    inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+    inputs = gather(call)
     inputs.call = shown(inputs.call)
     selection = explain_selection(
         spec_for(inputs),
         names_in_force(backend),
         backend,
-        options,
+        call.options,
         posed=inputs.posed is not None,
     )
     try:

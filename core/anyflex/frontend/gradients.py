@@ -10,14 +10,17 @@ from torch import Tensor
 
 from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentTypeError
-from anyflex.frontend.attention import ScoreMod, check, is_plain, op_arguments, refuse_transforms
+from anyflex.frontend.checked_call import CheckedCall, check
 from anyflex.frontend.custom_ops import flex_attention_backward_op
 from anyflex.frontend.eager_call import gather
+from anyflex.frontend.op_call import op_arguments
+from anyflex.frontend.transforms import is_plain, refuse_transforms
 from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.negative_bit import shown
 from anyflex.runtime.plan import plan_for
 from anyflex.runtime.saved_tensor_checks import check_like
 from anyflex.tensors.storage_checks import check_readable
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["AttentionGradients", "flex_attention_backward"]
 
@@ -81,7 +84,7 @@ def flex_attention_backward(
         >>> anyflex.flex_attention_backward(torch.ones_like(out), q, k, v, out, aux.lse).key.shape
         torch.Size([1, 2, 16, 8])
     """
-    query, key, value, block_mask, scale, aux, options = check(
+    call = check(
         query,
         key,
         value,
@@ -94,10 +97,10 @@ def flex_attention_backward(
         None,
         backend,
     )
+    query, key, value = call.query, call.key, call.value
     _check_given(query, value, dout=dout, out=out)
     _check_given(query, value, lse=lse, dlse=dlse, delta=delta)
-    given = (dout, dlse, delta, query, key, value, out, lse)
-    call = (score_mod, block_mask, scale, aux, options, backend)
+    given = (dout, dlse, delta, out, lse)
     if torch.compiler.is_dynamo_compiling():
         captured, found = _through_op(given, call)
     elif not is_plain(query, key, value):
@@ -109,7 +112,7 @@ def flex_attention_backward(
             captured, found = _through_op(given, call)
     else:
         with torch.enable_grad():
-            inputs = gather(query, key, value, score_mod, block_mask, scale, aux, options, backend)
+            inputs = gather(call)
         captured = list(inputs.call.captured)  # the user's own, which gradients are told of
         if delta is None:
             check_readable("dout", dout)
@@ -131,22 +134,29 @@ def flex_attention_backward(
 
 
 def _through_op(
-    tensors: tuple[Any, ...], call: tuple[Any, ...]
+    tensors: tuple[Any, ...], call: CheckedCall
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Call the static op, and return the captured tensors, and the gradients of query, key, value
     and of each of these, None where none is wanted."""
-    dout, dlse, delta, query, key, value, out, lse = tensors
+    dout, dlse, delta, out, lse = tensors
     refuse_transforms()
     with torch.enable_grad():
-        score_mod, block_mask, scale, aux, options, backend = call
-        arguments, captured, wanted = op_arguments(
-            query, key, value, score_mod, block_mask, scale, aux, options, backend, True
-        )
+        arguments, captured, wanted = op_arguments(call, every_gradient=True)
     with torch.no_grad():
         if delta is None:
             delta = (dout.to(lse.dtype) * out).sum(-1)
         found = flex_attention_backward_op(
-            dout, dlse, delta, query, key, value, out, lse, None, None, *arguments
+            dout,
+            dlse,
+            delta,
+            call.query,
+            call.key,
+            call.value,
+            out,
+            lse,
+            None,
+            None,
+            *arguments,
         )
     return captured, [g if flag else None for g, flag in zip(found, wanted, strict=True)]
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from anyflex.intervals.batched_bools import Flag, both, inverse
 from anyflex.intervals.bounds import Range, Verdict, tensor_of
-from anyflex.intervals.floats import spoilt_where
-from anyflex.intervals.tables import GridTable, RowTable, row_table
+from anyflex.intervals.evaluation import Evaluation
+from anyflex.intervals.floats import nan_where
 from anyflex.mod_graph.evaluate import bounded_index
-from anyflex.mod_graph.graph import Node
-
-if TYPE_CHECKING:
-    from anyflex.intervals.analysis import Evaluation
+from anyflex.mod_graph.node import Node
 
 __all__ = [
-    "CapturedTables",
     "Extremes",
     "bounded_range",
     "fixed_row",
@@ -28,9 +23,6 @@ __all__ = [
     "load_range",
     "load_verdict",
 ]
-
-_LARGEST_GRID = 1 << 26
-"""Elements of the largest captured tensor that gets a mip map, which takes 4/3 of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,50 +41,6 @@ class Extremes:
     inside: Flag
 
 
-class CapturedTables:
-    """Tables of the captured tensors, made when a mask needs them.
-
-    Args:
-        captured: on the CPU.
-    """
-
-    def __init__(self, captured: Sequence[Tensor]) -> None:
-        self.captured = [
-            tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor for tensor in captured
-        ]
-        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
-        self._rows: dict[tuple[int, int], RowTable] = {}
-        self._grids: dict[tuple[int, int, int], GridTable] = {}
-
-    def whole(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return the smallest and largest value of a tensor that isn't empty, 0-d."""
-        if position not in self._whole:
-            low, high = torch.aminmax(self.captured[position])
-            self._whole[position] = (low, high)
-        return self._whole[position]
-
-    def rows(self, position: int, moving: int) -> RowTable:
-        """Return the table along dimension `moving`; its rows count through the others."""
-        key = (position, moving)
-        if key not in self._rows:
-            tensor = self.captured[position]
-            self._rows[key] = row_table(
-                tensor.movedim(moving, -1).reshape(-1, tensor.shape[moving])
-            )
-        return self._rows[key]
-
-    def grid(self, position: int, moving: tuple[int, int]) -> GridTable | None:
-        """Return the table along two dimensions, or None for a tensor that is too large."""
-        key = (position, *moving)
-        tensor = self.captured[position]
-        if tensor.numel() > _LARGEST_GRID:
-            return None
-        if key not in self._grids:
-            shape = [tensor.shape[dimension] for dimension in moving]
-            self._grids[key] = GridTable(tensor.movedim(moving, (-2, -1)).reshape(-1, *shape))
-        return self._grids[key]
-
-
 def load_range(evaluation: Evaluation, node: Node) -> Range | None:
     """Return the range of a read of numbers."""
     found = load_extremes(evaluation, node)
@@ -100,7 +48,7 @@ def load_range(evaluation: Evaluation, node: Node) -> Range | None:
         return None
     evaluation.must_stay_inside(found.inside)
     if node.dtype.is_floating_point:
-        return spoilt_where(torch.zeros((), dtype=torch.bool, device="cpu"), found.low, found.high)
+        return nan_where(torch.zeros((), dtype=torch.bool, device="cpu"), found.low, found.high)
     low, high = found.low.to(torch.int64), found.high.to(torch.int64)
     if evaluation.static:
         return Range(int(low), int(high))
@@ -131,7 +79,7 @@ def load_extremes(evaluation: Evaluation, node: Node) -> Extremes | None:
     """Return the extremes of a read with at least one index that moves with q or kv, or None."""
     position = node.attribute
     assert isinstance(position, int)
-    tables = evaluation.analysis.tables
+    tables = evaluation.facts.tables
     tensor = tables.captured[position]
     if tensor.numel() == 0:
         evaluation.must_stay_inside(False)
@@ -194,7 +142,7 @@ def fixed_row(
     """
     position = node.attribute
     assert isinstance(position, int)
-    shape = evaluation.analysis.tables.captured[position].shape
+    shape = evaluation.facts.tables.captured[position].shape
     row: Tensor | int = 0
     inside: Flag = True
     for dimension, argument in enumerate(node.arguments):

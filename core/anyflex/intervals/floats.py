@@ -10,35 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from anyflex.intervals.bounds import Range, tensor_of
-from anyflex.mod_graph.graph import Node
+from anyflex.intervals.evaluation import Evaluation
 from anyflex.mod_graph.lowering import type_class
-from anyflex.mod_graph.operations import FUNCTIONS
+from anyflex.mod_graph.node import Node
 
-if TYPE_CHECKING:
-    from anyflex.intervals.analysis import Evaluation
+__all__ = ["FLOAT_RULES", "nan_where"]
 
-__all__ = ["APPROXIMATE", "FLOAT_RULES", "spoilt_where"]
-
-Rule = Callable[["Evaluation", Node], Range | None]
+Rule = Callable[[Evaluation, Node], Range | None]
 Ends = tuple[Tensor, Tensor]
 
 _WIDENING = 8
 """Units in the last place by which torch's vector functions may stray from a monotone curve."""
 
-APPROXIMATE = frozenset((*FUNCTIONS, "pow", "atan2")) - {"sqrt"}
-"""Operations whose last bits torch may compute one way for one value and another for many."""
-
 _MONOTONE = "exp exp2 expm1 log log2 log10 log1p sinh asinh atan tanh sigmoid erf atanh"
 _EXACT_MONOTONE = "floor ceil round trunc sign sqrt"
 
 
-def spoilt_where(bad: Tensor, low: Tensor, high: Tensor) -> Range:
+def nan_where(bad: Tensor, low: Tensor, high: Tensor) -> Range:
     """Return the range, with NaN ends where `bad` holds or an end is NaN."""
     bad = bad | torch.isnan(low) | torch.isnan(high)
     return Range(torch.where(bad, math.nan, low), torch.where(bad, math.nan, high))
@@ -61,7 +54,7 @@ def _rule(function: Callable[..., Ends]) -> Rule:
         finite = torch.isfinite(ends[0]) & torch.isfinite(ends[1])
         for end in ends[2:]:
             finite = finite & torch.isfinite(end)
-        return spoilt_where(~finite, low, high)
+        return nan_where(~finite, low, high)
 
     return rule
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anyflex.intervals.analysis import Analysis, Domain
+from anyflex.intervals.analysis import Analysis
+from anyflex.intervals.evaluation import Domain
 from anyflex.mod_graph.graph import ModGraph
 
 __all__ = ["int32_nodes"]

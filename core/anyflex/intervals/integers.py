@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from anyflex.intervals.batched_bools import Flag, both, either, inverse
 from anyflex.intervals.bounds import End, Range, choose, greater, hull, lesser, magnitude
-from anyflex.mod_graph.graph import Node
+from anyflex.intervals.evaluation import Evaluation
 from anyflex.mod_graph.lowering import type_class
-
-if TYPE_CHECKING:
-    from anyflex.intervals.analysis import Evaluation
+from anyflex.mod_graph.node import Node
 
 __all__ = ["INTEGER_RULES"]
 
-Rule = Callable[["Evaluation", Node], Range | None]
+Rule = Callable[[Evaluation, Node], Range | None]
 
 
 def _operands(evaluation: Evaluation, node: Node) -> list[Range] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,13 +16,11 @@ from anyflex.intervals.batched_bools import Flag, both
 from anyflex.intervals.block_bounds import BlockEnds
 from anyflex.intervals.bounds import Verdict, lesser, tensor_of
 from anyflex.intervals.captured_read_ranges import bounded_range, fixed_row
+from anyflex.intervals.evaluation import Evaluation, GraphFacts
 from anyflex.intervals.id_labels import Segments, relabelled
 from anyflex.intervals.tables import RowTable
-from anyflex.mod_graph.graph import Node
 from anyflex.mod_graph.lowering import type_class
-
-if TYPE_CHECKING:
-    from anyflex.intervals.analysis import Analysis, Evaluation
+from anyflex.mod_graph.node import Node
 
 __all__ = ["ReadEquality", "read_equality"]
 
@@ -49,26 +46,26 @@ class _Side:
 class ReadEquality:
     """``captured[..., i] == captured[..., j]`` with i moving along q and j along kv."""
 
-    def __init__(self, analysis: Analysis, q_node: Node, kv_node: Node) -> None:
+    def __init__(self, facts: GraphFacts, q_node: Node, kv_node: Node) -> None:
         nodes = (q_node, kv_node)
-        rows = [_rows(analysis, node) for node in nodes]
+        rows = [_rows(facts, node) for node in nodes]
         if q_node.attribute == kv_node.attribute:
             rows[1] = rows[0]
         # Of equal shapes, or the same indices choose different rows.
-        shapes = [analysis.tables.captured[_position(node)].shape[:-1] for node in nodes]
+        shapes = [facts.tables.captured[_position(node)].shape[:-1] for node in nodes]
         by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
             shapes[0] == shapes[1] and rows[0].shape[0] > 1
         )
         same = rows[0] is rows[1]
-        bounds = analysis.tables.whole(_position(q_node)) if same else None
+        bounds = facts.tables.whole(_position(q_node)) if same else None
         labels = relabelled(rows, bounds, by_row=by_row)
         self._count = labels.count
         segments = labels.segments or (None, None)
         self._q, self._kv = map(_Side, nodes, labels.tables, rows, segments)
-        self._domain = domain = analysis.domain
+        self._domain = domain = facts.domain
         self._sets: tuple[_BlockSets, _BlockSets] | None = None
-        inputs = (analysis.input("q_idx"), analysis.input("kv_idx"))
-        forms = [analysis.forms[node.arguments[-1]] for node in nodes]
+        inputs = (facts.input("q_idx"), facts.input("kv_idx"))
+        forms = [facts.forms[node.arguments[-1]] for node in nodes]
         self._by_position = all(
             form is not None and form.is_atom(position)
             for form, position in zip(forms, inputs, strict=True)
@@ -177,34 +174,34 @@ class _BlockSets:
         return row * self._blocks + element // self._block
 
 
-def read_equality(analysis: Analysis, left: int, right: int) -> ReadEquality | None:
+def read_equality(facts: GraphFacts, left: int, right: int) -> ReadEquality | None:
     """Return the equality of two integer nodes if they are reads that it can decide."""
-    nodes = [_read_below(analysis, position) for position in (left, right)]
+    nodes = [_read_below(facts, position) for position in (left, right)]
     q_node, kv_node = nodes
     if q_node is None or kv_node is None:
         return None
-    moving = [analysis.moving[node.arguments[-1]] for node in (q_node, kv_node)]
+    moving = [facts.moving[node.arguments[-1]] for node in (q_node, kv_node)]
     if moving == [frozenset(("kv_idx",)), frozenset(("q_idx",))]:
         q_node, kv_node = kv_node, q_node
-    if any(not analysis.tables.captured[_position(n)].numel() for n in (q_node, kv_node)):
+    if any(not facts.tables.captured[_position(n)].numel() for n in (q_node, kv_node)):
         return None
-    return ReadEquality(analysis, q_node, kv_node)
+    return ReadEquality(facts, q_node, kv_node)
 
 
-def _read_below(analysis: Analysis, position: int) -> Node | None:
+def _read_below(facts: GraphFacts, position: int) -> Node | None:
     """Return the read that an integer node is, through conversions that change no value, if its
     last index moves and no other does."""
-    node = analysis.nodes[position]
+    node = facts.nodes[position]
     while node.operation in ("cast", "detach"):
         # Unknown: what the type can't hold wraps, so that different values may become equal.
-        if type_class(node.dtype) != "int" or analysis.unknown(position):
+        if type_class(node.dtype) != "int" or facts.unknown(position):
             return None
         (position,) = node.arguments
-        node = analysis.nodes[position]
+        node = facts.nodes[position]
     if node.operation != "load" or not node.arguments or type_class(node.dtype) != "int":
         return None
     *others, last = node.arguments
-    if not analysis.moving[last] or any(analysis.moving[other] for other in others):
+    if not facts.moving[last] or any(facts.moving[other] for other in others):
         return None
     return node
 
@@ -214,8 +211,8 @@ def _position(node: Node) -> int:
     return node.attribute
 
 
-def _rows(analysis: Analysis, node: Node) -> Tensor:
-    captured = analysis.tables.captured[_position(node)]
+def _rows(facts: GraphFacts, node: Node) -> Tensor:
+    captured = facts.tables.captured[_position(node)]
     return captured.reshape(-1, captured.shape[-1])
 
 

@@ -7,7 +7,7 @@ answers in two reads. Along two dimensions: a mip map of square tiles, four read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from anyflex.intervals.batched_bools import Flag
 
 __all__ = [
+    "CapturedTables",
     "GridTable",
     "RowTable",
     "SegmentTable",
@@ -25,6 +26,9 @@ __all__ = [
     "segment_heads",
     "spread_segments",
 ]
+
+_LARGEST_GRID = 1 << 26
+"""Elements of the largest captured tensor that gets a mip map, which takes 4/3 of them."""
 
 _CHUNK_BITS = 4
 _FEW_SEGMENTS = 1 << 13
@@ -242,3 +246,47 @@ def _halved(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
     rows, height, width = values.shape
     by_rows = reduce(values.view(rows, height // 2, 2, width), 2)
     return reduce(by_rows.view(rows, height // 2, width // 2, 2), 3)
+
+
+class CapturedTables:
+    """Tables of the captured tensors, made when a mask needs them.
+
+    Args:
+        captured: on the CPU.
+    """
+
+    def __init__(self, captured: Sequence[Tensor]) -> None:
+        self.captured = [
+            tensor.to(torch.uint8) if tensor.dtype is torch.bool else tensor for tensor in captured
+        ]
+        self._whole: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rows: dict[tuple[int, int], RowTable] = {}
+        self._grids: dict[tuple[int, int, int], GridTable] = {}
+
+    def whole(self, position: int) -> tuple[Tensor, Tensor]:
+        """Return the smallest and largest value of a tensor that isn't empty, 0-d."""
+        if position not in self._whole:
+            low, high = torch.aminmax(self.captured[position])
+            self._whole[position] = (low, high)
+        return self._whole[position]
+
+    def rows(self, position: int, moving: int) -> RowTable:
+        """Return the table along dimension `moving`; its rows count through the others."""
+        key = (position, moving)
+        if key not in self._rows:
+            tensor = self.captured[position]
+            self._rows[key] = row_table(
+                tensor.movedim(moving, -1).reshape(-1, tensor.shape[moving])
+            )
+        return self._rows[key]
+
+    def grid(self, position: int, moving: tuple[int, int]) -> GridTable | None:
+        """Return the table along two dimensions, or None for a tensor that is too large."""
+        key = (position, *moving)
+        tensor = self.captured[position]
+        if tensor.numel() > _LARGEST_GRID:
+            return None
+        if key not in self._grids:
+            shape = [tensor.shape[dimension] for dimension in moving]
+            self._grids[key] = GridTable(tensor.movedim(moving, (-2, -1)).reshape(-1, *shape))
+        return self._grids[key]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from anyflex.intervals.batched_bools import Flag, both, either, inverse
 from anyflex.intervals.bounds import Range, Verdict
-from anyflex.mod_graph.graph import Node
+from anyflex.intervals.evaluation import Evaluation
 from anyflex.mod_graph.lowering import type_class
-
-if TYPE_CHECKING:
-    from anyflex.intervals.analysis import Evaluation
+from anyflex.mod_graph.node import Node
 
 __all__ = ["BOOL_RULES"]
 
-Rule = Callable[["Evaluation", Node, int], Verdict]
+Rule = Callable[[Evaluation, Node, int], Verdict]
 
 
 def _not(evaluation: Evaluation, node: Node, position: int) -> Verdict:
@@ -95,7 +92,7 @@ def _comparison(evaluation: Evaluation, node: Node, position: int) -> Verdict:
         return _bool_comparison(evaluation, node, position)
     if kind == "int":
         if node.operation in ("eq", "ne") and not evaluation.static:
-            equality = evaluation.analysis.equality(position)
+            equality = evaluation.facts.equality(position)
             found = None if equality is None else equality.verdict(evaluation)
             if found is not None:
                 true, false, mixed = found

@@ -103,7 +103,25 @@ class MaskViews(_Referable):
 
     def index_lists(self) -> IndexLists:
         """Return the structure in torch's layout; memory is O(Qb * Kb)."""
-        return self.once("index_lists", IndexLists, lambda: list_blocks(self))
+        return self.once("index_lists", IndexLists, self.list_blocks)
+
+    def list_blocks(self, *, ragged_is_partial: bool = False) -> IndexLists:
+        """Return new index lists, see `index_lists`.
+
+        Args:
+            ragged_is_partial: a FULL block that reaches past the lengths is listed as PARTIAL, as
+                torch's create_block_mask lists it.
+        """
+        host = self.on(_HOST)
+        lists = list_blocks(
+            host.kind_rows,
+            (self.shape[0], self.shape[1], self.q_blocks, self.kv_blocks),
+            ragged_row=ragged_is_partial and self.q_length % self.block_size[0] != 0,
+            ragged_column=ragged_is_partial and self.kv_length % self.block_size[1] != 0,
+        )
+        if host is self:
+            return lists
+        return IndexLists(*(getattr(lists, name).to(self.device) for name in lists.__slots__))
 
     def dense(self) -> Tensor:
         """Return int8 [B', H', Qb, Kb]: 0 not visited, 1 FULL, 2 PARTIAL. Kept: don't write."""
@@ -165,8 +183,8 @@ class MaskViews(_Referable):
             return host.transposed().on(self.device)
         batch, heads, _ = self.shape
         used = max(0, int(self.offsets[-1, -1, -1])) if self.offsets.numel() else 0
-        # A compiled program's caller may have handed over anything, and transposing runs that leave
-        # the mask would take any amount of memory.
+        # A compiled program's caller may have handed over anything, and to transpose runs that
+        # leave the mask would take any amount of memory.
         check_values(
             self.offsets, self.runs[:used], (self.q_length, self.kv_length), self.block_size
         )

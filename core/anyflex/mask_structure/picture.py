@@ -6,16 +6,12 @@ import base64
 import itertools
 import struct
 import zlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.thumbnail import coarse_grid
-
-if TYPE_CHECKING:
-    from anyflex.mask_structure.device_views import MaskViews
-    from anyflex.mask_structure.structure_queries import BlockStructure
 
 __all__ = ["COLOURS", "draw", "html", "png"]
 
@@ -111,10 +107,9 @@ def _chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
 
 
-def html(mask: BlockStructure, limit: int) -> str:
-    """Return the drawing that `BlockMask._repr_html_` gives: pictures, facts and a legend."""
-    batch, heads = mask.shape[:2]
-    views = mask.views()
+def html(views: MaskViews, facts: str, limit: int) -> str:
+    """Return the drawing that `BlockMask._repr_html_` gives: pictures, `facts` and a legend."""
+    batch, heads, _ = views.shape
     figures = []
     for b, h in itertools.islice(itertools.product(range(batch), range(heads)), limit):
         data = base64.b64encode(png(views, b, h)).decode()
@@ -131,8 +126,4 @@ def html(mask: BlockStructure, limit: int) -> str:
         f"<span style='background:{colour};border:1px solid #888'>&emsp;</span> {kind}"
         for kind, colour in COLOURS.items()
     )
-    q_block, kv_block = mask.BLOCK_SIZE
-    return (
-        f"<div><p><b>BlockMask</b> {mask.shape}, blocks of {q_block} queries (down) by {kv_block} "
-        f"keys, {mask.sparsity():.2f} % not visited</p>{''.join(figures)}<p>{legend}</p></div>"
-    )
+    return f"<div><p><b>BlockMask</b> {facts}</p>{''.join(figures)}<p>{legend}</p></div>"

@@ -131,7 +131,12 @@ class BlockStructure:
 
     def _repr_html_(self) -> str:
         """Pictures of the first four batch entries and heads with a legend, for notebooks."""
-        return picture.html(self, 4)
+        q_block, kv_block = self.BLOCK_SIZE
+        facts = (
+            f"{self.shape}, blocks of {q_block} queries (down) by {kv_block} keys, "
+            f"{self.sparsity():.2f} % not visited"
+        )
+        return picture.html(self.views(), facts, 4)
 
     def __str__(self) -> str:
         drawn = self.to_string().strip()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from anyflex.mask_structure.runs import FULL, PARTIAL
-
-if TYPE_CHECKING:
-    from anyflex.mask_structure.device_views import MaskViews
 
 __all__ = ["IndexLists", "list_blocks"]
 
@@ -33,30 +31,34 @@ class IndexLists:
     full_kv_indices: Tensor
 
 
-def list_blocks(views: MaskViews, *, ragged_is_partial: bool = False) -> IndexLists:
-    """Return the lists of `views`, on its device. The layout itself takes O(Qb * Kb) memory;
+def list_blocks(
+    grid_of: Callable[[int, int], Tensor],
+    shape: tuple[int, int, int, int],
+    *,
+    ragged_row: bool = False,
+    ragged_column: bool = False,
+) -> IndexLists:
+    """Return the lists of a block grid, on the CPU. The layout itself takes O(Qb * Kb) memory;
     beside it, a constant is needed.
 
     Args:
-        ragged_is_partial: a FULL block that reaches past the lengths is listed as PARTIAL, as
-            torch's create_block_mask lists it.
+        grid_of: returns the kinds of blocks of some rows, int8 [B', H', rows, Kb], on the CPU;
+            takes the first row and the end.
+        shape: (B', H', Qb, Kb).
+        ragged_row, ragged_column: FULL blocks of the last row, of the last column, are listed as
+            PARTIAL.
     """
-    host = views.on(torch.device("cpu"))
-    batch, heads, _ = host.offsets.shape
-    rows, columns = host.q_blocks, host.kv_blocks
-    shape = (batch, heads, rows)
+    *outer, rows, columns = shape
     lists = IndexLists(
+        torch.empty((*outer, rows), dtype=torch.int32, device="cpu"),
         torch.empty(shape, dtype=torch.int32, device="cpu"),
-        torch.empty(*shape, columns, dtype=torch.int32, device="cpu"),
+        torch.empty((*outer, rows), dtype=torch.int32, device="cpu"),
         torch.empty(shape, dtype=torch.int32, device="cpu"),
-        torch.empty(*shape, columns, dtype=torch.int32, device="cpu"),
     )
-    ragged_row = ragged_is_partial and views.q_length % views.block_size[0] != 0
-    ragged_column = ragged_is_partial and views.kv_length % views.block_size[1] != 0
-    step = max(1, _BLOCKS // max(1, batch * heads * columns))
+    step = max(1, _BLOCKS // max(1, math.prod(outer) * columns))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        grid = host.kind_rows(begin, end)
+        grid = grid_of(begin, end)
         if ragged_row and end == rows:
             grid[:, :, -1:].masked_fill_(grid[:, :, -1:] == FULL, PARTIAL)
         if ragged_column:
@@ -66,9 +68,7 @@ def list_blocks(views: MaskViews, *, ragged_is_partial: bool = False) -> IndexLi
             (FULL, lists.full_kv_num_blocks, lists.full_kv_indices),
         ):
             _list_rows(grid == kind, counts[:, :, begin:end], indices[:, :, begin:end])
-    if views is host:
-        return lists
-    return IndexLists(*(getattr(lists, name).to(views.device) for name in lists.__slots__))
+    return lists
 
 
 def _list_rows(chosen: Tensor, counts: Tensor, indices: Tensor) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.mods.factory_arguments import checked_int, query_position
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["block_causal", "block_diffusion", "chunked"]
 

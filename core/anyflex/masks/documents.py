@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.errors import ArgumentError
 from anyflex.mods.factory_arguments import (
     INDICES,
@@ -18,6 +17,7 @@ from anyflex.mods.factory_arguments import (
     checked_int,
     table_at,
 )
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["document", "document_offsets"]
 

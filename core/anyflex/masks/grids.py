@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.mods.factory_arguments import checked_bool, checked_int, checked_sizes
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["neighbourhood"]
 

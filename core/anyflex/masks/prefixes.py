@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.mods.factory_arguments import (
     INTEGERS,
     check_one_device,
@@ -14,6 +13,7 @@ from anyflex.mods.factory_arguments import (
     query_position,
     table_at,
 )
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["padding", "prefix_lm", "shared_prefix"]
 

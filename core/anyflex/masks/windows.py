@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import MaskMod
 from anyflex.mods.factory_arguments import (
     check_one_device,
     checked_bool,
@@ -17,6 +16,7 @@ from anyflex.mods.factory_arguments import (
     table_at,
 )
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.mod_types import MaskMod
 
 __all__ = ["causal_window", "dilated", "global_and_window", "sinks_and_window", "sliding_window"]
 

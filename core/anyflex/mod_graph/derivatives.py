@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 import torch
 
-from anyflex.mod_graph.graph import GraphBuilder, Node, is_number
+from anyflex.mod_graph.graph import GraphBuilder, is_number
+from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.torch_derivatives import clamp_stops_at_numbers
 
 __all__ = ["DIFFERENTIABLE", "Formulas"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from anyflex.mod_graph.derivatives import DIFFERENTIABLE, Formulas
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph
+from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.simplify import simplify_nodes
 
 __all__ = ["Derivative", "Scatter", "differentiate"]

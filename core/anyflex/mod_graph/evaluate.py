@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.mod_graph.graph import Node, wrapped
+from anyflex.mod_graph.graph import wrapped
 from anyflex.mod_graph.lowering import Lowering, Rule
 from anyflex.mod_graph.mkl_warmup import make_first_calls
+from anyflex.mod_graph.node import Node
 
 __all__ = ["TORCH", "Evaluator", "bounded_index", "evaluate"]
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
-from anyflex.mod_graph.graph import Node
+from anyflex.mod_graph.node import Node
 from anyflex.mod_graph.operations import (
     ARITHMETIC,
     BITWISE,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from anyflex.mod_graph.operations import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from anyflex.mod_graph.graph import Node
+    from anyflex.mod_graph.node import Node
 
 __all__ = ["expression", "printed"]
 

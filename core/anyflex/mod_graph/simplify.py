@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from anyflex.mod_graph.evaluate import evaluate
-from anyflex.mod_graph.graph import GraphBuilder, ModGraph, Node, is_number
+from anyflex.mod_graph.graph import GraphBuilder, ModGraph, is_number
 from anyflex.mod_graph.lowering import type_class
+from anyflex.mod_graph.node import Node
 
 __all__ = ["simplify", "simplify_nodes"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.mods.composition import ScoreMod
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["softcap"]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from anyflex.mods.factory_arguments import check_callable
+from anyflex.tracing.mod_types import ScoreMod
 from anyflex.tracing.trace import check_signature
 
-__all__ = ["ScoreMod", "compose"]
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Any]
-"""``f(score, b, h, q_idx, kv_idx) -> score``."""
+__all__ = ["compose"]
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.mods.composition import ScoreMod
 from anyflex.mods.factory_arguments import (
     FLOATS,
     check_one_device,
@@ -16,6 +15,7 @@ from anyflex.mods.factory_arguments import (
     checked_int,
     query_position,
 )
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["alibi", "alibi_slopes"]
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.mods.composition import ScoreMod
 from anyflex.mods.factory_arguments import (
     FLOATS,
     check_one_device,
@@ -18,6 +17,7 @@ from anyflex.mods.factory_arguments import (
     query_position,
 )
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["t5_bias", "t5_buckets"]
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.mods.composition import ScoreMod
 from anyflex.mods.factory_arguments import (
     FLOATS,
     INDICES,
@@ -15,6 +14,7 @@ from anyflex.mods.factory_arguments import (
     query_position,
 )
 from anyflex.tensors.dynamo_errors import fail
+from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["dense_bias", "relative_bias", "table_bias"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from anyflex.registry.cached_state import generation
-from anyflex.registry.forced_backends import names_in_force, use_backend
+from anyflex.registry.forced_backends import names_in_force
+from anyflex.registry.use_backend import use_backend
 
 if TYPE_CHECKING:
     from anyflex.registry.backend_table import isolated, register, register_hooks, reset

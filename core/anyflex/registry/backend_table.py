@@ -3,16 +3,15 @@ process, and which of it may be used."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from anyflex.contract import CONTRACT
 from anyflex.contract.backend import Backend
 from anyflex.errors import ArgumentTypeError, PluginError
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry import cached_state, discovery, environment, forced_backends, plugin_errors
+from anyflex.process.version import VERSION
+from anyflex.registry import cached_state, discovery, plugin_errors
 from anyflex.registry.hooks import Hooks, load_plugin
 from anyflex.registry.load_rules import (
     REFERENCE,
@@ -144,7 +143,7 @@ class Table:
             # A plugin that offers a name for this contract and for another is all right.
             table.setdefault(entry.name, entry)
         reference = Entry(
-            REFERENCE, self._reference, package="anyflex", version=_own_version(), device_type="*"
+            REFERENCE, self._reference, package="anyflex", version=VERSION, device_type="*"
         )
         old = self._by_name.get(REFERENCE)
         if old is not None:
@@ -202,10 +201,6 @@ class Table:
 
 def _is_own_reference(item: discovery.Found) -> bool:
     return item.name == REFERENCE and discovery.normalized(item.distribution) == "anyflex"
-
-
-def _own_version() -> str:
-    return str(getattr(sys.modules.get("anyflex"), "__version__", f"contract {CONTRACT}"))
 
 
 _table = Table()
@@ -278,18 +273,6 @@ def isolated(
 
 def _replace(table: Table) -> None:
     global _table
-    environment.reset()
-    forced_backends.forget_environment()
-    plugin_errors.forget_reports()
-    kernels = sys.modules.get("anyflex.runtime.kernel_cache")
-    if kernels is not None:
-        kernels.forget()
-    fallback = sys.modules.get("anyflex.registry.fallback")
-    if fallback is not None:
-        fallback.forget_warnings()
-    disk_cache = sys.modules.get("anyflex.runtime.disk_cache")
-    if disk_cache is not None:
-        disk_cache.forget()
     _table = table
     cached_state.use_hooks(table.hooks)
-    cached_state.changed()
+    cached_state.replaced()

@@ -4,32 +4,37 @@ cached call load nothing else of it."""
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
-    from anyflex.registry.hooks import Hooks
+    from anyflex.contract.spec import Spec
 
 __all__ = [
-    "Posed",
+    "Listeners",
     "changed",
     "generation",
     "hooks_in_force",
-    "pose",
-    "posed_as",
-    "posed_in_force",
+    "on_replaced",
+    "replaced",
     "use_hooks",
 ]
 
-Posed = tuple[str, str]
-"""What CPU tensors stand in for: a device type and its architecture."""
+
+class Listeners(Protocol):
+    """The part of `anyflex.registry.hooks.Hooks` that a launch calls."""
+
+    listening: bool
+
+    def launched(self, spec: Spec, backend: str, variant: str, /) -> None:
+        """Tell the hook plugins of a launch."""
+        ...
+
 
 _generations = itertools.count(1)
 _generation = 0
-_hooks: Hooks | None = None
-# Of the process, and a plain global: Dynamo, which traces its reader, puts a guard on it.
-_posed: Posed | None = None
+_hooks: Listeners | None = None
+_forget: list[Callable[[], None]] = []
 
 
 def generation() -> int:
@@ -43,28 +48,24 @@ def changed() -> None:
     _generation = next(_generations)
 
 
-def hooks_in_force() -> Hooks | None:
+def hooks_in_force() -> Listeners | None:
     """Return the hook plugins, or None before the registry was needed."""
     return _hooks
 
 
-def use_hooks(hooks: Hooks) -> None:
+def use_hooks(hooks: Listeners) -> None:
     """Put hook plugins in force."""
     global _hooks
     _hooks = hooks
 
 
-def posed_as(device: torch.device) -> Posed | None:
-    """Return what a tensor on `device` stands in for, or None for itself. On the hot path."""
-    return None if _posed is None or device.type != "cpu" else _posed
+def on_replaced(forget: Callable[[], None]) -> None:
+    """Let `forget` be called whenever another table of backends is put in force."""
+    _forget.append(forget)
 
 
-def posed_in_force() -> Posed | None:
-    """Return what CPU tensors stand in for, or None."""
-    return _posed
-
-
-def pose(posed: Posed | None) -> None:
-    """Let CPU tensors stand in for something else: for `anyflex.testing.posing`."""
-    global _posed
-    _posed = posed
+def replaced() -> None:
+    """Let everybody who keeps something of the table in force forget it."""
+    for forget in _forget:
+        forget()
+    changed()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from anyflex.errors import ArgumentError
 from anyflex.process.fork_safe_locks import free_in_child
+from anyflex.registry import cached_state
 
 __all__ = [
     "VARIABLES",
@@ -319,3 +320,6 @@ def markdown_table() -> str:
         for v in VARIABLES
     ]
     return "\n".join(lines) + "\n"
+
+
+cached_state.on_replaced(reset)

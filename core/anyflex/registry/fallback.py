@@ -9,7 +9,8 @@ import warnings
 
 from anyflex.errors import BackendRefused, PerformanceWarning
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry import environment, plugin_errors
+from anyflex.process.user_frames import user_stacklevel
+from anyflex.registry import cached_state, environment
 from anyflex.registry.backend_choice import Answer, Choice, TraceLine
 from anyflex.registry.backend_table import REFERENCE
 
@@ -124,10 +125,13 @@ def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> Non
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(message, category, stacklevel=plugin_errors.user_stacklevel())
+    warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
 def forget_warnings() -> None:
     """Warn of everything again: for tests."""
     with _lock:
         _warned.clear()
+
+
+cached_state.on_replaced(forget_warnings)

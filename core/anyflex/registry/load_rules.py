@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterable
 
 from anyflex.errors import BackendConflict
-from anyflex.registry import environment, install_hints, plugin_errors
+from anyflex.process.user_frames import user_stacklevel
+from anyflex.registry import environment, install_hints
 from anyflex.registry.discovery import Found, normalized
 from anyflex.registry.registered_backend import Entry, State, contract_mismatch, name_problem
 
@@ -104,5 +105,5 @@ def warn_about_unknown_names(found: Iterable[Found], entries: Iterable[Entry]) -
                 f"{variable} names {name!r}, and no {kind} of that name is installed; there are: "
                 f"{', '.join(listed) or 'none'}",
                 RuntimeWarning,
-                stacklevel=plugin_errors.user_stacklevel(),
+                stacklevel=user_stacklevel(),
             )

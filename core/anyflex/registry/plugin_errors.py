@@ -18,9 +18,9 @@ import torch
 
 from anyflex.errors import AnyflexError, PluginError
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry import environment
+from anyflex.registry import cached_state, environment
 
-__all__ = ["again", "first_line", "forget_reports", "plugin_code", "report", "user_stacklevel"]
+__all__ = ["again", "first_line", "forget_reports", "plugin_code", "report"]
 
 _log = logging.getLogger("anyflex")
 _lock = threading.Lock()
@@ -102,16 +102,4 @@ def forget_reports() -> None:
         _reported.clear()
 
 
-def user_stacklevel() -> int:
-    """Return the `stacklevel` that makes a warning of the caller point at the first frame outside
-    of anyflex."""
-    level = 1
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
-        frame = frame.f_back
-        level += 1
-    return level
-
-
-def _is_own(module: str) -> bool:
-    return module == "anyflex" or module.startswith("anyflex.")
+cached_state.on_replaced(forget_reports)

@@ -16,24 +16,22 @@ import torch
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
 from anyflex.mod_graph.torch_derivatives import IN_FORCE
+from anyflex.process.version import VERSION
 from anyflex.registry import backend_table, plugin_errors
+from anyflex.runtime.disk_cache import ORIGIN, Store, unseal
+from anyflex.tensors.tensor_facts import architecture
 
 if TYPE_CHECKING:
     from anyflex.registry.registered_backend import Entry
-    from anyflex.runtime.disk_cache import Store
 
-__all__ = ["NAME", "mismatch", "read_origin", "spec_lines", "write_origin"]
-
-NAME = "origin.json"
-"""Artifact name that backends may not use."""
+__all__ = ["mismatch", "read_origin", "spec_lines", "write_origin"]
 
 
 def write_origin(plugin: str, package: str, version: str, fingerprint: str, spec: Spec) -> bytes:
-    """Return the content of the artifact `NAME`. Arguments as of `disk_cache.artifacts_for`."""
-    from anyflex import __version__
+    """Return the content of the artifact `ORIGIN`. Arguments as of `disk_cache.artifacts_for`."""
 
     origin = {
-        "anyflex": __version__,
+        "anyflex": VERSION,
         "torch": torch.__version__,
         "derivatives": IN_FORCE,
         "plugin": plugin,
@@ -62,13 +60,12 @@ def mismatch(content: bytes) -> str | None:
 
     A device that isn't initialised is not asked for its architecture: images are built without.
     """
-    from anyflex import __version__
 
     origin = read_origin(content)
     if origin is None:
         return "they say nothing of their origin that this anyflex reads"
-    if origin["anyflex"] != __version__:
-        return f"made for anyflex {origin['anyflex']}, here is {__version__}"
+    if origin["anyflex"] != VERSION:
+        return f"made for anyflex {origin['anyflex']}, here is {VERSION}"
     if origin["derivatives"] != IN_FORCE:
         return (
             f"made for torch {origin['torch']}, which differentiates otherwise at bounds than "
@@ -96,8 +93,6 @@ def _fingerprint(entry: Entry) -> str | None:
 
 
 def _other_device(text: str) -> str | None:
-    from anyflex.tensors.tensor_facts import architecture
-
     try:
         spec = Spec.from_text(text)
     except ValueError:
@@ -118,12 +113,10 @@ def _other_device(text: str) -> str | None:
 def spec_lines(store: Store) -> Iterator[str]:
     """Yield a line of JSON, with ``backend`` and ``spec``, for each spec that the cache has
     artifacts of."""
-    from anyflex.runtime.disk_cache import unseal
-
     for item in store.items():
-        if item.name == NAME:
+        if item.name == ORIGIN:
             with contextlib.suppress(FileNotFoundError):  # Cleared meanwhile.
-                content = unseal(NAME, item.path.read_bytes())
+                content = unseal(ORIGIN, item.path.read_bytes())
                 origin = None if content is None else read_origin(content)
                 if origin is not None:
                     yield json.dumps({"backend": origin["plugin"], "spec": origin["spec"]})

@@ -21,7 +21,7 @@ from typing import IO, overload
 
 from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.runtime import artifact_origin
-from anyflex.runtime.disk_cache import FOLDER, Store, damage, store, unseal
+from anyflex.runtime.disk_cache import FOLDER, ORIGIN, Store, damage, store, unseal
 
 __all__ = ["Loaded", "load", "load_artifacts", "restore", "save", "save_artifacts"]
 
@@ -193,7 +193,7 @@ def load(store: Store, source: str | os.PathLike[str] | bytes) -> Loaded:
             origins = {}
             for member in members:
                 build, key, name, data = _read(archive, member, path)
-                if name == artifact_origin.NAME:
+                if name == ORIGIN:
                     origins[build, key] = data
             refused = {
                 place: reason

@@ -29,12 +29,14 @@ from dataclasses import dataclass
 from anyflex.contract.artifacts import Artifacts
 from anyflex.errors import ArgumentError, PluginError
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry import environment
-from anyflex.registry.plugin_errors import user_stacklevel
-from anyflex.runtime import artifact_origin, torch_bundle
+from anyflex.process.user_frames import user_stacklevel
+from anyflex.process.version import VERSION
+from anyflex.registry import cached_state, environment
+from anyflex.runtime import used_artifacts
 
 __all__ = [
     "FOLDER",
+    "ORIGIN",
     "Item",
     "Store",
     "artifacts_for",
@@ -56,6 +58,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _CLEARED = ".cleared-"
 _ATTEMPTS = 10
 _MEMORY_BYTES = 64 * 2**20
+ORIGIN = "origin.json"
+"""Name of the artifact that tells what the others beside it were made from; backends may not use
+it. See `anyflex.runtime.artifact_origin`."""
 _log = logging.getLogger("anyflex")
 
 
@@ -95,7 +100,7 @@ def damage(file: bytes) -> str:
 
 
 def _record(build: str, key: str, name: str, file: bytes) -> None:
-    torch_bundle.record(f"{build}/{key}/{name}", file[len(_MAGIC) : _HEADER - 1])
+    used_artifacts.note(f"{build}/{key}/{name}", file[len(_MAGIC) : _HEADER - 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,12 +359,12 @@ class _SpecArtifacts:
         # Beside other artifacts alone: a backend that keeps none has nothing to list or to load.
         origin, self._origin = self._origin, None
         if origin is not None and self._on_disk:
-            name = artifact_origin.NAME
+            name = ORIGIN
             if store().get(self._build, self._key, name) is None:
                 store().put(self._build, self._key, name, origin)
 
     def _check(self, name: str) -> None:
-        if name == artifact_origin.NAME:
+        if name == ORIGIN:
             raise self._error(f"the name {name!r} is core's own; give another one")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise self._error(
@@ -396,11 +401,10 @@ def artifacts_for(
         on_disk: False keeps them in memory: for backends registered in the process, whose code may
             change without their version.
     """
-    from anyflex import __version__
     from anyflex.mod_graph.torch_derivatives import IN_FORCE
 
     # Core's passes over mod graphs decide what a plugin generates, as its own code does.
-    parts = (plugin, package, version, __version__, IN_FORCE, fingerprint, spec_digest)
+    parts = (plugin, package, version, VERSION, IN_FORCE, fingerprint, spec_digest)
     key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
     build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"
     return _SpecArtifacts(plugin, f"{package} {version}", build, key, origin, on_disk=on_disk)
@@ -425,3 +429,6 @@ def forget() -> None:
     """Look for the folder again at the next use: for tests."""
     global _store
     _store = None
+
+
+cached_state.on_replaced(forget)

@@ -12,7 +12,7 @@ from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.spec import Spec
 from anyflex.errors import BackendRefused, GraphCaptureError, PluginError
 from anyflex.process.lru import Recent
-from anyflex.registry import backend_table, plugin_errors
+from anyflex.registry import backend_table, cached_state, plugin_errors
 from anyflex.registry.backend_choice import Choice, TraceLine
 from anyflex.registry.fallback import (
     warn_about_determinism,
@@ -23,9 +23,9 @@ from anyflex.registry.freeze_options import KernelOptions
 from anyflex.registry.registered_backend import Entry
 from anyflex.runtime import disk_cache
 from anyflex.runtime.artifact_origin import write_origin
-from anyflex.runtime.kernel_cache import CompiledKernel
+from anyflex.runtime.compiled_kernel import CompiledKernel, summary
 
-__all__ = ["decide", "forget", "summary"]
+__all__ = ["decide", "forget"]
 
 KERNELS = 512
 """How many live kernels are kept; the one used longest ago goes first."""
@@ -194,25 +194,13 @@ def _compile(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
     return kernel
 
 
-def summary(spec: Spec) -> str:
-    """Return a spec's facts in half a line, for messages."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    mods = "".join(
-        f", {name} mod"
-        for name, graph in (("score", spec.score_graph), ("mask", spec.mask_graph))
-        if graph is not None
-    )
-    gradients = f", gradients of {'/'.join(spec.gradients)}" if spec.gradients else ""
-    return (
-        f"{spec.device_type} {dtype} E={spec.head_dim} Ev={spec.value_head_dim} q {spec.q_class}"
-        f"{mods}{gradients}"
-    )
-
-
 def forget() -> None:
     """Drop live kernels; those in use stay valid."""
     global _state
     _state = _State()
+
+
+cached_state.on_replaced(forget)
 
 
 def _after_fork() -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.errors import AllocationError, AnyflexError
-from anyflex.runtime.kernel_cache import described, kernel_failed, launched, listeners
+from anyflex.runtime.backward_checks import check_backward
+from anyflex.runtime.compiled_kernel import described, kernel_failed, launched, listeners
 from anyflex.runtime.negative_bit import shown_backward
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.workspace import allocate, give_back, take
 from anyflex.tensors.allocation import no_memory_for, total_bytes
-from anyflex.tensors.storage_checks import check_backward, check_readable
+from anyflex.tensors.storage_checks import check_readable
 from anyflex.tensors.tensor_facts import empty_dense
 
 __all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]

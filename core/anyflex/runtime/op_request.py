@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from anyflex.registry.cached_state import Posed
     from anyflex.runtime.saved_for_backward import SavedBytes
+    from anyflex.tensors.stand_in import Posed
 
 __all__ = ["Request", "read_request", "write_request"]
 

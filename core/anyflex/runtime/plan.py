@@ -19,13 +19,15 @@ from anyflex.errors import BackendRefused
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry.cached_state import Posed, generation
+from anyflex.registry.cached_state import generation
 from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import names_in_force
-from anyflex.runtime.kernel_cache import CompiledKernel, kernel_for
+from anyflex.runtime.compiled_kernel import CompiledKernel
+from anyflex.runtime.kernel_cache import kernel_for
 from anyflex.runtime.op_request import write_request
 from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
+from anyflex.tensors.stand_in import Posed
 from anyflex.tensors.storage_checks import check_captured
 from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from anyflex.contract.call import TensorSpec
-    from anyflex.registry.cached_state import Posed
+    from anyflex.tensors.stand_in import Posed
 
 from anyflex.tensors.torch_versions import dynamo_constant
 

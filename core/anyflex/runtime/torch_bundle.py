@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from anyflex.runtime import used_artifacts
 from anyflex.tensors.torch_versions import (
     CacheArtifact,
     CacheArtifactFactory,
@@ -136,3 +137,5 @@ try:
 except Exception as error:  # noqa: BLE001
     _problem = f"registering raised {type(error).__name__}: {error}"
     _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)
+else:
+    used_artifacts.tell(record)

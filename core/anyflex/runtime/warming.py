@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Saved
-from anyflex.contract.spec import Alignment, Spec
+from anyflex.contract.spec import Spec
 from anyflex.errors import BackendRefused, ModIndexError
 from anyflex.mask_structure.device_views import MaskViews
 from anyflex.mask_structure.runs import FULL, PARTIAL
@@ -24,7 +24,7 @@ from anyflex.registry.freeze_options import freeze_options
 from anyflex.runtime.kernel_cache import kernel_for
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Plan
-from anyflex.tensors.tensor_facts import architecture
+from anyflex.tensors.tensor_facts import Alignment, architecture
 
 __all__ = ["warm_spec"]
 

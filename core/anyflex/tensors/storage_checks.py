@@ -7,7 +7,6 @@ smaller would be read past its end, and one that never had any at address 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,16 +14,11 @@ from torch import Tensor
 from anyflex.errors import ArgumentError
 from anyflex.tensors.torch_versions import is_functional, is_zero_tensor
 
-if TYPE_CHECKING:
-    from anyflex.contract.call import Call, GradInputs, Saved
-
 __all__ = [
     "PLAIN",
     "captured_name",
-    "check_backward",
     "check_captured",
     "check_readable",
-    "kept_name",
     "last_element",
     "why_unreadable",
 ]
@@ -69,55 +63,6 @@ def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> 
     known = [*names[0], *names[1]]
     name = known[position] if position < len(known) else ""
     return f"captured tensor {name!r}" if name else f"captured tensor {position}"
-
-
-def kept_name(position: int) -> str:
-    """What a message calls a tensor that the kernel left in forward."""
-    return f"tensor {position} of those that the kernel keeps for backward"
-
-
-def check_backward(
-    call: Call,
-    saved: Saved,
-    grad: GradInputs,
-    *,
-    looked: bool = False,
-    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
-) -> None:
-    """Check what backward reads: a storage may have been resized since forward.
-
-    Args:
-        looked: all but what arrives is known to lie inside of its memory.
-        names: as for `check_captured`.
-
-    Raises:
-        ArgumentError: a tensor can't be read.
-    """
-    read: tuple[Tensor, ...] = (grad.dout,)
-    if not looked:
-        read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
-    for position, tensor in enumerate(read):
-        if not _is_usual(tensor):
-            _refuse(_READ_BY_BACKWARD[position], tensor)
-    if grad.dlse is not None:
-        check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
-    if grad.delta is not None:
-        check_readable("delta", grad.delta)
-    if not looked:
-        if call.captured:
-            check_captured(call.captured, names)
-        for position, tensor in enumerate(saved.extras):
-            check_readable(kept_name(position), tensor)
-
-
-_READ_BY_BACKWARD = (
-    "dout, the gradient that arrives at out,",
-    "query",
-    "key",
-    "value",
-    "out",
-    "lse",
-)
 
 
 def _is_usual(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +12,8 @@ from torch import Tensor
 from anyflex.tensors.storage_checks import PLAIN, check_readable, last_element
 from anyflex.tensors.torch_versions import dynamo_constant
 
-if TYPE_CHECKING:
-    from anyflex.contract.spec import Alignment
-
 __all__ = [
+    "Alignment",
     "architecture",
     "determinism",
     "empty_dense",
@@ -26,8 +24,13 @@ __all__ = [
 ]
 
 
+Alignment = Literal["aligned", "strided", "scattered"]
+"""Class of one tensor's memory: ``aligned`` has last stride 1, a 16-byte aligned pointer and all
+other strides multiples of 16 bytes; ``strided`` has last stride 1; ``scattered`` has not."""
+
+
 def memory(tensor: Tensor, name: str = "") -> tuple[Alignment, bool]:
-    """Return the class of the tensor's memory (`anyflex.contract.spec.Alignment`), and whether the
+    """Return the class of the tensor's memory (`Alignment`), and whether the
     offset of every element fits a signed 32-bit integer.
 
     Raises:

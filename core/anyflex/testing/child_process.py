@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from anyflex.registry import cached_state
+from anyflex.tensors import stand_in
 from anyflex.testing.session import ConformanceFailure, Session
 
 __all__ = [
@@ -131,7 +131,7 @@ def what_to_open(session: Session) -> dict[str, Any]:
         "device": str(session.device),
         "target": session.target,
         "installed": session.installed,
-        "posed": cached_state.posed_in_force(),
+        "posed": stand_in.posed_in_force(),
     }
 
 

@@ -5,26 +5,11 @@ from __future__ import annotations
 import base64
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-__all__ = ["KeptArtifacts", "answer", "posed", "registered"]
-
-
-class KeptArtifacts:
-    """Artifacts of one spec, kept in a dictionary."""
-
-    def __init__(self, stored: Mapping[str, bytes] | None = None) -> None:
-        self.stored = dict(stored or {})
-
-    def get(self, name: str) -> bytes | None:
-        """See `anyflex.plugin.Artifacts`."""
-        return self.stored.get(name)
-
-    def put(self, name: str, data: bytes) -> None:
-        """See `anyflex.plugin.Artifacts`."""
-        self.stored[name] = bytes(data)
+__all__ = ["answer", "posed", "registered"]
 
 
 def answer(task: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +52,7 @@ def _compute(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from anyflex.testing.cases import every_case
+    from anyflex.testing.kept_artifacts import KeptArtifacts
     from anyflex.testing.runner import run_case
     from anyflex.testing.session import open_session
 

@@ -10,8 +10,9 @@ import torch
 
 from anyflex.errors import BackendRefused
 from anyflex.plugin import Backend, Decision, Spec, hookimpl
-from anyflex.registry import backend_table, cached_state
+from anyflex.registry import backend_table
 from anyflex.registry.registered_backend import Entry
+from anyflex.tensors import stand_in
 from anyflex.testing.float32_precision import products_in
 from anyflex.testing.inspector import Journal, ask, inspected
 from anyflex.testing.stand_in_device import posing
@@ -51,7 +52,7 @@ class Session:
     @property
     def device_type(self) -> str:
         """What a spec of a call on the session's tensors says."""
-        posed = cached_state.posed_as(self.device)
+        posed = stand_in.posed_as(self.device)
         return self.device.type if posed is None else posed[0]
 
     def require(self, holds: bool, otherwise: str) -> None:
@@ -178,7 +179,7 @@ def _to_be_posed(entry: Entry, device: torch.device | str | None) -> bool:
         device is not None
         and torch.device(device).type == "cpu"
         and entry.device_type not in ("cpu", "*")
-        and cached_state.posed_in_force() is None
+        and stand_in.posed_in_force() is None
     )
 
 
@@ -186,7 +187,7 @@ def _usable(entry: Entry) -> Backend:
     state = entry.state()
     if state.error is not None:
         raise state.error
-    posed = cached_state.posed_in_force()
+    posed = stand_in.posed_in_force()
     # A device that is only posed is missed by the probe, as everywhere in such a block.
     missing = state.kind == "rejected" and not (posed and posed[0] == entry.device_type)
     if state.backend is None or state.kind not in ("usable", "rejected") or missing:
@@ -195,7 +196,7 @@ def _usable(entry: Entry) -> Backend:
 
 
 def _device(entry: Entry) -> torch.device:
-    posed = cached_state.posed_in_force()
+    posed = stand_in.posed_in_force()
     if entry.device_type == "*" or (posed and posed[0] == entry.device_type):
         return torch.device("cpu")
     return torch.device(entry.device_type)

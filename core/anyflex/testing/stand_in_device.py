@@ -9,7 +9,7 @@ from contextlib import ContextDecorator
 from dataclasses import dataclass
 
 from anyflex.errors import ArgumentError, ArgumentTypeError
-from anyflex.registry import cached_state
+from anyflex.tensors import stand_in
 from anyflex.tensors.dynamo_disabled import outside_graphs
 
 __all__ = ["posing"]
@@ -101,7 +101,7 @@ class posing(ContextDecorator):
                         "block holds for the whole process; run the two one after the other"
                     )
             _blocks.append(block)
-            cached_state.pose(posed)
+            stand_in.pose(posed)
         self._entered.append(block)
         return self
 
@@ -112,7 +112,7 @@ class posing(ContextDecorator):
         block = self._entered.pop()
         with _lock:
             _blocks.remove(block)
-            cached_state.pose(_blocks[-1].posed if _blocks else None)
+            stand_in.pose(_blocks[-1].posed if _blocks else None)
 
     def _recreate_cm(self) -> posing:
         # A decorated function may run in many threads at once: each call has its own block.
@@ -127,7 +127,7 @@ class posing(ContextDecorator):
 class _Block:
     """A block that is entered; two of equal content are two."""
 
-    posed: cached_state.Posed | None
+    posed: stand_in.Posed | None
     thread: int
 
 
@@ -135,7 +135,7 @@ _blocks: list[_Block] = []
 _lock = threading.Lock()
 
 
-def _name(posed: cached_state.Posed | None) -> str:
+def _name(posed: stand_in.Posed | None) -> str:
     return "cpu" if posed is None else posed[0]
 
 

@@ -13,14 +13,14 @@ from typing import Any, NoReturn
 import torch
 
 from anyflex.errors import AnyflexError
+from anyflex.process.user_frames import error_location
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tracing.symbol import Symbol
-from anyflex.tracing.trace_errors import OWN, TRANSFORM
+from anyflex.tracing.trace_errors import TRANSFORM
 
 __all__ = [
     "call_mod",
     "codes_of",
-    "error_location",
     "refuse_recursion",
     "refuse_transform",
 ]
@@ -127,18 +127,6 @@ def refuse_recursion(mod: str, error: RecursionError) -> NoReturn:
         file=file,
         line=line,
     )
-
-
-def error_location(error: BaseException) -> tuple[str | None, int | None]:
-    """File and line of an error's innermost frame that is neither torch's nor the tracer's."""
-    place: tuple[str | None, int | None] = (None, None)
-    traceback = error.__traceback__
-    while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if not file.startswith((*OWN, _TORCH)):
-            place = file, traceback.tb_lineno
-        traceback = traceback.tb_next
-    return place
 
 
 def _compiles(code: types.CodeType) -> bool:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ArgumentError, ModIndexError, ModTraceError
+from anyflex.process.user_frames import user_location
 from anyflex.tensors.torch_versions import batch_level, functorch_level, is_batched
 from anyflex.tracing.trace import captured_name
-from anyflex.tracing.trace_errors import TRANSFORM, change_in_place, refuse, user_location
+from anyflex.tracing.trace_errors import TRANSFORM, change_in_place, refuse
 from anyflex.tracing.vmapped_mods import (
     ModWatch,
     index_error,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from anyflex.process.user_frames import user_location
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.torch_versions import dynamo_constant, is_mutable
 from anyflex.tracing.custom_functions import in_custom_function
@@ -31,21 +32,10 @@ __all__ = [
     "refuse_function",
     "refuse_index",
     "torch_function",
-    "user_location",
 ]
 
 OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Not all of the package: the demo has mods of its own.
-OWN = tuple(
-    os.path.join(_PACKAGE, *part.split("/"))
-    for part in (
-        "attention gradients explanation mod_graph mods/composition block_mask reference runtime "
-        "torch_versions"
-    ).split()
-)
 _TRACE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "trace.py")
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 def refuse(problem: str, operation: str, hint: str = "", pure: bool = False) -> NoReturn:
@@ -86,17 +76,6 @@ def refuse_index(problem: str, hint: str = "") -> NoReturn:
     """Raise ModIndexError, with the user's source line where frames can be inspected."""
     file, line = (None, None) if torch.compiler.is_dynamo_compiling() else user_location()
     fail("ModIndexError", problem, operation="indexing", hint=hint, file=file, line=line)
-
-
-def user_location() -> tuple[str | None, int | None]:
-    """Return file and line of the innermost frame outside of the tracer and of torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((*OWN, _TORCH)):
-            return file, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, None
 
 
 BRANCH = "a Python branch on a symbol (if, and, or, not, a chained comparison, while, assert)"

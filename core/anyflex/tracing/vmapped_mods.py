@@ -10,14 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import AnyflexError, BlockMaskError, ModIndexError, ModTraceError
-from anyflex.tracing.eager_tracing import error_location, refuse_recursion, refuse_transform
-from anyflex.tracing.trace_errors import (
-    REFUSED,
-    change_in_place,
-    refuse,
-    torch_function,
-    user_location,
-)
+from anyflex.process.user_frames import error_location, user_location
+from anyflex.tracing.eager_tracing import refuse_recursion, refuse_transform
+from anyflex.tracing.trace_errors import REFUSED, change_in_place, refuse, torch_function
 
 __all__ = [
     "ModWatch",

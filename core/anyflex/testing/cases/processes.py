@@ -17,9 +17,9 @@ from anyflex.testing.case_types import Case, behaviour, comparisons
 from anyflex.testing.checking import compare, plain
 from anyflex.testing.child_process import forked, forks_autograd, fresh, why_no_fork, why_not_fresh
 from anyflex.testing.comparison import by_backend, by_oracle, mismatches
-from anyflex.testing.fresh_process import KeptArtifacts
 from anyflex.testing.guarded_tensors import same_bytes
 from anyflex.testing.inspector import inspected
+from anyflex.testing.kept_artifacts import KeptArtifacts
 from anyflex.testing.session import Session
 
 __all__ = ["CASES"]

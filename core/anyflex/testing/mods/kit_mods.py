@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.testing.mods.leaves import Leaf, floats, integers, shape_of
-from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.leaves import Leaf, Sizes, floats, integers, shape_of
+from anyflex.testing.mods.mod import Entry
 from anyflex.testing.mods.register import register
 
 __all__ = ["KIT_MASKS", "KIT_MODS"]

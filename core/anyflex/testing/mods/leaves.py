@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from anyflex.testing.mods.mod import Sizes
-
 __all__ = [
     "Leaf",
+    "Sizes",
     "booleans",
     "document_starts",
     "document_stops",
@@ -32,7 +30,29 @@ __all__ = [
     "spans",
 ]
 
-Draw = Callable[["Sizes", torch.Generator, torch.dtype], Tensor]
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the shapes of captured tensors depend on; lengths may be 0."""
+
+    batch: int
+    heads: int
+    group: int
+    q_length: int
+    kv_length: int
+
+    @property
+    def longest(self) -> int:
+        """M of the list: tables that are read at both q and k."""
+        return max(self.q_length, self.kv_length)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of key and value."""
+        return self.heads // self.group
+
+
+Draw = Callable[[Sizes, torch.Generator, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from anyflex.testing.mods.leaves import (
+    Sizes,
     booleans,
     document_starts,
     document_stops,
@@ -24,7 +25,7 @@ from anyflex.testing.mods.leaves import (
     span_ends,
     spans,
 )
-from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.mod import Entry
 from anyflex.testing.mods.register import register
 
 __all__ = ["MASK_MODS"]

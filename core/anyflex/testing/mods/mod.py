@@ -11,33 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from anyflex.testing.mods.leaves import Leaf
+from anyflex.testing.mods.leaves import Leaf, Sizes
 
-__all__ = ["FORMS", "Entry", "Form", "Mod", "Sizes"]
+__all__ = ["FORMS", "Entry", "Form", "Mod"]
 
 Form = Literal["function", "partial", "object"]
 FORMS: tuple[Form, ...] = ("function", "partial", "object")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the shapes of captured tensors depend on; lengths may be 0."""
-
-    batch: int
-    heads: int
-    group: int
-    q_length: int
-    kv_length: int
-
-    @property
-    def longest(self) -> int:
-        """M of the list: tables that are read at both q and k."""
-        return max(self.q_length, self.kv_length)
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of key and value."""
-        return self.heads // self.group
 
 
 @dataclass(frozen=True)

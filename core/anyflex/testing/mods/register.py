@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from anyflex.testing.mods.leaves import Leaf
-from anyflex.testing.mods.mod import Entry, Sizes
+from anyflex.testing.mods.leaves import Leaf, Sizes
+from anyflex.testing.mods.mod import Entry
 
 __all__ = ["register"]
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.errors import ArgumentError, BackendRefused, PluginError
 from anyflex.frontend.custom_ops import flex_attention_backward_op, number_tensors
+from anyflex.runtime.backward_checks import kept_name
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
 from anyflex.runtime.saved_tensor_checks import Contiguous, are_contiguous, as_saved, facts_of
-from anyflex.tensors.storage_checks import captured_name, kept_name
+from anyflex.tensors.storage_checks import captured_name
 from anyflex.tensors.torch_versions import (
     break_graph,
     is_batched,

@@ -1,0 +1,82 @@
+"""Transforms and modes that a call may be in: which of them flex_attention refuses, and how."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from anyflex.tensors.dynamo_errors import fail
+from anyflex.tensors.storage_checks import PLAIN
+from anyflex.tensors.torch_versions import (
+    dispatch_modes,
+    dynamo_constant,
+    in_dual_level,
+    transform_stack,
+)
+
+__all__ = ["is_plain", "refuse_forward_mode", "refuse_transforms"]
+
+
+def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
+    who watches the dispatcher."""
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return False
+    if dispatch_modes() != 0:
+        return False
+    if query.is_meta:
+        fail(
+            "BackendRefused",
+            "query is on device meta, which holds no numbers: trace with torch.export, "
+            "torch.compile or FakeTensorMode instead.",
+            reasons={"reference": "device meta holds no numbers"},
+        )
+    if transform_stack() is not None:
+        _refuse_transform(_transform())
+    return True
+
+
+def _transform() -> str:
+    """The innermost functorch transform, or ""."""
+    innermost = transform_stack()
+    return "" if innermost is None else str(innermost.key()).rpartition(".")[2]
+
+
+def _refuse_transform(transform: str) -> NoReturn:
+    fail(
+        "BackendRefused",
+        f"flex_attention inside of the functorch transform {transform.lower()} is not "
+        "supported: use torch.autograd.grad for gradients, and the batch dimension for vmap.",
+        reasons={"reference": f"functorch transform {transform}"},
+    )
+
+
+def refuse_transforms() -> None:
+    """Raise BackendRefused where the static op might lose a tangent without a word, or be refused
+    by torch in words of its own."""
+    found = _unfit_transform(torch.compiler.is_dynamo_compiling())
+    if found == "dual level":
+        refuse_forward_mode()
+    if found:
+        _refuse_transform(found)
+
+
+@dynamo_constant
+def _unfit_transform(compiling: bool) -> str:
+    """The transform, or "dual level", that the static op can't be in, or "". Dynamo runs this, as
+    it traces inside of the transforms."""
+    transform = _transform()
+    if transform == "Jvp" or (compiling and transform in ("Grad", "Vmap")):
+        return transform
+    return "dual level" if in_dual_level() else ""
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Raise BackendRefused: a kernel would compute the value and lose the tangent."""
+    fail(
+        "BackendRefused",
+        "flex_attention has no forward-mode derivative: use torch.autograd.grad",
+        reasons={"reference": "forward-mode derivatives are not implemented"},
+    )

@@ -1,0 +1,60 @@
+"""Checks of the tensors that a backward kernel reads by address."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from anyflex.contract.call import Call, GradInputs, Saved
+from anyflex.tensors.storage_checks import check_captured, check_readable
+
+__all__ = ["check_backward", "kept_name"]
+
+
+def kept_name(position: int) -> str:
+    """What a message calls a tensor that the kernel left in forward."""
+    return f"tensor {position} of those that the kernel keeps for backward"
+
+
+def check_backward(
+    call: Call,
+    saved: Saved,
+    grad: GradInputs,
+    *,
+    looked: bool = False,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> None:
+    """Check what backward reads: a storage may have been resized since forward.
+
+    Args:
+        looked: all but what arrives is known to lie inside of its memory.
+        names: as for `check_captured`.
+
+    Raises:
+        ArgumentError: a tensor can't be read.
+    """
+    read: tuple[Tensor, ...] = (grad.dout,)
+    if not looked:
+        read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    for position, tensor in enumerate(read):
+        check_readable(_READ_BY_BACKWARD[position], tensor)
+    if grad.dlse is not None:
+        check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
+    if grad.delta is not None:
+        check_readable("delta", grad.delta)
+    if not looked:
+        if call.captured:
+            check_captured(call.captured, names)
+        for position, tensor in enumerate(saved.extras):
+            check_readable(kept_name(position), tensor)
+
+
+_READ_BY_BACKWARD = (
+    "dout, the gradient that arrives at out,",
+    "query",
+    "key",
+    "value",
+    "out",
+    "lse",
+)

@@ -1,0 +1,118 @@
+"""Compiled kernel: what led to it, what it says of a call, and what its failure means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anyflex.contract.backend import Backend, Kernel
+from anyflex.contract.decision import Accepted
+from anyflex.contract.spec import Spec
+from anyflex.errors import AnyflexError, PluginError
+from anyflex.registry.cached_state import hooks_in_force
+
+if TYPE_CHECKING:
+    from anyflex.contract.call import Call
+    from anyflex.registry.backend_choice import TraceLine
+
+__all__ = [
+    "CompiledKernel",
+    "described",
+    "kernel_failed",
+    "launched",
+    "listeners",
+    "summary",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A kernel with what led to it.
+
+    Args:
+        backend: the backend object.
+        kernel: what it compiled.
+        spec: with this backend's own options filled in.
+        decision: whether backward is the kernel's own or core's.
+        distribution: ``"name version"`` of the backend's plugin.
+        trace: what the candidates answered, the chosen one last.
+    """
+
+    backend: Backend
+    kernel: Kernel
+    spec: Spec
+    decision: Accepted
+    distribution: str
+    trace: tuple[TraceLine, ...]
+
+
+def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexError:
+    """Return the error to raise when a kernel raised `error`; its ``__cause__`` is set. An
+    allocation that failed is no fault of the plugin.
+
+    anyflex's own errors and ``torch.OutOfMemoryError`` should not be brought here.
+    """
+    from anyflex.registry.plugin_errors import first_line
+
+    name = compiled.backend.name
+    if isinstance(error, (RuntimeError, MemoryError)):
+        from anyflex.tensors.allocation import failed_allocation
+
+        doing = f"backend {name!r} ran out of memory computing {summary(compiled.spec)}"
+        if failure := failed_allocation(doing, error):
+            return failure
+    others = "backend='reference'" if name != "reference" else "another backend"
+    broken = PluginError(
+        f"plugin {name!r} of {compiled.distribution} is broken: its kernel for "
+        f"{summary(compiled.spec)} raised {first_line(error)}. Upgrade "
+        f"{compiled.distribution.split(' ')[0]}, set ANYFLEX_DISABLE={name}, or force {others}",
+        plugin=name,
+        distribution=compiled.distribution,
+    )
+    broken.__cause__ = error
+    return broken
+
+
+def described(compiled: CompiledKernel, call: Call) -> str:
+    """Return what the kernel says of a call, or "" where its `describe` is broken: that is
+    reported, and stops no call."""
+    from anyflex.registry.plugin_errors import plugin_code, report
+
+    plugin, distribution = compiled.backend.name, compiled.distribution
+    try:
+        with plugin_code(plugin, distribution, "describe(call)"):
+            variant: object = compiled.kernel.describe(call)
+            if not isinstance(variant, str):
+                raise TypeError(f"it must return a str, got {variant!r}")
+            return variant
+    except PluginError as error:
+        report(error, "what it computes is used")
+        return ""
+
+
+def listeners() -> bool:
+    """Whether some hook plugin implements ``anyflex_launched``. On the hot path."""
+    hooks = hooks_in_force()
+    return hooks is not None and hooks.listening
+
+
+def launched(spec: Spec, backend: Backend, variant: str) -> None:
+    """Tell the hook plugins of a launch. To be called only where `listeners` says so."""
+    hooks = hooks_in_force()
+    if hooks is not None:
+        hooks.launched(spec, backend.name, variant)
+
+
+def summary(spec: Spec) -> str:
+    """Return a spec's facts in half a line, for messages."""
+    dtype = str(spec.dtype).removeprefix("torch.")
+    mods = "".join(
+        f", {name} mod"
+        for name, graph in (("score", spec.score_graph), ("mask", spec.mask_graph))
+        if graph is not None
+    )
+    gradients = f", gradients of {'/'.join(spec.gradients)}" if spec.gradients else ""
+    return (
+        f"{spec.device_type} {dtype} E={spec.head_dim} Ev={spec.value_head_dim} q {spec.q_class}"
+        f"{mods}{gradients}"
+    )

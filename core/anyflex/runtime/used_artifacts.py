@@ -1,0 +1,23 @@
+"""Notes of which artifacts this process has used, for those who ask to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["note", "tell"]
+
+_told: list[Callable[[str, bytes], None]] = []
+
+
+def tell(listener: Callable[[str, bytes], None]) -> None:
+    """Let `listener` be called for each artifact that is read or written.
+
+    It takes the artifact's member name, ``"build/key/name"``, and the digest of its content.
+    """
+    _told.append(listener)
+
+
+def note(member: str, digest: bytes) -> None:
+    """Tell the listeners of an artifact."""
+    for listener in _told:
+        listener(member, digest)
