@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.errors import BlockMaskError
 from anyflex.mask_structure import views_registry
 from anyflex.mask_structure.device_views import MaskViews
 
@@ -59,7 +58,7 @@ def test_a_masks_views_are_found_by_its_tensors(way: str) -> None:
     assert found(mask, mask.offsets.detach()) is mask.views()
 
 
-def test_other_memory_other_sizes_and_changes_are_not_the_mask() -> None:
+def test_other_memory_and_other_sizes_are_not_the_mask() -> None:
     mask = causal()
     assert found(mask, mask.offsets.clone()) is None
     assert found(mask, runs=mask.runs.clone()) is None
@@ -68,9 +67,6 @@ def test_other_memory_other_sizes_and_changes_are_not_the_mask() -> None:
     assert found(mask, runs=mask.runs.as_strided(mask.runs.shape, (0, 1))) is None
     assert views_registry.find(mask.offsets, mask.runs, (64, 48), (16, 16)) is None
     assert views_registry.find(mask.offsets, mask.runs, (64, 64), (16, 8)) is None
-    mask.runs.add_(0)
-    with pytest.raises(BlockMaskError, match="^runs of this block mask was changed in place"):
-        found(mask)
 
 
 def test_views_live_as_long_as_their_mask() -> None:
@@ -88,37 +84,6 @@ def test_masks_of_the_same_tensors_share_their_views() -> None:
     del twin
     gc.collect()
     assert found(mask) is mask.views()
-
-
-def test_a_moved_mask_is_found_from_the_start() -> None:
-    assert causal().to("meta")._watch is not None
-
-
-def test_memory_that_the_mask_has_left_is_not_the_mask() -> None:
-    mask = causal()
-    left = mask.runs.detach()
-    mask.runs.data = mask.runs.clone()
-    assert found(mask, runs=left) is None
-
-
-def test_memory_written_past_the_counter_is_another_mask() -> None:
-    mask = causal()
-    memory = mask.runs.numpy().copy()
-    offsets = mask.offsets.clone()
-
-    def over(memory: Any) -> Any:
-        return anyflex.BlockMask.from_runs(
-            offsets,
-            torch.from_numpy(memory),
-            seq_lengths=mask.seq_lengths,
-            block_size=16,
-            mask_mod=mask.mask_mod,
-        )
-
-    first = over(memory)
-    assert found(first) is first.views()
-    memory[:, 2] = 0
-    assert found(first, runs=torch.from_numpy(memory)) is None
 
 
 def test_a_mask_may_be_built_inside_of_a_transform() -> None:

@@ -107,7 +107,7 @@ def test_a_mask_of_other_tensors_is_refused(name: str, call: Callable[..., Tenso
 
 def test_sparse_tensors_are_refused() -> None:  # which Dynamo takes none of
     mask = torch_pytree.tree_map_only(Tensor, runs(Tensor.to_sparse), rank_mask())
-    with pytest.raises(BlockMaskError, match="runs must be dense"):
+    with pytest.raises(BlockMaskError, match="runs of block_mask must be dense"):
         attend(*given(), mask)
 
 

@@ -19,8 +19,8 @@ import anyflex
 from anyflex.block_mask.block_mask import BlockMask
 from anyflex.block_mask.combine import noop_mask
 from anyflex.block_mask.create import create_block_mask
-from anyflex.block_mask.torch_format import converted
 from anyflex.errors import ArgumentTypeError, BlockMaskError
+from anyflex.frontend.torch_masks import converted
 from anyflex.testing.mods.leaves import Sizes
 from anyflex.testing.mods.mask_mods import MASK_MODS
 from tests.core.dense_blocks import block_kinds, check_kinds, dense_mask, random_case

@@ -19,9 +19,10 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
 from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
+from anyflex.frontend import autograd
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
-from anyflex.runtime import autograd, saved_tensor_checks
+from anyflex.runtime import saved_tensor_checks
 
 __all__: list[str] = []
 

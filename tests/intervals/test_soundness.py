@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anyflex.intervals.analysis import Analysis
-from anyflex.intervals.evaluation import Evaluation
 from anyflex.intervals.floats import FLOAT_RULES
 from anyflex.intervals.integers import INTEGER_RULES
 from anyflex.intervals.three_valued_logic import BOOL_RULES
@@ -24,7 +23,7 @@ def check(expression: Expression, seed: int) -> int:
     """Check every node in random cells; return how many claims were made of the last one."""
     analysis = Analysis(expression.graph, expression.captured, DOMAIN)
     cells = cells_of(seed)
-    evaluation = Evaluation(analysis, cells)
+    evaluation = analysis.evaluation(cells)
     claims = 0
     for position, node in enumerate(expression.graph.nodes):
         last = position == expression.graph.output
@@ -144,8 +143,7 @@ def test_an_operation_without_a_rule_leaves_its_cells_open() -> None:
         q = make.builder.add("input", INT, (), "q_idx")
         argument = make.builder.add("cast", torch.float32, (q,))
         expression = make.expression(operation, torch.float32, (argument,))
-        evaluation = Evaluation(
-            Analysis(expression.graph, expression.captured, DOMAIN), cells_of(1)
-        )
+        analysis = Analysis(expression.graph, expression.captured, DOMAIN)
+        evaluation = analysis.evaluation(cells_of(1))
         assert evaluation.range(expression.graph.output) is None
     assert set(INTEGER_RULES) | set(FLOAT_RULES) | set(BOOL_RULES) <= set(OPERATIONS)

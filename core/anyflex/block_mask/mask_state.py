@@ -134,13 +134,7 @@ class MaskContent(BlockStructure):
     def _checked_views(self) -> MaskViews:
         offsets, runs = self.offsets, self.runs
         lengths = checked_lengths(self.seq_lengths)
-        try:
-            check_structure(offsets, runs, lengths, self.BLOCK_SIZE)
-        except BlockMaskError as error:
-            raise BlockMaskError(
-                f"block_mask holds other tensors than it was built with: {error}. A map over a "
-                "mask's tensors (tree_map) may put copies of them in their place, nothing else."
-            ) from None
+        check_structure(offsets, runs, lengths, self.BLOCK_SIZE)
         if self.traced is not None:
             check_reads(self.traced)
         views = MaskViews(offsets.contiguous(), runs.contiguous(), *lengths, self.BLOCK_SIZE)
@@ -149,6 +143,8 @@ class MaskContent(BlockStructure):
     def on(self, device: torch.device) -> Self:
         """Return this mask on `device`, its captured tensors included. The copy is kept, and made
         again when a captured tensor has been changed in place since."""
+        if self._views is None:
+            self.views()
         if self._is_on(device):
             return self
         captured = self.traced.captured if self.traced is not None else ()

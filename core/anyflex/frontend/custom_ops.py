@@ -400,9 +400,9 @@ def _copied_views(
     device: torch.device,
 ) -> Any:
     from anyflex.mask_structure.device_views import MaskViews
-    from anyflex.mask_structure.run_checks import check_form, check_structure
+    from anyflex.mask_structure.run_checks import check_structure
 
-    check_form(offsets, runs, lengths, block_size)
+    check_structure(offsets, runs, lengths, block_size, values=False)
     offsets, runs = offsets.contiguous(), runs.contiguous()
     if offsets.device.type != "cpu":  # comparing would synchronise
         return MaskViews(offsets, runs, *lengths, block_size).on(device)

@@ -41,12 +41,16 @@ class Analysis(GraphFacts):
         self._equalities: dict[int, ReadEquality | None] = {}
         self._bound()
 
+    def evaluation(self, cells: Cells, *, static: bool = False) -> Evaluation:
+        """Return one pass over the graph; arguments of `Evaluation`."""
+        return Evaluation(self, _RULES, cells, static=static)
+
     def verdict(self, cells: Cells) -> tuple[Tensor, Tensor, Tensor]:
         """Return where the mask is true, false, mixed (`Verdict`), as bool tensors [n].
 
         Where an element that may be live may read outside of a captured tensor, nothing is.
         """
-        evaluation = Evaluation(self, _RULES, cells)
+        evaluation = self.evaluation(cells)
         true, false, mixed = evaluation.nested(evaluation.verdict, self.output)
         mixed = both(mixed, inverse(true), inverse(false))
         inside = evaluation.inside
@@ -58,7 +62,7 @@ class Analysis(GraphFacts):
 
     def undecided(self, cells: Cells) -> int | None:
         """Return the first bool node, in evaluation order, that some cell leaves open."""
-        evaluation = Evaluation(self, _RULES, cells)
+        evaluation = self.evaluation(cells)
         evaluation.nested(evaluation.verdict, self.output)
         return evaluation.first_undecided()
 
@@ -74,7 +78,7 @@ class Analysis(GraphFacts):
         domain = self.domain
         (q_length, kv_length), (q_block, kv_block) = domain.lengths, domain.block_size
         everything = Cells(1, 0, 0, 0, q_length - 1, 0, kv_length - 1, q_block, kv_block)
-        evaluation = Evaluation(self, _RULES, everything, static=True)
+        evaluation = self.evaluation(everything, static=True)
         for position, node in enumerate(self.nodes):
             if type_class(node.dtype) != "int":
                 continue

@@ -174,14 +174,33 @@ def check_values(
 
 
 def check_structure(
-    offsets: Any, runs: Any, lengths: tuple[int, int], block_size: tuple[int, int]
+    offsets: Any,
+    runs: Any,
+    lengths: tuple[int, int],
+    block_size: tuple[int, int],
+    *,
+    values: bool = True,
 ) -> None:
-    """Check a mask's tensors that come without the mask that was built of them: their form, and on
-    the CPU their numbers. Another device would be waited for, and fake tensors have none."""
-    check_form(offsets, runs, lengths, block_size)
-    if dispatch_modes() == 0 and offsets.device.type == "cpu" and holds_numbers(offsets):
-        used = max(0, int(offsets[-1, -1, -1])) if offsets.numel() else 0
-        check_values(offsets, runs[:used], lengths, block_size)
+    """Check a mask's tensors that come without the mask that was built of them: a map over a
+    pytree, or the caller of a compiled program, may hand over anything.
+
+    Args:
+        values: look at the numbers too, on the CPU alone: another device would be waited for, and
+            fake tensors have none.
+    """
+    try:
+        check_form(offsets, runs, lengths, block_size)
+        if not values or dispatch_modes() or offsets.device.type != "cpu":
+            return
+        if holds_numbers(offsets) and holds_numbers(runs):
+            used = max(0, int(offsets[-1, -1, -1])) if offsets.numel() else 0
+            check_values(offsets, runs[:used], lengths, block_size)
+    except BlockMaskError as error:
+        raise BlockMaskError(
+            f"block_mask holds other tensors than it was built with: {error}. What a map over a "
+            "mask's tensors (tree_map) puts in their place, or a caller of a compiled program, "
+            "may be copies of them, nothing else."
+        ) from None
 
 
 def holds_numbers(tensor: Tensor) -> bool:
