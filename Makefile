@@ -141,6 +141,7 @@ lint:
 	$(READY) lint
 	@$(RUN) -m ruff check --output-format concise .
 	@$(RUN) -m ruff format --check .
+	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 format:
 	$(READY) lint

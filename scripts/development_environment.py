@@ -41,7 +41,7 @@ CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
     "test": [".[test]", "pytest-xdist", CPU_BACKEND, *TRITON_BACKENDS, CUDA_BACKEND, TRITON],
-    "lint": [".", "ruff", "mypy"],
+    "lint": [".", "ruff", "mypy", "import-linter"],
     "docs": [".[docs]"],
     "demo": [".[demo]", CPU_BACKEND, *TRITON_BACKENDS],
 }

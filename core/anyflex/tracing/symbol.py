@@ -11,11 +11,12 @@ locks, logging or frame inspection, and finds operations in a dictionary keyed b
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from anyflex.errors import ModTraceError
 from anyflex.mod_graph.operations import DTYPES
 from anyflex.tensors.symbolic_numbers import INTS
 from anyflex.tracing.trace_errors import (
@@ -27,14 +28,12 @@ from anyflex.tracing.trace_errors import (
     torch_function,
 )
 
-if TYPE_CHECKING:
-    from anyflex.tracing.tracer import Tracer
-
 __all__ = [
     "CATEGORY",
     "SPELLINGS",
     "PartialRead",
     "Symbol",
+    "SymbolTracer",
     "dispatch",
     "find_tracer",
     "refuse_out",
@@ -51,6 +50,34 @@ INDEX_KINDS = {"i8": True, "i16": True, "i32": True, "i64": True}
 
 SPELLINGS: dict[Any, Callable[..., Any]] = {}
 """Torch function -> what it appends; filled by `anyflex.tracing.torch_functions`."""
+
+
+class SymbolTracer(Protocol):
+    """The part of `anyflex.tracing.tracer.Tracer` that symbols use.
+
+    Attributes:
+        device: of the call.
+        refused: the last refusal, which the mod, or torch, may have caught.
+    """
+
+    device: torch.device
+    refused: ModTraceError | None
+
+    def describe(self, tensor: Tensor, /) -> str:
+        """Return a captured tensor's name for an error message."""
+        ...
+
+    def load(self, tensor: Tensor, arguments: str, /) -> Symbol:
+        """Append a read of a captured tensor."""
+        ...
+
+    def operand(self, value: Any, /) -> Any:
+        """Return a value as an operand: a symbol or a number."""
+        ...
+
+    def as_kind(self, value: Any, kind: str, /) -> Symbol:
+        """Return a value as a symbol of a type."""
+        ...
 
 
 class Traced:
@@ -99,7 +126,7 @@ class Symbol(Traced):
     # A NumPy number on the left leaves the operation to the symbol, as it does for a tensor.
     __array_priority__ = 1000
 
-    def __init__(self, tracer: Tracer, position: int, kind: str) -> None:
+    def __init__(self, tracer: SymbolTracer, position: int, kind: str) -> None:
         self.tracer = tracer
         self.position = position
         self.kind = kind
@@ -206,7 +233,7 @@ class Symbol(Traced):
 class PartialRead(Traced):
     """A captured tensor with some of its indices given: ``table[h][q]`` is ``table[h, q]``."""
 
-    def __init__(self, tracer: Tracer, tensor: Tensor, entries: list[str | None]) -> None:
+    def __init__(self, tracer: SymbolTracer, tensor: Tensor, entries: list[str | None]) -> None:
         self.tracer = tracer
         self.tensor = tensor
         self.entries = entries
@@ -305,7 +332,7 @@ for _name in (
     setattr(PartialRead, f"__{_name}__", _refuse_use)
 
 
-def find_tracer(values: Any) -> Tracer | None:
+def find_tracer(values: Any) -> SymbolTracer | None:
     """Return the tracer of the first symbol among `values`, one level of lists deep."""
     for value in values:
         if isinstance(value, (Symbol, PartialRead)):
@@ -324,7 +351,10 @@ OPERANDS = ("condition", "input", "other", "exponent", "end")
 
 
 def spell(
-    tracer: Tracer, spelling: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tracer: SymbolTracer,
+    spelling: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Call a spelling, which takes leading operands by position only."""
     if not kwargs:
@@ -340,7 +370,9 @@ def refuse_out(kwargs: dict[str, Any]) -> None:
         refuse("a result written to out= in a mod", "out=", "Mods are pure: use the result.")
 
 
-def dispatch(tracer: Tracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def dispatch(
+    tracer: SymbolTracer, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Append what `func` does to at least one symbol."""
     spelling = SPELLINGS.get(func)
     if spelling is None:
