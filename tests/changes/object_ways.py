@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.changes import settings
-from tests.changes.way import ScoreMod, Step, way
+from tests.changes.mod_change import ScoreMod, Step, way
 
 __all__: list[str] = []
 

@@ -13,7 +13,7 @@ import anyflex
 from anyflex.errors import ArgumentError
 from anyflex.testing.oracle import dense_attention, dense_mask
 from anyflex.testing.results import Forward, Results, differences
-from tests.changes.ways import WAYS, ScoreMod
+from tests.changes.mod_change_cases import WAYS, ScoreMod
 
 __all__: list[str] = []
 

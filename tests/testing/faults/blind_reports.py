@@ -1,4 +1,4 @@
-"""A fourth list of faults: what public reports say that attention kernels have got wrong.
+"""Blind faults: what public reports say that attention kernels have got wrong.
 
 Chosen by the reports alone: one search of public issue threads for each kind of symptom, and from
 each the first report that names its condition or cause, lies in what a backend does here, and can
@@ -11,7 +11,7 @@ First run: the quick subset as it was then, processes and torch.compile included
 - 411: every mask of the kit had a function that compares indices;
 - 412: where Ev differs from E, one of them was 1 or E was 16.
 
-402 and 408 say the same as faults of the first list; of the other ten 8 were caught.
+402 and 408 say the same as faults by subject; of the other ten 8 were caught.
 
 For them the kit was given `structure/lists_without_a_function`, `_with_a_constant_function` and
 `shapes/unequal_head_dims`. 404 was seen by max_scores alone, which a backend need not declare:

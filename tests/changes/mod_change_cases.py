@@ -4,6 +4,6 @@ from __future__ import annotations
 
 # Imported for what they enter.
 from tests.changes import object_ways, scope_ways, value_ways
-from tests.changes.way import WAYS, ScoreMod
+from tests.changes.mod_change import WAYS, ScoreMod
 
 __all__ = ["WAYS", "ScoreMod", "object_ways", "scope_ways", "value_ways"]

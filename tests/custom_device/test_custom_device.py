@@ -36,13 +36,13 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Name of a test -> what failed, "" where nothing did."""
-    folder = tmp_path_factory.mktemp("private_use")
+    folder = tmp_path_factory.mktemp("custom_device")
     install(
         folder,
         "anyflex-pocket",
         """
         [anyflex.backends.v1]
-        pocket = tests.private_use.pocket_plugin:PocketBackend
+        pocket = tests.custom_device.pocket_plugin:PocketBackend
         """,
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ANYFLEX_")}

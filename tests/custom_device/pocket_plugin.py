@@ -48,7 +48,9 @@ class PocketBackend(Backend):
 
     def probe(self) -> Decision:
         if getattr(torch, self.device_type, None) is None:
-            return Rejected(f"torch has no device {self.device_type!r}; import tests.private_use")
+            return Rejected(
+                f"torch has no device {self.device_type!r}; import tests.custom_device"
+            )
         return Accepted()
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:

@@ -1,4 +1,4 @@
-"""A third list of faults, written from the contract and the example's source.
+"""Blind faults, written from the contract and the example's source.
 
 The kit's cases had not been read when these 24 were written down and committed, and nothing had
 been run: of the two lists before only the names of the faults were looked at, not to repeat one.

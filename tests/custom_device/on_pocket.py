@@ -1,4 +1,4 @@
-"""What runs on the device "pocket": collected in a subprocess by test_private_use."""
+"""What runs on the device "pocket": collected in a subprocess by test_custom_device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 import anyflex
 from anyflex.registry import isolated
 from anyflex.testing.oracle import dense_attention, dense_mask
-from tests.private_use.pocket import module
-from tests.private_use.pocket_plugin import PocketKernel
+from tests.custom_device.pocket import module
+from tests.custom_device.pocket_plugin import PocketKernel
 
 __all__: list[str] = []
 

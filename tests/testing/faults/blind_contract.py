@@ -1,7 +1,7 @@
-"""A second list of faults, written from the contract and the example alone.
+"""Blind faults, written from the contract and the example alone.
 
-The kit's cases and the first list (but for three of its faults, of accelerators, that showed how a
-fault is declared) had not been read when these 14 were written down and committed.
+The kit's cases and the faults by subject (but for three of accelerators, that showed how a fault
+is declared) had not been read when these 14 were written down and committed.
 
 First run: the quick subset as it was then caught 10 of the 14 (71 %; at least nine of ten were
 wanted). It missed 202 (a score mod of -inf rows was only run under a mask), 205 (each float64

@@ -1,8 +1,8 @@
-"""A fifth list of faults: more of what public reports say that attention kernels have got wrong.
+"""Blind faults: more of what public reports say that attention kernels have got wrong.
 
 Chosen by the reports alone: one search of public issue threads for each kind of symptom, and from
 each the first report that names its condition or cause, lies in what a backend does here, can be
-written as a few lines of the example plugin, and is not of the fourth list. The kit's cases had
+written as a few lines of the example plugin, and is not of `blind_reports`. The kit's cases had
 not been read when these 12 were written down and committed, and nothing had been run.
 
 First run: the quick subset as it was then, processes and torch.compile included, caught 11 of the

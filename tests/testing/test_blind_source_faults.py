@@ -1,4 +1,4 @@
-"""Each fault of the second list is caught by its case of the quick subset."""
+"""Each fault of `faults/blind_source.py` is caught by its case of the quick subset."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from anyflex.testing.cases import every_case
+from tests.testing.faults.blind_source import FAULTS
 from tests.testing.faults.catching import check_caught, check_passes
 from tests.testing.faults.fault import Fault
-from tests.testing.faults.second_list import FAULTS
 
 
-def test_every_fault_of_the_second_list_is_there() -> None:
-    assert [fault.number for fault in FAULTS] == list(range(201, 215))
+def test_every_fault_is_there() -> None:
+    assert [fault.number for fault in FAULTS] == list(range(301, 325))
     assert all(every_case()[fault.case].quick for fault in FAULTS)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.number}-{fault.case}")
-def test_a_fault_of_the_second_list_is_caught(fault: Fault, tmp_path: Path) -> None:
+def test_a_fault_is_caught(fault: Fault, tmp_path: Path) -> None:
     check_caught(fault, tmp_path)
 
 
-def test_the_plugin_without_a_fault_passes_the_cases_of_the_second_list(tmp_path: Path) -> None:
+def test_the_plugin_without_a_fault_passes_their_cases(tmp_path: Path) -> None:
     check_passes(FAULTS, tmp_path)
