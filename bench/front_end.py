@@ -142,7 +142,7 @@ def traces(calls: int) -> dict[str, float]:
 
 def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: ignore[no-untyped-def]
     """The same call, piece by piece."""
-    from anyflex.frontend.arguments import check_tensor_types, check_tensors
+    from anyflex.frontend.arguments import check_tensors
     from anyflex.frontend.aux_outputs import AuxRequest
     from anyflex.frontend.checked_call import CheckedCall
     from anyflex.frontend.eager_call import gather
@@ -158,7 +158,6 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
     call = inputs.call
 
     def checks() -> None:
-        check_tensor_types(query, key, value)
         check_tensors(query, key, value, False)
 
     return {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import anyflex
 from anyflex.block_mask.block_mask import BlockMask
+from anyflex.errors import BlockMaskError
 
 __all__: list[str] = []
 
@@ -34,7 +35,7 @@ def check(mask: BlockMask, live: Tensor, backend: str | None) -> None:
 @pytest.mark.parametrize("name", ["offsets", "runs", "seq_lengths", "BLOCK_SIZE"])
 def test_structure_can_not_be_assigned(name: str) -> None:
     mask = anyflex.create_block_mask(causal, None, None, LENGTH, LENGTH)
-    with pytest.raises(AttributeError):
+    with pytest.raises(BlockMaskError, match=f"{name} of a block mask can't be assigned"):
         setattr(mask, name, getattr(mask, name))
 
 

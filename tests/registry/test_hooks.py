@@ -14,10 +14,10 @@ import pytest
 
 from anyflex.contract.spec import Spec
 from anyflex.errors import PluginError
-from anyflex.registry import generation, isolated, register, register_hooks
+from anyflex.registry import isolated, register, register_hooks
+from anyflex.registry.cached_state import STATE, Listeners
 from anyflex.registry.doctor_report import hook_rows
 from anyflex.registry.hook_specs import hookimpl
-from anyflex.runtime.compiled_kernel import launched, listeners
 from anyflex.runtime.kernel_cache import kernel_for
 from tests.registry.packages import install
 from tests.registry.stubs import Reference, make_spec, make_stub
@@ -63,6 +63,15 @@ def test_an_answer_that_is_no_order_is_reported_and_ignored(
     assert "must return names out of ['cpu.a', 'cpu.b'], each once, got" in caplog.text
 
 
+def hooks() -> Listeners:
+    assert STATE.hooks is not None
+    return STATE.hooks
+
+
+def listening() -> bool:
+    return hooks().listening
+
+
 def test_listeners_hear_of_compiles_and_launches() -> None:
     heard: list[tuple[object, ...]] = []
     register("cpu", make_stub(compile_seconds=0.02))
@@ -73,9 +82,9 @@ def test_listeners_hear_of_compiles_and_launches() -> None:
         ),
         "listener",
     )
-    assert listeners()
+    assert listening()
     compiled = kernel_for(make_spec(), (), None, ())
-    launched(compiled.spec, compiled.backend, "decode split=8")
+    hooks().launched(compiled.spec, compiled.backend.name, "decode split=8")
     spec, backend, seconds = heard[0]
     assert (spec, backend) == (make_spec(), "cpu")
     assert isinstance(seconds, float) and seconds >= 0.02
@@ -83,9 +92,9 @@ def test_listeners_hear_of_compiles_and_launches() -> None:
 
 
 def test_nobody_listens_by_default_nor_for_other_hooks() -> None:
-    assert not listeners()
+    assert not listening()
     register_hooks(plugin(anyflex_compiled=lambda spec: None), "quiet")
-    assert not listeners()
+    assert not listening()
 
 
 def test_a_hook_that_raises_is_reported_once_and_the_others_go_on(
@@ -99,10 +108,9 @@ def test_a_hook_that_raises_is_reported_once_and_the_others_go_on(
     register_hooks(plugin(anyflex_launched=lambda variant: heard.append("a" + variant)), "a")
     register_hooks(plugin(anyflex_launched=explode), "b")
     register_hooks(plugin(anyflex_launched=lambda variant: heard.append("c" + variant)), "c")
-    backend = Reference("reference", "*")
     with caplog.at_level(logging.WARNING, "anyflex"):
-        launched(make_spec(), backend, "1")
-        launched(make_spec(), backend, "2")
+        hooks().launched(make_spec(), "reference", "1")
+        hooks().launched(make_spec(), "reference", "2")
     assert sorted(heard) == ["a1", "a2", "c1", "c2"]
     assert [r.getMessage().count("SystemExit: bye") for r in caplog.records] == [1]
     assert "plugin 'b' of b in process is broken: anyflex_launched()" in caplog.text
@@ -127,7 +135,7 @@ def test_a_hook_that_does_not_fit_is_refused_with_both_signatures(
         register_hooks(plugin(**functions), "mine")
     assert caught.value.plugin == "mine"
     register_hooks(plugin(anyflex_launched=lambda spec: None), "mine")
-    assert listeners()
+    assert listening()
 
 
 def test_wrappers_are_refused() -> None:
@@ -137,9 +145,9 @@ def test_wrappers_are_refused() -> None:
 
 
 def test_a_name_is_taken_once_and_a_registration_decides_anew() -> None:
-    before = generation()
+    before = STATE.generation
     register_hooks(plugin(anyflex_launched=lambda spec: None), "mine")
-    assert generation() != before
+    assert STATE.generation != before
     with pytest.raises(PluginError, match="'mine'.*already registered"):
         register_hooks(plugin(anyflex_compiled=lambda spec: None), "mine")
 

@@ -18,12 +18,12 @@ from anyflex.errors import (
 )
 from anyflex.registry import (
     environment,
-    generation,
     isolated,
     names_in_force,
     register,
     use_backend,
 )
+from anyflex.registry.cached_state import STATE
 from anyflex.registry.fallback import warn_about_opaque_mod
 from anyflex.runtime.compiled_kernel import CompiledKernel
 from anyflex.runtime.kernel_cache import explain_selection, kernel_for
@@ -401,9 +401,9 @@ def test_a_bad_name_is_refused_at_registration(name: str, rule: str) -> None:
 
 def test_a_registration_makes_decisions_anew() -> None:
     assert ask().backend.name == "reference"
-    before = generation()
+    before = STATE.generation
     register("cpu", make_stub())
-    assert generation() != before
+    assert STATE.generation != before
     assert ask().backend.name == "cpu"
 
 

@@ -57,10 +57,11 @@ class MaskContent(BlockStructure):
         from_captured: bool = False,
         zero_alone: tuple[str, ...] = (),
     ) -> None:
-        self._offsets = offsets
-        self._runs = runs
-        self._seq_lengths = seq_lengths
-        self._block_size = block_size
+        # Past `__setattr__`, which refuses to change them.
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "runs", runs)
+        object.__setattr__(self, "seq_lengths", seq_lengths)
+        object.__setattr__(self, "BLOCK_SIZE", block_size)
         self.traced = traced
         self.opaque = opaque
         self.needs_mask_mod = needs_mask_mod
@@ -156,7 +157,7 @@ class MaskContent(BlockStructure):
         return copy
 
     def _is_on(self, device: torch.device) -> bool:
-        if self._offsets.device != device:
+        if self.offsets.device != device:
             return False
         if self.traced is not None:
             for tensor in self.traced.captured:  # on the hot path: no generator

@@ -13,20 +13,23 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from anyflex.frontend.aux_outputs import AuxRequest
+from anyflex.frontend.transforms import refuse_transform
 from anyflex.lazy_parameters import check_initialized
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.fixed_numbers import fixed
+from anyflex.tensors.storage_checks import PLAIN
 from anyflex.tensors.symbolic_numbers import SYMBOLIC
-from anyflex.tensors.torch_versions import tangents_possible
+from anyflex.tensors.torch_versions import dispatch_modes, tangents_possible, transform_stack
 
 __all__ = [
     "check_aux",
     "check_flags",
     "check_mask_fits",
     "check_scale",
-    "check_tensor_types",
     "check_tensors",
+    "is_plain",
     "refuse_score_mod",
+    "refuse_tensors",
 ]
 
 STRIDED = torch.strided
@@ -40,63 +43,25 @@ SMALL_FLOATS = {
 }
 
 
-def check_tensor_types(query: Any, key: Any, value: Any) -> None:
-    """Check that query, key and value are dense tensors with four dimensions."""
-    # All at once first: a call that is right pays for nothing else.
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[int, int, int, int, int]:
+    """Check three tensors: layouts, dtypes, devices and shapes against each other. Returns B, Hq,
+    L, S and E: torch takes long to make a tensor's shape."""
     try:
-        if (
-            isinstance(query, Tensor)
-            and isinstance(key, Tensor)
-            and isinstance(value, Tensor)
-            and query.layout is STRIDED
+        usual = (
+            query.layout is STRIDED
             and key.layout is STRIDED
             and value.layout is STRIDED
             and query.dim() == 4
             and key.dim() == 4
             and value.dim() == 4
             and not (query.is_nested or key.is_nested or value.is_nested)
-        ):
-            return
-    except ValueError:  # torch's answer for a lazy module's parameter
-        pass
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if isinstance(tensor, Tensor):
-            check_initialized(name, tensor)
-            if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
-                continue
-        else:
-            cure = ""
-            if type(tensor).__module__ == "numpy":
-                cure = f" Use torch.from_numpy({name})."
-            fail(
-                "ArgumentTypeError",
-                f"{name} must be a Tensor, got {type(tensor).__name__}.{cure}",
-            )
-        if tensor.is_nested:
-            fail(
-                "ArgumentTypeError",
-                f"{name} is a nested tensor; pack the documents into one dense tensor and keep "
-                "them apart with a block mask over document ids.",
-            )
-        if tensor.layout is not STRIDED:
-            fail(
-                "ArgumentTypeError",
-                f"{name} must be dense (layout torch.strided), got layout {tensor.layout}. Use "
-                f"{name}.to_dense().",
-            )
-        fail(
-            "ArgumentError",
-            f"{name} must have four dimensions (B, H, L, E), got shape "
-            f"{[fixed(size) for size in tensor.shape]}. "
-            "unsqueeze() adds a missing batch or head dimension.",
         )
-
-
-def check_tensors(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[int, int, int, int, int]:
-    """Check dtypes, devices and shapes against each other, and return B, Hq, L, S and E: torch
-    takes long to make a tensor's shape."""
+    except ValueError:  # torch's answer for a lazy module's parameter
+        usual = False
+    if not usual:
+        refuse_tensors(query, key, value)
     dtype = query.dtype
     if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
         _refuse_dtypes(query, key, value)
@@ -150,6 +115,42 @@ def check_tensors(
     return batch, heads, length, key_length, head_dim
 
 
+def refuse_tensors(query: Any, key: Any, value: Any) -> NoReturn:
+    """Refuse the first of query, key and value that is no dense tensor with four dimensions."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor):
+            check_initialized(name, tensor)
+            if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
+                continue
+        else:
+            cure = ""
+            if type(tensor).__module__ == "numpy":
+                cure = f" Use torch.from_numpy({name})."
+            fail(
+                "ArgumentTypeError",
+                f"{name} must be a Tensor, got {type(tensor).__name__}.{cure}",
+            )
+        if tensor.is_nested:
+            fail(
+                "ArgumentTypeError",
+                f"{name} is a nested tensor; pack the documents into one dense tensor and keep "
+                "them apart with a block mask over document ids.",
+            )
+        if tensor.layout is not STRIDED:
+            fail(
+                "ArgumentTypeError",
+                f"{name} must be dense (layout torch.strided), got layout {tensor.layout}. Use "
+                f"{name}.to_dense().",
+            )
+        fail(
+            "ArgumentError",
+            f"{name} must have four dimensions (B, H, L, E), got shape "
+            f"{[fixed(size) for size in tensor.shape]}. "
+            "unsqueeze() adds a missing batch or head dimension.",
+        )
+    raise AssertionError("query, key and value are dense tensors with four dimensions")
+
+
 def _check_heads(heads: int, key_heads: int, enable_gqa: bool) -> None:
     if heads == 0 or key_heads == 0:
         fail(
@@ -199,6 +200,25 @@ def _refuse_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 _LARGEST = torch.finfo(torch.float32).max
+
+
+def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
+    who watches the dispatcher."""
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return False
+    if dispatch_modes() != 0:
+        return False
+    if query.is_meta:
+        fail(
+            "BackendRefused",
+            "query is on device meta, which holds no numbers: trace with torch.export, "
+            "torch.compile or FakeTensorMode instead.",
+            reasons={"reference": "device meta holds no numbers"},
+        )
+    if transform_stack() is not None:
+        refuse_transform()
+    return True
 
 
 def check_scale(scale: Any, dtype: torch.dtype) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anyflex.frontend.arguments import is_plain
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.frontend.checked_call import check
 from anyflex.frontend.op_call import run_op
-from anyflex.frontend.transforms import is_plain
 from anyflex.tracing.mod_types import ScoreMod
 
 __all__ = ["flex_attention"]

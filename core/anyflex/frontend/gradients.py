@@ -10,11 +10,12 @@ from torch import Tensor
 
 from anyflex.contract.call import GradInputs, Saved
 from anyflex.errors import ArgumentTypeError
+from anyflex.frontend.arguments import is_plain
 from anyflex.frontend.checked_call import CheckedCall, check
 from anyflex.frontend.custom_ops import flex_attention_backward_op
 from anyflex.frontend.eager_call import gather
 from anyflex.frontend.op_call import op_arguments
-from anyflex.frontend.transforms import is_plain, refuse_transforms
+from anyflex.frontend.transforms import refuse_transforms
 from anyflex.runtime.launch import launch_backward
 from anyflex.runtime.negative_bit import shown
 from anyflex.runtime.plan import plan_for

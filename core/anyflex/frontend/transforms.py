@@ -5,43 +5,26 @@ from __future__ import annotations
 from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from anyflex.tensors.dynamo_errors import fail
-from anyflex.tensors.storage_checks import PLAIN
 from anyflex.tensors.torch_versions import (
-    dispatch_modes,
     dynamo_constant,
     in_dual_level,
     transform_stack,
 )
 
-__all__ = ["is_plain", "refuse_forward_mode", "refuse_transforms"]
-
-
-def is_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a call may go to its kernel directly: plain tensors that hold numbers, and nobody
-    who watches the dispatcher."""
-    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
-        return False
-    if dispatch_modes() != 0:
-        return False
-    if query.is_meta:
-        fail(
-            "BackendRefused",
-            "query is on device meta, which holds no numbers: trace with torch.export, "
-            "torch.compile or FakeTensorMode instead.",
-            reasons={"reference": "device meta holds no numbers"},
-        )
-    if transform_stack() is not None:
-        _refuse_transform(_transform())
-    return True
+__all__ = ["refuse_forward_mode", "refuse_transform", "refuse_transforms"]
 
 
 def _transform() -> str:
     """The innermost functorch transform, or ""."""
     innermost = transform_stack()
     return "" if innermost is None else str(innermost.key()).rpartition(".")[2]
+
+
+def refuse_transform() -> NoReturn:
+    """Raise BackendRefused for the innermost functorch transform."""
+    _refuse_transform(_transform())
 
 
 def _refuse_transform(transform: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +16,24 @@ from anyflex.mask_structure.runs import PARTIAL, unpack
 
 __all__ = ["BlockStructure"]
 
+_FROZEN = ("offsets", "runs", "seq_lengths", "BLOCK_SIZE")
+
 
 class BlockStructure:
     """The base of `BlockMask`: sizes, counts and drawings; attributes as there."""
 
-    _offsets: Tensor
-    _runs: Tensor
-    _seq_lengths: tuple[int, int]
-    _block_size: tuple[int, int]
+    # Plain attributes, no properties: a call reads them on its way.
+    offsets: Tensor
+    runs: Tensor
+    seq_lengths: tuple[int, int]
+    BLOCK_SIZE: tuple[int, int]
 
-    @property
-    def offsets(self) -> Tensor:
-        """int32 [B', H', Qb + 1], the mask's own: not to be written to."""
-        return self._offsets
-
-    @property
-    def runs(self) -> Tensor:
-        """int32 [n, 3], the mask's own: not to be written to."""
-        return self._runs
-
-    @property
-    def seq_lengths(self) -> tuple[int, int]:
-        """(Q_LEN, KV_LEN) in elements."""
-        return self._seq_lengths
-
-    @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:
-        """(q, kv) in elements."""
-        return self._block_size
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FROZEN:
+            raise BlockMaskError(
+                f"{name} of a block mask can't be assigned: build a new one with from_runs"
+            )
+        super().__setattr__(name, value)
 
     def views(self, device: torch.device | None = None) -> MaskViews:
         """Return the structure for kernels on `device` (default: the mask's), copied once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from anyflex.registry.cached_state import generation
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.registry.use_backend import use_backend
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from anyflex.registry.backend_table import isolated, register, register_hooks, reset
 
 __all__ = [
-    "generation",
     "isolated",
     "names_in_force",
     "register",

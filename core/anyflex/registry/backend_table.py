@@ -204,7 +204,7 @@ def _is_own_reference(item: discovery.Found) -> bool:
 
 
 _table = Table()
-cached_state.use_hooks(_table.hooks)
+cached_state.STATE.hooks = _table.hooks
 
 
 def current() -> Table:
@@ -274,5 +274,5 @@ def isolated(
 def _replace(table: Table) -> None:
     global _table
     _table = table
-    cached_state.use_hooks(table.hooks)
+    cached_state.STATE.hooks = table.hooks
     cached_state.replaced()

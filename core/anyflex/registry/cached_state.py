@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from anyflex.contract.spec import Spec
 
-__all__ = [
-    "Listeners",
-    "changed",
-    "generation",
-    "hooks_in_force",
-    "on_replaced",
-    "replaced",
-    "use_hooks",
-]
+__all__ = ["STATE", "Listeners", "changed", "on_replaced", "replaced"]
 
 
 class Listeners(Protocol):
@@ -32,31 +24,27 @@ class Listeners(Protocol):
 
 
 _generations = itertools.count(1)
-_generation = 0
-_hooks: Listeners | None = None
 _forget: list[Callable[[], None]] = []
 
 
-def generation() -> int:
-    """Return a number that changes whenever what was decided may be decided otherwise."""
-    return _generation
+class State:
+    """What is in force; a call reads the attributes.
+
+    Attributes:
+        generation: a number that changes whenever what was decided may be decided otherwise.
+        hooks: the hook plugins, or None before the registry was needed.
+    """
+
+    generation = 0
+    hooks: Listeners | None = None
+
+
+STATE = State()
 
 
 def changed() -> None:
     """Let everything be decided anew."""
-    global _generation
-    _generation = next(_generations)
-
-
-def hooks_in_force() -> Listeners | None:
-    """Return the hook plugins, or None before the registry was needed."""
-    return _hooks
-
-
-def use_hooks(hooks: Listeners) -> None:
-    """Put hook plugins in force."""
-    global _hooks
-    _hooks = hooks
+    STATE.generation = next(_generations)
 
 
 def on_replaced(forget: Callable[[], None]) -> None:

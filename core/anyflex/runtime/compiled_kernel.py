@@ -9,7 +9,7 @@ from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.decision import Accepted
 from anyflex.contract.spec import Spec
 from anyflex.errors import AnyflexError, PluginError
-from anyflex.registry.cached_state import hooks_in_force
+from anyflex.registry.cached_state import STATE
 
 if TYPE_CHECKING:
     from anyflex.contract.call import Call
@@ -20,7 +20,6 @@ __all__ = [
     "described",
     "kernel_failed",
     "launched",
-    "listeners",
     "summary",
 ]
 
@@ -90,17 +89,11 @@ def described(compiled: CompiledKernel, call: Call) -> str:
         return ""
 
 
-def listeners() -> bool:
-    """Whether some hook plugin implements ``anyflex_launched``. On the hot path."""
-    hooks = hooks_in_force()
-    return hooks is not None and hooks.listening
-
-
-def launched(spec: Spec, backend: Backend, variant: str) -> None:
-    """Tell the hook plugins of a launch. To be called only where `listeners` says so."""
-    hooks = hooks_in_force()
-    if hooks is not None:
-        hooks.launched(spec, backend.name, variant)
+def launched(compiled: CompiledKernel, call: Call) -> None:
+    """Tell the hook plugins of a launch, if some implement ``anyflex_launched``."""
+    hooks = STATE.hooks
+    if hooks is not None and hooks.listening:
+        hooks.launched(compiled.spec, compiled.backend.name, described(compiled, call))
 
 
 def summary(spec: Spec) -> str:

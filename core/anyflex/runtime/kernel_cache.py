@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from anyflex.contract.spec import Spec
 from anyflex.process.lru import Recent
 from anyflex.registry import cached_state
-from anyflex.registry.cached_state import generation
+from anyflex.registry.cached_state import STATE
 from anyflex.runtime.compiled_kernel import CompiledKernel
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def kernel_for(
         GraphCaptureError: the kernel would have to be compiled inside a graph capture.
     """
     # Options by repr: 1, 1.0 and True are equal, but not the same option value.
-    key = (generation(), spec, names, explicit, repr(kernel_options), posed)
+    key = (STATE.generation, spec, names, explicit, repr(kernel_options), posed)
     compiled = _decisions.get(key)
     if compiled is None:
         # Loaded here: `import anyflex` must stay cheap.

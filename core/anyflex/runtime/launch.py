@@ -12,7 +12,7 @@ from torch import Tensor
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.errors import AllocationError, AnyflexError
 from anyflex.runtime.backward_checks import check_backward
-from anyflex.runtime.compiled_kernel import described, kernel_failed, launched, listeners
+from anyflex.runtime.compiled_kernel import kernel_failed, launched
 from anyflex.runtime.negative_bit import shown_backward
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
@@ -101,8 +101,7 @@ def launch_forward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
-    if listeners():
-        launched(spec, plan.compiled.backend, described(plan.compiled, call))
+    launched(plan.compiled, call)
     return outputs
 
 
@@ -190,8 +189,8 @@ def launch_backward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
-    if plan.own_backward and listeners():
-        launched(plan.spec, plan.compiled.backend, described(plan.compiled, call))
+    if plan.own_backward:
+        launched(plan.compiled, call)
     if plan.casts:
         accumulators = [
             None if accumulator is None else accumulator.to(tensor.dtype)

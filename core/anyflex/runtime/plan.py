@@ -19,7 +19,7 @@ from anyflex.errors import BackendRefused
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.mod_graph.simplify import simplify
 from anyflex.process.fork_safe_locks import free_in_child
-from anyflex.registry.cached_state import generation
+from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.compiled_kernel import CompiledKernel
@@ -224,7 +224,7 @@ def plan_for(inputs: Inputs) -> Plan:
         inputs.lse,
         inputs.max_scores,
         inputs.needs_lse,
-        determinism(),
+        "off" if not torch.are_deterministic_algorithms_enabled() else determinism(),
         inputs.fp32_precision,
         names,
         inputs.backend,
@@ -234,7 +234,7 @@ def plan_for(inputs: Inputs) -> Plan:
         None
         if call.score_function is None and call.mask_function is None
         else (inputs.score_slots, tuple([(t.dtype, t.dim()) for t in call.captured])),
-        generation(),
+        STATE.generation,
     )
     exactly = (
         facts,

@@ -84,9 +84,13 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
     if device.type != "cpu":
         return Workspace(specs, allocate(device, specs))
     for kept in (_kept_small, _kept):
-        found = _the_same(kept, specs)
-        if found is not None:
+        try:
+            found = kept.pop()
+        except IndexError:  # in use by another thread, or none was needed yet
+            continue
+        if found.specs == specs:
             return found
+        kept[:] = (found,)
     places = []
     end = 0
     zeroed = False
@@ -120,15 +124,6 @@ def _allocate_writable(device: torch.device, specs: tuple[TensorSpec, ...]) -> t
         return allocate(device, specs)
     with torch.inference_mode(False):
         return allocate(device, specs)
-
-
-def _the_same(kept: list[Workspace], specs: tuple[TensorSpec, ...]) -> Workspace | None:
-    """Take what is kept, if its tensors are those asked for."""
-    found = _pop(kept)
-    if found is None or found.specs == specs:
-        return found
-    kept[:] = (found,)
-    return None
 
 
 def _pop(kept: list[Workspace]) -> Workspace | None:
