@@ -1,4 +1,4 @@
-"""``anyflex demo``: three steps through the whole of it, and what it refuses."""
+"""``anyflex demo``: three steps through the whole example, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from anyflex.cli import demo
 from anyflex.cli.exit_codes import ExitCode
-from anyflex.demo import run as demo_run
-from anyflex.demo.gradient_check import GradientCheck
-from anyflex.demo.model import ModelSize
 from anyflex.registry import register
+from packed_training import run as demo_run
+from packed_training.gradient_check import GradientCheck
+from packed_training.model import ModelSize
 from tests.cli.backends import WrongBackward
 from tests.cli.conftest import RunCommand
 
@@ -105,7 +106,7 @@ def test_pictures_of_the_mask_and_the_loss_are_written(
 def test_pictures_need_matplotlib(
     command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("anyflex.demo.plots.plotting_available", lambda: False)
+    monkeypatch.setattr("packed_training.command.plotting_available", lambda: False)
     result = command(*SHORT, "--plots", str(tmp_path))
     assert result.code == ExitCode.NOT_RUN
     assert 'pip install ".[demo]"' in result.err
@@ -115,12 +116,12 @@ def test_pictures_need_matplotlib(
 def test_pictures_go_into_a_folder(
     place: str, command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("anyflex.demo.plots.plotting_available", lambda: True)
+    monkeypatch.setattr("packed_training.command.plotting_available", lambda: True)
     (tmp_path / "file").write_text("taken")
     result = command(*SHORT, "--plots", str(tmp_path / place))
     assert result.code == ExitCode.USAGE
     assert "--plots must be a folder, or be free for one: " in result.err
-    assert str(tmp_path / place) in result.err and "step" not in result.err
+    assert str(tmp_path / place) in result.err and "model:" not in result.err
 
 
 def test_a_machine_without_sources_is_not_run(
@@ -135,10 +136,26 @@ def test_a_machine_without_sources_is_not_run(
 def test_an_absent_device_is_not_run(command: RunCommand) -> None:
     result = command(*SHORT, "--device", "hpu")
     assert result.code == ExitCode.NOT_RUN
-    assert "torch sees no such device (it sees: cpu" in result.err
+    assert "anyflex demo: --device hpu is not on this machine: " in result.err
 
 
 def test_a_backend_of_another_name_is_wrong_usage(command: RunCommand) -> None:
     result = command(*SHORT, "--backend", "referense")
     assert result.code == ExitCode.USAGE
     assert "did you mean 'reference'" in result.err
+
+
+def test_help_is_the_example_s(command: RunCommand) -> None:
+    result = command("demo", "--help")
+    assert result.code == ExitCode.OK
+    assert result.out.startswith("usage: anyflex demo ") and "--plots DIR" in result.out
+
+
+def test_an_installation_without_the_examples_says_where_they_are(
+    command: RunCommand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "site-packages/anyflex/cli/demo.py"))
+    result = command(*SHORT)
+    assert result.code == ExitCode.USAGE
+    assert "anyflex demo: the demo is one of the examples, which a checkout" in result.err
+    assert "python examples/packed_training" in result.err

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyflex.demo.corpus import Corpus, read_corpus
-from anyflex.demo.model import ByteTransformer, ModelSize
+from packed_training.corpus import Corpus, read_corpus
+from packed_training.model import ByteTransformer, ModelSize
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from anyflex.demo.model import ModelSize
-from anyflex.demo.run import DemoSettings, run_demo
 from anyflex.reference.backend import ReferenceBackend
+from packed_training.model import ModelSize
+from packed_training.run import DemoSettings, run_demo
 
 CpuKernel = pytest.importorskip("anyflex_cpu.kernel").CpuKernel
 if importlib.import_module("anyflex_cpu.library").find() is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from anyflex.demo.corpus import DOCUMENT_START
-from anyflex.demo.model import Attention, ByteTransformer
+from packed_training.corpus import DOCUMENT_START
+from packed_training.model import Attention, ByteTransformer
 
 __all__ = ["sample_text"]
 

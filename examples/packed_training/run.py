@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 import anyflex
-from anyflex.demo.corpus import Corpus, read_corpus, sample_rows
-from anyflex.demo.gradient_check import GradientCheck, check_gradients
-from anyflex.demo.model import ByteTransformer, ModelSize, packed_mask
-from anyflex.demo.plots import plot_loss
-from anyflex.demo.sampling import sample_text
-from anyflex.demo.training import Budget, TrainingRun, held_out_loss, train
+from packed_training.corpus import Corpus, read_corpus, sample_rows
+from packed_training.gradient_check import GradientCheck, check_gradients
+from packed_training.model import ByteTransformer, ModelSize, packed_mask
+from packed_training.plots import plot_loss
+from packed_training.sampling import sample_text
+from packed_training.training import Budget, TrainingRun, held_out_loss, train
 
 __all__ = ["DemoResult", "DemoSettings", "run_demo"]
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import anyflex
-from anyflex.demo.gradient_check import (
+from packed_training.gradient_check import (
     check_gradients,
     dense_attention,
     dense_mask,
 )
-from anyflex.demo.model import ByteTransformer, packed_mask
-from anyflex.demo.sampling import sample_text
+from packed_training.model import ByteTransformer, packed_mask
+from packed_training.sampling import sample_text
 
 TOKENS = torch.tensor([[5, 6, 0, 7, 8, 9, 0, 3, 4, 5], [0, 9, 8, 7, 6, 5, 4, 3, 2, 1]])
 

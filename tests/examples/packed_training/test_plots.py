@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from anyflex.demo.plots import plot_loss
+from packed_training.plots import plot_loss
 
 
 def test_a_png_file_of_the_loss_is_written(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.demo.corpus import document_ids
-from anyflex.demo.model import Attention, ByteTransformer
+from packed_training.corpus import document_ids
+from packed_training.model import Attention, ByteTransformer
 
 __all__ = ["GradientCheck", "check_gradients", "dense_attention", "dense_mask"]
 

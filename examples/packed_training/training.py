@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anyflex.demo.corpus import Corpus, sample_rows
-from anyflex.demo.model import Attention, ByteTransformer
+from packed_training.corpus import Corpus, sample_rows
+from packed_training.model import Attention, ByteTransformer
 
 __all__ = ["Budget", "TrainingRun", "held_out_loss", "train"]
 

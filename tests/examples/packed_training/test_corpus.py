@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anyflex.demo.corpus import Corpus, document_ids, read_corpus, sample_rows
+from packed_training.corpus import Corpus, document_ids, read_corpus, sample_rows
 
 
 def _documents(stream: torch.Tensor) -> list[bytes]:

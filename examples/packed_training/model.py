@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anyflex import BlockMask, and_masks, create_block_mask, masks, mods
-from anyflex.demo.corpus import document_ids
+from packed_training.corpus import document_ids
 
 __all__ = ["Attention", "ByteTransformer", "Mask", "ModelSize", "packed_mask"]
 

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import torch
 
 import anyflex
-from anyflex.demo.corpus import Corpus, sample_rows
-from anyflex.demo.model import ByteTransformer
-from anyflex.demo.training import Budget, TrainingRun, held_out_loss, train
-from tests.demo.conftest import SIZE
+from packed_training.corpus import Corpus, sample_rows
+from packed_training.model import ByteTransformer
+from packed_training.training import Budget, TrainingRun, held_out_loss, train
+from tests.examples.packed_training.conftest import SIZE
 
 
 def _train(corpus: Corpus, budget: Budget, seed: int = 0) -> tuple[ByteTransformer, TrainingRun]:
