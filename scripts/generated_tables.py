@@ -1,4 +1,4 @@
-"""Writes the tables of the documentation that are made from code.
+"""Writes the tables of the documentation, and of the examples, that are made from code.
 
     python scripts/generated_tables.py [--check]
 
@@ -8,6 +8,7 @@ nothing and exits 1 if a page is not current.
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -15,8 +16,16 @@ from pathlib import Path
 
 __all__ = ["PAGES", "with_current_tables"]
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = (DOCS / "environment.md", DOCS / "cli.md", DOCS / "mods.md")
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples"
+PAGES = (
+    DOCS / "environment.md",
+    DOCS / "cli.md",
+    DOCS / "mods.md",
+    DOCS / "examples.md",
+    EXAMPLES / "README.md",
+)
 TABLE = re.compile(r"(<!-- table (\w+).*?-->\n).*?(<!-- end of table -->)", flags=re.DOTALL)
 
 
@@ -59,6 +68,27 @@ def spellings() -> str:
     return "\n".join(["| Written | Known |", "|---|---|", *rows]) + "\n"
 
 
+def examples() -> str:
+    """What each example shows: the first sentence of its docstring."""
+    return _examples("`{name}`")
+
+
+def linked_examples() -> str:
+    """`examples`, with links that lead from that folder to its files."""
+    return _examples("[{name}]({name})")
+
+
+def _examples(written: str) -> str:
+    files = {path.name: path for path in sorted(EXAMPLES.glob("*.py"))}
+    folders = {f"{path.parent.name}/": path for path in sorted(EXAMPLES.glob("*/__init__.py"))}
+    rows = []
+    for name, path in (files | folders).items():
+        shown = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        first = " ".join(shown.partition("\n\n")[0].split()).rstrip(".")
+        rows.append(f"| {written.format(name=name)} | {first} |")
+    return "\n".join(["| File | Shows |", "|---|---|", *rows]) + "\n"
+
+
 def _listed(names: Iterable[str]) -> str:
     # A bar would end the table's cell.
     return ", ".join(f"`{name}`" for name in names).replace("|", "\\|")
@@ -66,7 +96,9 @@ def _listed(names: Iterable[str]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "environment_variables": environment_variables,
+    "examples": examples,
     "exit_codes": exit_codes,
+    "linked_examples": linked_examples,
     "spellings": spellings,
 }
 

@@ -1,0 +1,56 @@
+"""Each example runs in a process of its own, and what it asserts holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a file of `examples` as its reader would. One thread: the tests run two at a time."""
+    paths = [str(ROOT / "core"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_its_assertions_hold(example: Path) -> None:
+    done = run("-W", "error::anyflex.PerformanceWarning", example.name)
+    assert done.returncode == 0, done.stderr
+    assert 0 < len(done.stdout.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_checks_its_result_against_plain_torch(example: Path) -> None:
+    assert "torch.testing.assert_close(" in example.read_text(encoding="utf-8")
+
+
+def test_the_demo_starts_as_a_folder_and_as_a_module() -> None:
+    # What it does then, `tests/cli/test_demo_command.py` tests with a smaller model.
+    for arguments in (["packed_training"], ["-m", "packed_training"]):
+        done = run(*arguments, "--help")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("usage: packed_training ")
+
+
+def test_the_index_names_every_example_and_nothing_else() -> None:
+    index = (FOLDER / "README.md").read_text(encoding="utf-8")
+    linked = {line.split("](")[1].split(")")[0] for line in index.splitlines() if "](" in line}
+    folders = {f"{path.parent.name}/" for path in FOLDER.glob("*/__main__.py")}
+    assert linked == {path.name for path in EXAMPLES} | folders
