@@ -125,7 +125,7 @@ $(NEWEST_TRITON):
 	$(READY) test
 	@$(RUN) -m pip install -qq --no-deps --target $@ triton==$(notdir $@)
 
-# Three quarters of an hour; ARGS="--record" writes bench/results/triton_compiles.*.
+# Three quarters of an hour; ARGS="--record" writes bench/results/triton_compiles.md, and all to build/results.
 triton-compiles:
 	$(READY) test
 	@$(RUN) bench/triton_compiles.py $(ARGS)

@@ -15,10 +15,10 @@ captured tensor whose gradient repeats bit for bit (learned). Intel's tiles are 
 Type tf32 is float32 where torch allows products to be rounded to it; AMD's are not. Prints a line
 a kernel: registers, bytes of registers kept in memory (spills), and where those are: of each
 innermost loop with products, how many instructions it has, and how many of them move spilled
-registers. `--record` writes the lines to bench/results/triton_compiles.json, in place of those of
-the same Triton that were asked for, and a table of all to triton_compiles.md. `--compare` reads
-those of this Triton, if there are any. `--brief` leaves the loops out: a third of a second less a
-kernel.
+registers. `--record` writes registers, spills and shared memory to the table of
+bench/results/triton_compiles.md, in place of those of the same Triton that were asked for, and
+everything to build/results. `--compare` reads the table's spills of this Triton, if there are any.
+`--brief` leaves the loops out: a third of a second less a kernel.
 
 Exits with 1 if forward spills for a head dim up to 128 (of Hopper's 16-bit rows that TMA doesn't
 load: more than COPIED_SPILLS bytes), if a kernel takes more shared memory than its target has, or
@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 import triton
-from compiles_record import ENTRY, record, recorded
+from compiles_record import entry_of, record, recorded
 from sass_loops import Loop, product_loops, spill_instructions
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -165,18 +165,15 @@ class Compiled:
         if self.target == "xpu" and not 0 < self.loads == self.own:
             yield f"{self.loads} loads by descriptors, {self.own} of them by its own"
 
-    def worse(self, before: Mapping[tuple[object, ...], Mapping[str, Any]]) -> Iterator[str]:
+    def worse(self, before: Mapping[tuple[str, ...], int]) -> Iterator[str]:
         """What became worse than `compiles_record.recorded`."""
         if self.target not in RECORDED or self.kernel not in KERNELS.values():
             return
-        was = before.get(tuple(getattr(self, name) for name in ENTRY))
+        was = before.get(entry_of(vars(self)))
         if was is None:
             yield "was not recorded with these tiles, warps and stages: --record"
-        elif self.spilled > was["spilled"]:
-            yield (
-                f"spills {self.spilled} bytes, recorded were {was['spilled']}; if that is meant: "
-                "--record"
-            )
+        elif self.spilled > was:
+            yield f"spills {self.spilled} bytes, recorded were {was}; if that is meant: --record"
 
     def __str__(self) -> str:
         loops = " ".join(f"{loop.instructions}:{loop.spills}" for loop in self.loops)
