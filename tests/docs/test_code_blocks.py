@@ -22,7 +22,7 @@ pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
-    page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))) if code_blocks(page)
+    page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if code_blocks(page)
 ]
 
 
@@ -35,7 +35,7 @@ def compiler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("compiler_without_a_compiler")
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A module of its own: Dynamo imports the module that a function says it is from.

@@ -110,11 +110,13 @@ class BlockMask(MaskContent):
     ) -> Self:
         """Return the mask of these runs.
 
-        >>> offsets = torch.tensor([[[0, 1, 3]]], dtype=torch.int32)
-        >>> runs = torch.tensor([[0, 1, 2], [0, 1, 1], [1, 2, 2]], dtype=torch.int32)
-        >>> causal = lambda b, h, q, k: q >= k
-        >>> BlockMask.from_runs(offsets, runs, seq_lengths=(256, 256), mask_mod=causal).sparsity()
-        25.0
+        Examples:
+            >>> offsets = torch.tensor([[[0, 1, 3]]], dtype=torch.int32)
+            >>> runs = torch.tensor([[0, 1, 2], [0, 1, 1], [1, 2, 2]], dtype=torch.int32)
+            >>> causal = lambda b, h, q, k: q >= k
+            >>> mask = BlockMask.from_runs(offsets, runs, seq_lengths=(256, 256), mask_mod=causal)
+            >>> mask.sparsity()
+            25.0
 
         Args:
             offsets: int32 [B', H', Qb + 1], ending with n.
@@ -226,9 +228,10 @@ class BlockMask(MaskContent):
         no synchronisation; others are combined on the host: a block is FULL or left out if all
         that it is made of is, else PARTIAL.
 
-        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
-        >>> mask.row_slice(255, 256).shape
-        (1, 1, 1, 256)
+        Examples:
+            >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+            >>> mask.row_slice(255, 256).shape
+            (1, 1, 1, 256)
 
         Args:
             start, stop: 0 <= start <= stop <= Q_LEN.

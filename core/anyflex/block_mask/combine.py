@@ -25,9 +25,10 @@ def and_masks(*mask_mods: MaskMod) -> MaskMod:
     Raises ArgumentTypeError, naming the position, for an argument that is not callable, and
     BlockMaskError for one that takes other arguments.
 
-    >>> causal = lambda b, h, q, k: q >= k
-    >>> window = lambda b, h, q, k: q - k < 128
-    >>> sliding_window = and_masks(causal, window)
+    Examples:
+        >>> causal = lambda b, h, q, k: q >= k
+        >>> window = lambda b, h, q, k: q - k < 128
+        >>> sliding_window = and_masks(causal, window)
     """
     _check_members("and_masks", mask_mods)
 

@@ -52,9 +52,10 @@ def create_block_mask(
     only synchronisation. Inside ``torch.compile`` it breaks the graph: call it outside of
     ``fullgraph=True``.
 
-    >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
-    >>> mask.runs.tolist()  # [first block, end block, kind]; kind 1 is FULL, 2 PARTIAL
-    [[0, 1, 2], [0, 1, 1], [1, 2, 2]]
+    Examples:
+        >>> mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+        >>> mask.runs.tolist()  # [first block, end block, kind]; kind 1 is FULL, 2 PARTIAL
+        [[0, 1, 2], [0, 1, 1], [1, 2, 2]]
 
     Args:
         mask_mod: ``f(b, h, q_idx, kv_idx) -> bool``.

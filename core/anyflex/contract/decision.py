@@ -47,3 +47,4 @@ class Rejected:
 
 
 Decision: TypeAlias = Accepted | Rejected
+"""Return type of `Backend.supports`."""

@@ -67,7 +67,7 @@ def flex_attention(
         PluginError: the forced backend is broken.
         AllocationError: there is not enough memory; an accelerator's is torch.OutOfMemoryError.
 
-    Example:
+    Examples:
         >>> import torch, anyflex
         >>> q, k, v = torch.randn(3, 1, 4, 128, 32).unbind(0)
         >>> causal = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128)

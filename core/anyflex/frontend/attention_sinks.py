@@ -35,7 +35,7 @@ def with_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
         ArgumentTypeError: no tensors, or wrong dtypes.
         ArgumentError: shapes that don't fit, or different devices.
 
-    Example:
+    Examples:
         >>> import torch, anyflex
         >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
         >>> out, aux = anyflex.flex_attention(

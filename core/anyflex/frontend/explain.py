@@ -123,7 +123,7 @@ def explain(
         ArgumentError, ArgumentTypeError, BlockMaskError, ModTraceError: as `flex_attention`. A
             refusal is no error here: it stands in the result.
 
-    Example:
+    Examples:
         >>> import torch, anyflex
         >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
         >>> anyflex.explain(q, k, v, backend="reference").backend

@@ -77,7 +77,7 @@ def flex_attention_backward(
             dtype or device.
         BackendRefused: no backend takes the call.
 
-    Example:
+    Examples:
         >>> import torch, anyflex
         >>> q, k, v = torch.randn(3, 1, 2, 16, 8).unbind(0)
         >>> out, aux = anyflex.flex_attention(

@@ -17,7 +17,8 @@ def causal(offset: int | Tensor = 0) -> MaskMod:
 
     Offset 0 aligns the first query with the first key (top left).
 
-    >>> mask_mod = causal()
+    Examples:
+        >>> mask_mod = causal()
 
     Args:
         offset: int; or int32 or int64 tensor, [] or [B], for decoding: how many keys each batch

@@ -29,7 +29,8 @@ def neighbourhood(
     own. Points are numbered row by row, the last dimension fastest; all lengths are the number of
     points.
 
-    >>> mask_mod = neighbourhood((32, 48), 7)  # 7 x 7 points of an image of 32 x 48
+    Examples:
+        >>> mask_mod = neighbourhood((32, 48), 7)  # 7 x 7 points of an image of 32 x 48
 
     Args:
         grid: size of each of one to three dimensions; an int for one.

@@ -47,9 +47,11 @@ def shared_prefix(answers: Tensor, groups: Tensor | None = None) -> MaskMod:
     A token sees the prompt of its own group and, of the answers, its own: the prompt is computed
     once for all of them.
 
-    >>> import torch
-    >>> answers = torch.tensor([-1, -1, -1, 0, 0, 1, 1, 1])  # a prompt of 3, answers of 2 and 3
-    >>> mask_mod = shared_prefix(answers)
+    Examples:
+        >>> import torch
+        >>> # a prompt of 3, answers of 2 and 3
+        >>> answers = torch.tensor([-1, -1, -1, 0, 0, 1, 1, 1])
+        >>> mask_mod = shared_prefix(answers)
 
     Args:
         answers: [S] or [B, S], signed integers: the number of a token's answer, negative in a

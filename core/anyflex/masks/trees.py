@@ -27,8 +27,10 @@ def tree(parents: Tensor, prefix: int | Tensor = 0) -> MaskMod:
     their beginnings. The parents are read here, once: on a device that is a synchronisation.
     Numbering a tree takes about a microsecond a token.
 
-    >>> import torch
-    >>> mask_mod = tree(torch.tensor([-1, 0, 0, 1, 1]))  # a root, its two children, two below one
+    Examples:
+        >>> import torch
+        >>> # a root, its two children, two below one
+        >>> mask_mod = tree(torch.tensor([-1, 0, 0, 1, 1]))
 
     Args:
         parents: [N] or [B, N], int32 or int64: the index of each token's parent, -1 for a root.

@@ -17,6 +17,7 @@ __all__ = ["anyflex_compiled", "anyflex_launched", "anyflex_order_candidates", "
 
 hookspec = pluggy.HookspecMarker("anyflex")
 hookimpl = pluggy.HookimplMarker("anyflex")
+"""Decorator for a hook plugin's functions, named as the hooks that they implement."""
 
 
 @hookspec

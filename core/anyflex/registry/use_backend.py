@@ -20,7 +20,7 @@ class use_backend(ContextDecorator):
     the call raises `BackendRefused`. Without names, the registry chooses by itself inside of the
     block, whatever is forced outside. Weaker than ``backend=``.
 
-    Example:
+    Examples:
         >>> with use_backend("reference"):
         ...     pass
 

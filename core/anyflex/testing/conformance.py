@@ -36,11 +36,10 @@ class Conformance:
         cases: patterns of case names; none for all.
         expected: the file of expected failures; a relative path counts from the test module.
 
-    Example::
-
-        class TestMine(Conformance):
-            backend = "cpu.mine"
-            require = ("forward", "backward")
+    Examples:
+        >>> class TestMine(Conformance):
+        ...     backend = "cpu.mine"
+        ...     require = ("forward", "backward")
     """
 
     backend: ClassVar[str] = ""

@@ -47,7 +47,7 @@ class posing(ContextDecorator):
             a space, or for ``"cpu"``; on entry, another thread is in a block of another type; on
             exit, the block was not entered.
 
-    Example:
+    Examples:
         >>> import torch, anyflex
         >>> from anyflex.testing import posing
         >>> q = torch.randn(1, 2, 16, 8)
