@@ -27,8 +27,8 @@ from anyflex.plugin import (
     parse_graph,
     type_class,
 )
+from anyflex_triton.generated_modules import load_module
 from anyflex_triton.mods import Sums, source_for, write_source
-from anyflex_triton.module_files import load_module
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),

@@ -78,7 +78,7 @@ from triton.runtime.jit import DependenciesFinder
 from anyflex.plugin import Spec, parse_graph
 from anyflex_triton import backward_keys, forward, launch
 from anyflex_triton.mods import source_for, write_source
-from anyflex_triton.module_files import load_module
+from anyflex_triton.generated_modules import load_module
 
 def mod_of(text):
     spec = Spec("cuda", "sm_90", torch.float16, 64, 64, score_graph=parse_graph(text))

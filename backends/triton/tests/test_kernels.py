@@ -20,8 +20,8 @@ from anyflex_triton import launch
 from anyflex_triton.arguments import descriptor_of, heads_described, layout_of
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Config, KernelName, Target, Traits, config_for
+from anyflex_triton.kernel_signatures import Programs, heads_at_a_time
 from anyflex_triton.mods import write_source
-from anyflex_triton.programs import Programs, heads_at_a_time
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -490,7 +490,7 @@ def test_largest_scores_and_sums_in_parts_are_right(
         found = config_for(target, kernel, traits)
         return replace(found, block_n=block_n, overlap=overlap, parts=True)
 
-    monkeypatch.setattr("anyflex_triton.programs.config_for", in_parts)
+    monkeypatch.setattr("anyflex_triton.kernel_signatures.config_for", in_parts)
     query, key, value = (randn(1, 2, length, 16).half() for length in (200, keys, keys))
     key *= torch.linspace(0, 3, keys)[:, None]
     value[0, 0, 70, 3] = torch.inf

@@ -16,7 +16,7 @@ import torch
 import anyflex
 from anyflex.plugin import isolated, register
 from anyflex.testing import posing
-from anyflex_triton import loading, module_files
+from anyflex_triton import generated_modules, loading
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.loading import loading_kernels
 
@@ -87,7 +87,7 @@ def test_sources_of_kernels(package: str) -> None:
 
 def test_sources_of_mods(monkeypatch: pytest.MonkeyPatch) -> None:
     written: dict[str, object] = {}
-    monkeypatch.setattr(module_files, "_loaded", written)
+    monkeypatch.setattr(generated_modules, "_loaded", written)
     q, k, v = torch.randn(3, 1, 2, 16, 16).unbind()
     with isolated(), posing("cuda"):
         register("cuda.mine", TritonBackend)

@@ -16,8 +16,8 @@ if not triton.knobs.runtime.interpret:
 
 import triton.language as tl  # noqa: E402
 
+from anyflex_triton.generated_modules import load_module  # noqa: E402
 from anyflex_triton.mods import source_for, write_source  # noqa: E402
-from anyflex_triton.module_files import load_module  # noqa: E402
 
 __all__ = ["Case", "M", "N"]
 

@@ -25,7 +25,7 @@ from triton.knobs import HookChain
 from anyflex.plugin import PerformanceWarning
 from anyflex_triton import launch, nvidia_launch
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.fixed_arguments import FixedArguments
+from anyflex_triton.prepared_launch import FixedArguments
 
 GPU = torch.device("cuda", 1)
 TYPES = {

@@ -244,10 +244,10 @@ def test_what_block_loads_take() -> None:
 
 def test_no_descriptor_is_made_outside_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Intel's compiler makes block loads of those that a kernel makes itself."""
-    from anyflex_triton import programs
+    from anyflex_triton import kernel_signatures
 
     def refuse(*arguments: object) -> None:
         raise AssertionError("a descriptor is made for an Intel GPU")
 
-    monkeypatch.setattr(programs, "descriptor_of", refuse)
+    monkeypatch.setattr(kernel_signatures, "descriptor_of", refuse)
     check((64, 64), 64, torch.float16, mods=False)

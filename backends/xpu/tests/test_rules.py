@@ -13,8 +13,8 @@ import anyflex
 import anyflex_triton
 import anyflex_xpu
 from anyflex.testing import posing
+from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.mods import write_source
-from anyflex_triton.overlapping import overlaps
 from anyflex_xpu.backend import XpuBackend
 
 FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]
@@ -26,7 +26,7 @@ ELSEWHERE = {
         "triton.tools.tensor_descriptor is not for every device",
         "a descriptor is made on the device, by the kernel that uses it",
     },
-    "anyflex_triton/overlapping.py": {"inline assembly is one vendor's"},
+    "anyflex_triton/dependent_launch.py": {"inline assembly is one vendor's"},
 }
 
 

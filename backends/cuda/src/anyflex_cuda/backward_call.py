@@ -32,11 +32,7 @@ from anyflex_triton.backward_call import (
     expected_backward,
     kept_launches,
 )
-from anyflex_triton.fixed_arguments import FixedLaunch
-from anyflex_triton.launch import Launch, Options, Program, pointer_type
-from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.mods import captured_additions
-from anyflex_triton.programs import (
+from anyflex_triton.kernel_signatures import (
     Programs,
     aligned,
     classes,
@@ -48,6 +44,10 @@ from anyflex_triton.programs import (
     padded,
     strides,
 )
+from anyflex_triton.launch import Launch, Options, Program, pointer_type
+from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.mods import captured_additions
+from anyflex_triton.prepared_launch import FixedLaunch
 
 __all__ = [
     "Work",

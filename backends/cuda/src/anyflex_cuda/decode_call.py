@@ -17,11 +17,7 @@ from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_triton.arguments import BYTES, Layout, layout_like, layout_of
-from anyflex_triton.fixed_arguments import FixedArguments
-from anyflex_triton.launch import Launch, Options, Program, launch_all
-from anyflex_triton.loading import loading_kernels
-from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import (
+from anyflex_triton.kernel_signatures import (
     Programs,
     float_pointers,
     int32s,
@@ -30,6 +26,10 @@ from anyflex_triton.programs import (
     padded,
     strides,
 )
+from anyflex_triton.launch import Launch, Options, Program, launch_all
+from anyflex_triton.loading import loading_kernels
+from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.prepared_launch import FixedArguments
 
 __all__ = [
     "DecodeFit",

@@ -16,11 +16,11 @@ from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.tile_order import tile_order
-from anyflex_triton.fixed_arguments import FixedArguments
 from anyflex_triton.forward_call import NeededNext, compile_next
+from anyflex_triton.kernel_signatures import Mods, float_pointers, int32s, or_else
 from anyflex_triton.launch import Options, Program, Types
-from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import Mods, float_pointers, int32s, or_else
+from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.prepared_launch import FixedArguments
 
 __all__ = [
     "DESCRIBED",

@@ -41,9 +41,9 @@ from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.wide_backward_call import is_wide
-from anyflex_triton.backward_captured import integer_specs
 from anyflex_triton.compiled_files import CompiledFiles
 from anyflex_triton.configs import Target
+from anyflex_triton.deterministic_captured_grads import integer_specs
 from anyflex_triton.forward_call import mask_shape
 from anyflex_triton.kernel import TritonKernel, cut
 from anyflex_triton.launch import Program, launch_all

@@ -15,10 +15,10 @@ from anyflex_cuda.gluon_program import (
     row_descriptor_type,
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
+from anyflex_triton.kernel_signatures import MaskRows, Mods, int32s, key_head_group
 from anyflex_triton.launch import Launch, Options, Types
 from anyflex_triton.loading import loading_kernels
-from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.programs import MaskRows, Mods, int32s, key_head_group
+from anyflex_triton.mask_refinement import mask_rows
 
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
 

@@ -25,7 +25,7 @@ from anyflex.plugin import (
     Spec,
 )
 from anyflex_triton.options import OPTIONS
-from anyflex_triton.tried_tritons import TRIED
+from anyflex_triton.supported_versions import TRIED
 
 if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from anyflex_triton.column_parts import product_of_rows
+from anyflex_triton.dependent_launch import let_next_begin
 from anyflex_triton.forward import final_scores, unit_of_scores
 from anyflex_triton.operations import integer_shift, scaled
-from anyflex_triton.overlapping import let_next_begin
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
 __all__ = [

@@ -1,6 +1,6 @@
 """What backward launches: rows' values, dK and dV, then dQ and captured tensors' gradients.
 
-Those that repeat bit for bit take more launches: backward_captured.py.
+Those that repeat bit for bit take more launches: deterministic_captured_grads.py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from anyflex_triton.arguments import (
     row_strides,
 )
 from anyflex_triton.configs import Config
-from anyflex_triton.fixed_arguments import FixedLaunch
-from anyflex_triton.launch import Launch, Options, Types, pointer_type
-from anyflex_triton.mask_rows import mask_rows
-from anyflex_triton.mods import Sums
-from anyflex_triton.overlapping import overlapping
-from anyflex_triton.programs import (
+from anyflex_triton.dependent_launch import overlapping
+from anyflex_triton.kernel_signatures import (
     MaskRows,
     Programs,
     aligned,
@@ -40,6 +36,10 @@ from anyflex_triton.programs import (
     strides,
     tile_count,
 )
+from anyflex_triton.launch import Launch, Options, Types, pointer_type
+from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.mods import Sums
+from anyflex_triton.prepared_launch import FixedLaunch
 
 __all__ = [
     "backward_key",

@@ -15,8 +15,8 @@ from anyflex_triton.column_parts import (
     store_parts,
     zeros_of_parts,
 )
+from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.forward import tile_of_program
-from anyflex_triton.overlapping import await_earlier
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,

@@ -13,18 +13,8 @@ from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
 from anyflex_triton.compiling import begin_compiling
 from anyflex_triton.configs import Config
-from anyflex_triton.fixed_arguments import FixedArguments, FixedLaunch
-from anyflex_triton.launch import (
-    INTERPRETED,
-    Launch,
-    Options,
-    Program,
-    launch_all,
-)
-from anyflex_triton.loading import loading_kernels
-from anyflex_triton.mask_rows import mask_rows, rows_for
-from anyflex_triton.overlapping import overlapping
-from anyflex_triton.programs import (
+from anyflex_triton.dependent_launch import overlapping
+from anyflex_triton.kernel_signatures import (
     MaskRows,
     Mods,
     Programs,
@@ -39,6 +29,16 @@ from anyflex_triton.programs import (
     strides,
     tile_count,
 )
+from anyflex_triton.launch import (
+    INTERPRETED,
+    Launch,
+    Options,
+    Program,
+    launch_all,
+)
+from anyflex_triton.loading import loading_kernels
+from anyflex_triton.mask_refinement import mask_rows, rows_for
+from anyflex_triton.prepared_launch import FixedArguments, FixedLaunch
 
 __all__ = [
     "NeededNext",

@@ -20,8 +20,8 @@ from anyflex_triton.backward_call import (
     queries_launch,
     rows_launch,
 )
-from anyflex_triton.backward_captured import integer_specs, repeatable_launches
 from anyflex_triton.configs import KernelName, Target
+from anyflex_triton.deterministic_captured_grads import integer_specs, repeatable_launches
 from anyflex_triton.forward_call import (
     launch_decode,
     launch_prefill,
@@ -29,9 +29,9 @@ from anyflex_triton.forward_call import (
     packed_heads,
     splits_of,
 )
+from anyflex_triton.kernel_signatures import Programs
 from anyflex_triton.launch import Launch, Program, launch_all
-from anyflex_triton.mask_rows import Tiled, finer_specs, rows_for
-from anyflex_triton.programs import Programs
+from anyflex_triton.mask_refinement import Tiled, finer_specs, rows_for
 from anyflex_triton.tuning import Tuner
 
 if TYPE_CHECKING:

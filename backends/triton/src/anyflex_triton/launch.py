@@ -29,8 +29,8 @@ from anyflex_triton.preparation import attempt, await_checksum, await_driver
 
 if TYPE_CHECKING:
     from anyflex_triton.compiled_files import CompiledFiles
-    from anyflex_triton.fixed_arguments import FixedArguments
     from anyflex_triton.nvidia_launch import Launcher, Parameters
+    from anyflex_triton.prepared_launch import FixedArguments
 
 __all__ = [
     "INTERPRETED",

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Sums = Literal["floats", "bounds", "integers"]
-"""What captured tensors' gradients are added up in: see backward_captured.py."""
+"""What captured tensors' gradients are added up in: see deterministic_captured_grads.py."""
 
 _HEADER = f"""\
 from __future__ import annotations

@@ -374,7 +374,7 @@ static int read_boxes(PyObject *given, Py_ssize_t bytes, Slot *slot) {
 
 /* Launch(function, threads, shared, overlaps, fixed, places, descriptors, slots)
  *
- * overlaps: see overlapping.py. fixed: bytes of all parameters. places: (offset, size) in it, of
+ * overlaps: see dependent_launch.py. fixed: bytes of all parameters. places: (offset, size) in it, of
  * each. descriptors: those that have one shape, (as `read_boxes` reads, an object as
  * `write_descriptor` takes). slots: (name, element, kind, offset), where for a descriptor's offset
  * stands what `read_boxes` reads. */

@@ -768,8 +768,9 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
 
     Args:
         totals: where SUMS is "floats", a pointer to float32 for each captured tensor that learns.
-            Else (backward_captured.py) there follow, for each, pointers to integers, int64, to
-            the largest addition's bits, int32, and to how many there are, int64, of each element.
+            Else (deterministic_captured_grads.py) there follow, for each, pointers to integers,
+            int64, to the largest addition's bits, int32, and to how many there are, int64, of each
+            element.
         SUMS: "floats"; "bounds": finite additions are only measured and counted; "integers": what
             is finite is added to the integers.
     """

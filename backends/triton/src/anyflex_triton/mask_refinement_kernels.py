@@ -1,4 +1,4 @@
-"""The kernels that decide PARTIAL blocks of a mask tile by tile: see mask_rows.py."""
+"""The kernels that decide PARTIAL blocks of a mask tile by tile: see mask_refinement.py."""
 
 from __future__ import annotations
 

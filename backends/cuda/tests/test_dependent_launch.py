@@ -1,4 +1,4 @@
-"""Which launches may begin before the one before them ends (anyflex_triton/overlapping.py)."""
+"""Which launches may begin before the launch before them ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiling_backward import DOCUMENTS, OnHopper, causal, recorded
 from scripts_beside import printed_by
 
 import anyflex
-from anyflex_triton import overlapping
+from anyflex_triton import dependent_launch
 from anyflex_triton.launch import Program
 
 LENGTH = 300
@@ -101,13 +101,13 @@ def test_launches_overlap_where_the_driver_can_record_them(
             number._obj.value = version
             return 0
 
-    monkeypatch.setattr(overlapping.ctypes, "CDLL", Driver)
-    overlapping._driver_version.cache_clear()
+    monkeypatch.setattr(dependent_launch.ctypes, "CDLL", Driver)
+    dependent_launch._driver_version.cache_clear()
     try:
-        assert overlapping.overlaps("hopper") is does
-        assert not overlapping.overlaps("ampere")
+        assert dependent_launch.overlaps("hopper") is does
+        assert not dependent_launch.overlaps("ampere")
     finally:
-        overlapping._driver_version.cache_clear()
+        dependent_launch._driver_version.cache_clear()
 
 
 def test_nothing_stands_between_portable_launches_that_overlap() -> None:
@@ -171,7 +171,7 @@ def decoded(masked: bool, hopper: bool, kv_heads: int) -> str:
 def test_kernels_wait_before_what_needs_it() -> None:
     """Of the code for Hopper, in its order: reads and stores of the GPU's memory, the wait and the
     leave for the next launch to begin."""
-    lines = printed_by("compiling_overlapping.py")
+    lines = printed_by("compiling_dependent_launch.py")
     found = dict(line.split(maxsplit=1) for line in lines)
     assert len(found) == len(lines)
     assert found == {

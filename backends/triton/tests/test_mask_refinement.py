@@ -14,7 +14,7 @@ from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
-from anyflex_triton import launch, mask_rows
+from anyflex_triton import launch, mask_refinement
 from anyflex_triton.backend import TritonBackend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -74,11 +74,11 @@ def test_rows_are_kept_with_the_mask_that_they_are_of() -> None:
     offsets = torch.tensor([[[0, 1, 2]]], dtype=torch.int32)
     runs = torch.tensor([[0, 1, 1], [0, 2, 1]], dtype=torch.int32)
     views, other = views_of(offsets, runs), views_of(offsets + 1, runs.clone())
-    rows = mask_rows.mask_rows(views)
-    assert mask_rows.mask_rows(views) is rows and rows.ends.tolist() == [[[1, 2]]]
-    assert mask_rows.mask_rows(other).ends.tolist() == [[[2, 3]]]
-    assert mask_rows.mask_rows(other).runs is other.runs
-    assert mask_rows.mask_rows(views.transposed()) is not rows
+    rows = mask_refinement.mask_rows(views)
+    assert mask_refinement.mask_rows(views) is rows and rows.ends.tolist() == [[[1, 2]]]
+    assert mask_refinement.mask_rows(other).ends.tolist() == [[[2, 3]]]
+    assert mask_refinement.mask_rows(other).runs is other.runs
+    assert mask_refinement.mask_rows(views.transposed()) is not rows
     # They are the mask's own memory, which may be written again.
     offsets += 5
     assert rows.offsets is offsets and rows.ends.tolist() == [[[6, 7]]]
@@ -87,9 +87,9 @@ def test_rows_are_kept_with_the_mask_that_they_are_of() -> None:
 def test_of_a_mask_that_must_be_copied_no_copy_is_kept() -> None:
     offsets = torch.tensor([[[0, 9, 1, 9, 2, 9]]], dtype=torch.int32)[..., ::2]
     views = views_of(offsets, torch.zeros(2, 3, dtype=torch.int32))
-    assert mask_rows.mask_rows(views).ends.tolist() == [[[1, 2]]]
+    assert mask_refinement.mask_rows(views).ends.tolist() == [[[1, 2]]]
     offsets += 5
-    assert mask_rows.mask_rows(views).ends.tolist() == [[[6, 7]]]
+    assert mask_refinement.mask_rows(views).ends.tolist() == [[[6, 7]]]
 
 
 def randn(*shape: int) -> Tensor:
@@ -216,7 +216,7 @@ def test_left_out_the_option_holds_for_large_calls_whose_mask_reads_tensors(
     found: Found,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mask_rows, "_LEAST_PAIRS", least)
+    monkeypatch.setattr(mask_refinement, "_LEAST_PAIRS", least)
     query = randn(1, 2, 256, 16)
     mask = anyflex.create_block_mask(mask_mod, None, None, 256, 256)
     out = anyflex.flex_attention(
@@ -233,7 +233,7 @@ def test_left_out_the_option_holds_for_large_calls_whose_mask_reads_tensors(
 def test_a_mask_of_many_runs_stays_as_it_is_unless_asked(
     found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mask_rows, "_LEAST_PAIRS", 1)
+    monkeypatch.setattr(mask_refinement, "_LEAST_PAIRS", 1)
     ids = (torch.arange(1024) // 16 % 2).to(torch.int32)
     query = randn(1, 1, 1024, 16)
     mask = anyflex.create_block_mask(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import Call, MaskViews, TensorSpec
-from anyflex_triton import finer_runs
+from anyflex_triton import mask_refinement_kernels
+from anyflex_triton.kernel_signatures import MaskRows, Programs, int32s
 from anyflex_triton.launch import Launch, Options
-from anyflex_triton.programs import MaskRows, Programs, int32s
 
 __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 
@@ -108,7 +108,7 @@ def _finer(
     chunks = -(-columns // _KINDS_CHUNK)
     for_kinds = made.program(
         ("kinds", transposed, tile, mods.key),
-        finer_runs.kinds_kernel,
+        mask_refinement_kernels.kinds_kernel,
         {
             **{name: made.common_types[name] for name in of_mods},
             **dict.fromkeys(("offsets", "runs"), "*i32"),
@@ -130,7 +130,7 @@ def _finer(
     )
     for_runs = made.program(
         ("runs",),
-        finer_runs.runs_kernel,
+        mask_refinement_kernels.runs_kernel,
         {
             "kinds": "*i8",
             **dict.fromkeys(("new_edges", "new_runs"), "*i32"),

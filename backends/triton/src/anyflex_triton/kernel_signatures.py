@@ -29,7 +29,9 @@ from anyflex_triton.configs import (
     fitted,
     with_tile,
 )
+from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
+from anyflex_triton.generated_modules import load_module
 from anyflex_triton.launch import (
     INTERPRETED,
     Launch,
@@ -47,8 +49,6 @@ from anyflex_triton.mods import (
     reads_pairs,
     source_for,
 )
-from anyflex_triton.module_files import load_module
-from anyflex_triton.overlapping import overlaps
 from anyflex_triton.tuning import Tuner
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def columns_of_part(dim: int) -> int:
 
 
 class MaskRows(NamedTuple):
-    """A block mask's runs as kernels read them: mask_rows.py.
+    """A block mask's runs as kernels read them: mask_refinement.py.
 
     Args:
         offsets, ends: int32, where in `runs` those of a row of blocks begin and end; batch entries

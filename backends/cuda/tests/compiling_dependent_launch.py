@@ -1,8 +1,8 @@
 """Compiles kernels whose launches overlap for Hopper; no device is needed.
 
-Run as a script by `test_overlapping`. It prints a line a kernel: its name, then what is in its
-code, in this order, what follows itself once: "wait" and "next" (anyflex_triton/overlapping.py),
-and "memory", accesses of the GPU's memory, or "loads", if these are loads by threads alone.
+Run as a script by `test_dependent_launch`. It prints a line a kernel: its name, then what its code
+holds, in order and without repetitions: "wait" and "next" (`anyflex_triton.dependent_launch`), and
+"memory" for accesses of the GPU's memory, or "loads" where these are loads by threads alone.
 """
 
 from __future__ import annotations
