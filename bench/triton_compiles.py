@@ -51,10 +51,10 @@ from anyflex.bench.case import TF32
 from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
 from anyflex.testing.float32_precision import products_in
-from anyflex_triton import launch
 from anyflex_triton.arguments import BYTES
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Target
+from anyflex_triton.program import INTERPRETED, Program
 
 __all__ = ["main"]
 
@@ -316,7 +316,7 @@ def compile_entries(
         length: of query and key, up to LENGTH.
     """
     elements = torch.float32 if dtype == TF32 else getattr(torch, dtype)
-    programs: list[launch.Program] = []
+    programs: list[Program] = []
 
     class Offline(TritonBackend):
         def probe(self) -> Decision:
@@ -325,10 +325,10 @@ def compile_entries(
         def target(self) -> Target:
             return target
 
-    def note_instead(program: launch.Program, *_: object) -> None:
+    def note_instead(program: Program, *_: object) -> None:
         programs.append(program)
 
-    def needed(pattern: str) -> list[launch.Program]:
+    def needed(pattern: str) -> list[Program]:
         programs.clear()
         repeats = pattern == "learned"
         bias = torch.zeros(LENGTH, requires_grad=True)
@@ -372,14 +372,14 @@ def compile_entries(
             attention(rows.detach()[:, :, :1], keys.detach())
         return list(programs)
 
-    launched = launch.Program.launch
-    launch.Program.launch = note_instead  # type: ignore[method-assign]
+    launched = Program.launch
+    Program.launch = note_instead  # type: ignore[method-assign]
     try:
         with isolated(), posing("cuda"), products_in("high" if dtype == TF32 else "highest"):
             register("cuda.offline", Offline)
             found = [(pattern, program) for pattern in patterns for program in needed(pattern)]
     finally:
-        launch.Program.launch = launched  # type: ignore[method-assign]
+        Program.launch = launched  # type: ignore[method-assign]
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
         # That pattern's forward is the relative one's.
@@ -426,7 +426,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.record and (arguments.compare or arguments.brief):
         parser.error("--record is not for --compare or --brief: it writes all that is found")
-    if launch.INTERPRETED:
+    if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing is compiled then; unset it")
     if arguments.length != LENGTH and (arguments.record or arguments.compare):
         parser.error(f"--length is not for --record or --compare: what is recorded is of {LENGTH}")

@@ -29,9 +29,14 @@ from anyflex.plugin import (
 )
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram
-from anyflex_triton.generated_modules import load_module
-from anyflex_triton.launch import Options, Types, pointer_type
-from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.building import (
+    Options,
+    Types,
+    load_module,
+    pointer_type,
+    source_for,
+    write_source,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 GROUPS = [("f32", "f16"), ("f64", "bf16"), ("i64", "i8", "bool"), ("i32", "u8", "i16")]

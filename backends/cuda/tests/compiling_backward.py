@@ -25,7 +25,7 @@ from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import forward_call, hopper_wide_backward
 from anyflex_cuda.backend import CudaBackend
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 LENGTH = 1024
 Mod = Callable[..., Any]

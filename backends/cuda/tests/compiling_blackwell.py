@@ -20,8 +20,7 @@ from with_ptxas import compiled, compiling, sass_of, spills_of
 
 from anyflex_cuda.blackwell_call import program_for, tiles_for
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.kernel_signatures import Mods
-from anyflex_triton.mods import write_source
+from anyflex_triton.building import Mods, write_source
 
 BLACKWELL = GPUTarget("cuda", 100, 32)
 KINDS = {

@@ -26,9 +26,7 @@ from anyflex_cuda.decode_call import DecodeTiles, decode_program, decode_tiles
 from anyflex_cuda.decode_steps import ALL, EACH, NONE
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.generated_modules import load_module
-from anyflex_triton.launch import Program
-from anyflex_triton.mods import source_for, write_source
+from anyflex_triton.building import Program, load_module, source_for, write_source
 
 
 def decode_of(

@@ -16,7 +16,7 @@ from compiling_backward import backward_of, recorded
 from with_ptxas import compiled, compiling
 
 import anyflex
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 WORDS = {"griddepcontrol.wait": "wait", "griddepcontrol.launch_dependents": "next"}
 ACCESS = re.compile(

@@ -22,9 +22,7 @@ from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.forward_call import Tiles, program_for, small_tiles_for, tiles_for
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.generated_modules import load_module
-from anyflex_triton.kernel_signatures import Mods
-from anyflex_triton.mods import mask_scores_source, source_for, write_source
+from anyflex_triton.building import Mods, load_module, mask_scores_source, source_for, write_source
 
 CAUSAL = NAMED["causal"][1]
 MODS: dict[str, tuple[str | None, str | None, tuple[CapturedFacts, ...]]] = {

@@ -23,7 +23,7 @@ from compiling import HOPPER
 import anyflex
 from anyflex.testing import posing
 from anyflex_cuda import forward_call
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 LENGTH = 256
 compiled: list[str] = []
@@ -88,7 +88,7 @@ def main(action: str, folder: Path) -> None:
         train(hopper=True)
         train(hopper=False)
     for program in launched:
-        kernel = program._translate(HOPPER, program.options.keywords())
+        kernel = program._translate(HOPPER, program.options)
         assert kernel.kernel.startswith(b"\x7fELF")
     if action == "save":
         anyflex.save_artifacts(folder / "own.zip")

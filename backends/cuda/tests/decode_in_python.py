@@ -38,7 +38,7 @@ from anyflex_cuda import (
 )
 from anyflex_cuda.gluon_program import GluonProgram
 from anyflex_triton import forward, tiles
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "triton" / "tests"))
 from interpreting import hasten

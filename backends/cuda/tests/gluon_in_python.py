@@ -27,7 +27,7 @@ from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
 from anyflex_cuda import dead_pairs
-from anyflex_triton import operations
+from anyflex_triton.device_functions import operations
 
 __all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
 

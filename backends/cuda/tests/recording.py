@@ -16,7 +16,7 @@ from anyflex.plugin import Accepted, Decision, isolated, register
 from anyflex.testing import posing
 from anyflex_cuda import forward_call
 from anyflex_cuda.backend import CudaBackend
-from anyflex_triton.launch import Program, pointer_type
+from anyflex_triton.building import Program, pointer_type
 
 CORES = 132
 UNREAD = (

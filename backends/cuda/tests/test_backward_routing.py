@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,7 @@ from compiling_backward import causal, recorded
 
 import anyflex
 from anyflex_triton import forward_call as portable_call
-from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Boxes, Program
 
 Mod = Callable[..., Any]
 OURS = ["prepare_kernel", "backward_kernel", "convert_kernel", "repair_kernel"]
@@ -263,6 +263,28 @@ def test_a_call_whose_layout_was_there_launches_what_the_first_one_did(
         assert {**values, "scale": 0.25} == {**others, "scale": 0.25}
 
 
+@contextmanager
+def foreseen(*, beside: bool = True) -> Iterator[list[Program]]:
+    """What forward begins to compile for backward, on a CPU that can compile `beside`."""
+    known: list[Program] = []
+
+    def compiled(
+        program: Program, device: int | None, after_front_end: Callable[[], None]
+    ) -> None:
+        after_front_end()
+
+    with (
+        mock.patch.object(Program, "is_compiled", lambda program, device: False),
+        mock.patch.object(Program, "compile", compiled),
+        mock.patch.object(portable_call, "_compiles_beside", lambda call: beside),
+        mock.patch.object(portable_call, "driver"),
+        mock.patch.object(
+            portable_call, "begin_compiling", lambda programs, target: known.extend(programs)
+        ),
+    ):
+        yield known
+
+
 @pytest.mark.parametrize("wanted", ["qkv", "kv", "v"])
 @pytest.mark.parametrize("lengths_differ", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -275,24 +297,9 @@ def test_forward_knows_what_backward_will_compile(
     leaves = {"q": q, "k": k, "v": v}
     chosen = [leaves[name].requires_grad_() for name in wanted]
     mask = anyflex.create_block_mask(causal, None, None, 256, keys)
-    with (
-        recorded() as launched,
-        mock.patch.object(
-            # On a CPU, where nothing is compiled side by side.
-            Program,
-            "is_compiled",
-            lambda program, device: False,
-        ),
-        mock.patch.object(portable_call, "_compiles_beside", lambda call: True),
-    ):
+    with recorded() as launched, foreseen() as known:
         out = anyflex.flex_attention(q, k, v, None, mask, backend="cuda.recorded")
-        assert isinstance(out, torch.Tensor)
-        (forward,) = launched
-        assert forward[0].meanwhile is not None
-        with mock.patch.object(portable_call, "begin_compiling") as begun:
-            forward[0].meanwhile("target")
-        (known, target), _ = begun.call_args
-        assert target == "target"
+        assert isinstance(out, torch.Tensor) and known
         launched.clear()
         torch.autograd.grad(out, chosen, torch.zeros_like(out))
         assert [program for program, _ in launched] == known
@@ -303,19 +310,13 @@ def test_forward_knows_what_repeatable_sums_will_compile() -> None:
     table = torch.zeros(2, requires_grad=True)
     with (
         recorded() as launched,
-        mock.patch.object(Program, "is_compiled", lambda program, device: False),
-        mock.patch.object(portable_call, "_compiles_beside", lambda call: True),
-        mock.patch.object(portable_call, "begin_compiling") as begun,
+        foreseen() as known,
         mock.patch("torch.are_deterministic_algorithms_enabled", lambda: True),
     ):
         out = anyflex.flex_attention(
             q, q, q, lambda s, b, h, i, j: s * table[h], backend="cuda.recorded"
         )
         assert isinstance(out, torch.Tensor)
-        meanwhile = launched[0][0].meanwhile
-        assert meanwhile is not None
-        meanwhile("target")
-        (known, _), _ = begun.call_args
         launched.clear()
         torch.autograd.grad(out, [q, table], torch.zeros_like(out))
         assert [program for program, _ in launched] == known
@@ -326,14 +327,9 @@ def test_while_a_graph_is_captured_nothing_of_backward_is_begun() -> None:
     """To know it, the mask's columns are counted, which waits for the device."""
     q = torch.zeros(2, 2, 256, 64, requires_grad=True).bfloat16()
     mask = anyflex.create_block_mask(causal, None, None, 256, 256)
-    with (
-        recorded() as launched,
-        mock.patch.object(Program, "is_compiled", lambda program, device: False),
-        mock.patch.object(portable_call, "_compiles_beside", lambda call: False),
-    ):
+    with recorded() as launched, foreseen(beside=False) as known:
         anyflex.flex_attention(q, q, q, None, mask, backend="cuda.recorded")
-    ((program, _),) = launched
-    assert program.meanwhile is None
+    assert len(launched) == 1 and not known
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from anyflex_cuda import (
 )
 from anyflex_cuda.blackwell_choice import VARIABLE
 from anyflex_triton import forward, tiles
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 
 def bent(score: Any, b: Any, h: Any, q: Any, k: Any, *_: Any) -> Any:

@@ -18,8 +18,7 @@ from gluon_in_python import Pointer, mod_in_python, tile
 import anyflex
 from anyflex.plugin import CapturedFacts, Spec, parse_graph
 from anyflex_cuda.gluon_mods import gluon_source
-from anyflex_triton.generated_modules import load_module
-from anyflex_triton.mods import mask_scores_source, source_for, write_source
+from anyflex_triton.building import load_module, mask_scores_source, source_for, write_source
 
 Mask = Callable[..., Any]
 EXTREMES = (0, 1, -1, 37, 2**29, -(2**29), 2**31, -(2**31), 2**40, -(2**40), 2**63 - 1, -(2**63))

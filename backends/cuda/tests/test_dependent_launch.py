@@ -17,7 +17,7 @@ from scripts_beside import printed_by
 
 import anyflex
 from anyflex_triton import dependent_launch
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 LENGTH = 300
 

@@ -21,7 +21,7 @@ def test_every_operation_and_everyday_mods_compile_in_a_kernel_of_gluon() -> Non
 def test_every_name_that_needs_a_layout_is_bound_anew() -> None:
     from compiling import specs
 
-    from anyflex_triton.mods import mask_scores_source, write_source
+    from anyflex_triton.building import mask_scores_source, write_source
 
     rebound = {
         "tl.full(", "ops.spread(", "ops.load_once(", "ops.along(", "ops.tanh_capped(",

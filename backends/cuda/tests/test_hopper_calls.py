@@ -33,7 +33,7 @@ from anyflex_cuda import (
 )
 from anyflex_cuda.tile_order import TileOrder
 from anyflex_triton import forward, tiles
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 CALLED = (
     tiles, forward, spoken_words, step_scores, strange_values, rescaling, row_sums, tile_parts,

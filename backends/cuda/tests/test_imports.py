@@ -12,7 +12,6 @@ RARE = {
     "anyflex_cuda.decode_sums",
     "anyflex_cuda.hopper_decode",
     "anyflex_cuda.hopper_wide_backward",
-    "anyflex_triton.decode",
 }
 """Modules of kernels that most processes don't launch."""
 

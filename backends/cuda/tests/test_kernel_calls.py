@@ -22,7 +22,7 @@ from anyflex.bench.case import BenchCase, Direction
 from anyflex.bench.patterns import make_mask_mod, make_score_mod
 from anyflex.bench.presets import PRESETS
 from anyflex.plugin import BackendRefused, isolated, register
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 BENCH = Path(__file__).parents[3] / "bench"
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from anyflex.plugin import isolated, register
 from anyflex_cuda.backend import CudaBackend
 from anyflex_cuda.gluon_program import descriptor, descriptor_type, is_boxed
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
-from anyflex_triton.backend import TritonBackend
-from anyflex_triton.supported_versions import TRIED, untried_triton
+from anyflex_triton import TritonBackend, untried_triton
+from anyflex_triton.supported_versions import TRIED
 
 HOPPERS = "anyflex_cuda.hopper_forward"
 PORTABLE = "anyflex_triton.forward"

@@ -16,7 +16,7 @@ import triton
 from compiling import HOPPER
 from triton.backends.compiler import GPUTarget
 
-from anyflex_triton.launch import Program
+from anyflex_triton.building import Program
 
 __all__ = ["compiled", "compiling", "sass_of", "spills_of"]
 

@@ -16,12 +16,12 @@ from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
-from anyflex_triton import launch
 from anyflex_triton.arguments import descriptor_of, heads_described, layout_of
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Config, KernelName, Target, Traits, config_for
 from anyflex_triton.kernel_signatures import Programs, heads_at_a_time
 from anyflex_triton.mods import write_source
+from anyflex_triton.program import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -34,17 +34,17 @@ def gpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[launch.Program, Mapping[str, object]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Program, Mapping[str, object]]]:
     """Programs in the order of their launches, which compute nothing."""
-    seen: list[tuple[launch.Program, Mapping[str, object]]] = []
+    seen: list[tuple[Program, Mapping[str, object]]] = []
 
     def note(
-        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, object]
+        program: Program, grid: int, device: torch.device, values: Mapping[str, object]
     ) -> None:
         assert grid > 0
         seen.append((program, values))
 
-    monkeypatch.setattr(launch.Program, "launch", note)
+    monkeypatch.setattr(Program, "launch", note)
     return seen
 
 
@@ -59,7 +59,7 @@ def randn(*shape: int) -> Tensor:
 
 
 def test_lengths_and_batches_share_their_programs(
-    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    launched: list[tuple[Program, Mapping[str, object]]],
 ) -> None:
     for batch in (1, 2, 5):
         for length in (65, 128, 1000, 4096):
@@ -85,7 +85,7 @@ def test_lengths_and_batches_share_their_programs(
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_few_heads_run_at_a_time(
-    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    launched: list[tuple[Program, Mapping[str, object]]],
     batch: int,
     kv_batch: int,
     kv_heads: int,
@@ -163,15 +163,15 @@ def test_heads_beside_each_other_are_read_by_descriptors(
     """Rows past a batch entry's end are the next one's, columns past a head's the next head's:
     what isn't finite there reaches nobody else."""
     seen: dict[str, tuple[object, object]] = {}
-    launched = launch.Program.launch
+    launched = Program.launch
 
-    def noted(program: launch.Program, *arguments: Any) -> Any:
+    def noted(program: Program, *arguments: Any) -> Any:
         constants = program.constants
         if "BESIDE" in constants:
             seen[program.function.__name__] = constants["DESCRIBED"], constants["BESIDE"]
         return launched(program, *arguments)
 
-    monkeypatch.setattr(launch.Program, "launch", noted)
+    monkeypatch.setattr(Program, "launch", noted)
     (head_dim, value_dim), length = dims, 72
     shapes = [(2, length, 4, head_dim), (2, length, 2, head_dim), (2, length, 2, value_dim)]
     drawn = [randn(*shape) for shape in shapes]
@@ -211,10 +211,10 @@ def test_heads_beside_each_other_are_read_by_descriptors(
 @pytest.mark.parametrize("heads_last", [False, True])
 def test_forward_foresees_backward_of_a_gradient_laid_out_as_its_query(
     heads_last: bool,
-    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    launched: list[tuple[Program, Mapping[str, object]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    foreseen: list[launch.Program] = []
+    foreseen: list[Program] = []
 
     def foresee(_spec: Any, _program: Any, call: Any, out: Any, needed_next: Any) -> None:
         foreseen.extend(needed_next(call, out))
@@ -223,7 +223,7 @@ def test_forward_foresees_backward_of_a_gradient_laid_out_as_its_query(
         tensor = randn(2, 140, 4, 16).transpose(1, 2)
         return tensor if heads_last else tensor.contiguous()
 
-    monkeypatch.setattr("anyflex_triton.forward_call.compile_next", foresee)
+    monkeypatch.setattr("anyflex_triton.forward_call.compile_with_next", foresee)
     query, key, value = (drawn().requires_grad_() for _ in range(3))
     out = attention(query, key, value)
     launched.clear()
@@ -247,7 +247,7 @@ def test_grouped_heads_of_float32_in_parts() -> None:
 
 
 def test_parts_leave_nothing_to_pad(
-    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    launched: list[tuple[Program, Mapping[str, object]]],
 ) -> None:
     query, key = (torch.zeros(1, 1, 256, 192, requires_grad=True) for _ in range(2))
     value = torch.zeros(1, 1, 256, 200, requires_grad=True)
@@ -399,7 +399,7 @@ def test_a_soft_cap_in_float16_is_within_a_weights_rounding(cap: float) -> None:
 
 
 def test_an_option_reaches_the_kernel(
-    launched: list[tuple[launch.Program, Mapping[str, object]]],
+    launched: list[tuple[Program, Mapping[str, object]]],
 ) -> None:
     tensors = [torch.zeros(1, 1, 200, 16)] * 3
     attention(*tensors, kernel_options={"cuda.mine": {"block_m": 32, "num_warps": 8}})
@@ -411,17 +411,17 @@ def test_an_option_reaches_the_kernel(
 
 def test_options_of_backward_reach_their_kernels() -> None:
     wanted = {"dkv_block_m": 16, "dkv_block_n": 32, "dq_block_m": 32, "dq_block_n": 16}
-    seen: dict[str, launch.Program] = {}
-    original = launch.Program.launch
+    seen: dict[str, Program] = {}
+    original = Program.launch
 
-    def note(program: launch.Program, *more: Any) -> None:
+    def note(program: Program, *more: Any) -> None:
         seen[program.function.__name__] = program
         original(program, *more)
 
     tensors = [randn(1, 1, 70, 16).requires_grad_() for _ in range(3)]
     options = {"cuda.mine": {**wanted, "backward_num_warps": 2, "backward_num_stages": 1}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.Program, "launch", note)
+        patch.setattr(Program, "launch", note)
         out = attention(*tensors, kernel_options=options)
         found = torch.autograd.grad(out, tensors, torch.ones_like(out))
     plain = attention(*tensors)
@@ -477,14 +477,14 @@ def test_largest_scores_and_sums_in_parts_are_right(
 ) -> None:
     """As Hopper has them, whose table no interpreter takes: long FULL runs, PARTIAL ones, rows
     without a live key, infinite values, scores that grow from step to step."""
-    launch_real = launch.Program.launch
+    launch_real = Program.launch
     parts_of_launches: list[object] = []
 
-    def note(program: launch.Program, *more: Any) -> None:
+    def note(program: Program, *more: Any) -> None:
         parts_of_launches.append(program.constants["PARTS"])
         launch_real(program, *more)
 
-    monkeypatch.setattr(launch.Program, "launch", note)
+    monkeypatch.setattr(Program, "launch", note)
 
     def in_parts(target: Target, kernel: KernelName, traits: Traits) -> Config:
         found = config_for(target, kernel, traits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,9 +16,12 @@ pytest.importorskip("triton", reason="there is no Triton to launch with")
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.knobs import HookChain
 
-from anyflex_triton import arguments, compiling, launch, preparation
+from anyflex_triton import arguments, launch, parallel_compile, triton_launch
+from anyflex_triton import program as programs_module
+from anyflex_triton.program import Options, Program, TellsFrontEnd
 
 GPU = torch.device("cuda", 1)
 AMD = GPUTarget("hip", "gfx942", 64)
@@ -26,26 +29,27 @@ AMD = GPUTarget("hip", "gfx942", 64)
 
 
 class Pretended:
-    """A program that notes what it does. One that isn't cached is compiled when `together` others
+    """A program that notes what it does. One that isn't kept is compiled when `together` others
     are."""
 
     def __init__(
-        self, name: str, notes: list[str], together: threading.Barrier, *, cached: bool
+        self, name: str, notes: list[str], together: threading.Barrier, *, kept: bool
     ) -> None:
-        self.name, self.notes, self.together, self.cached = name, notes, together, cached
-        self.meanwhile: Callable[[object], None] | None = None
+        self.name, self.notes, self.together, self.kept = name, notes, together, kept
         self.compiled: dict[int | None, threading.Thread] = {}
 
     def is_compiled(self, device: int | None) -> bool:
         return device in self.compiled
 
+    def load_kept(self, device: int) -> bool:
+        if self.kept:
+            self.compile(device)
+        return self.kept
+
     def compile(self, device: int | None = None) -> None:
         if self.is_compiled(device):
             return
-        if not self.cached:
-            if self.meanwhile is not None:
-                with contextlib.suppress(RuntimeError):
-                    self.meanwhile("target")
+        if not self.kept:
             self.together.wait(timeout=20)
         if self.name == "broken":
             raise RuntimeError("no such instruction")
@@ -57,15 +61,13 @@ class Pretended:
         self.notes.append(f"{self.name} {grid} {device.index} {values}")
 
 
-def pretended(*names: str, cached: int = 0) -> tuple[list[launch.Launch], list[str]]:
-    """Launches of programs, the first `cached` of which are, and what they note."""
+def pretended(*names: str, kept: int = 0) -> tuple[list[launch.Launch], list[str]]:
+    """Launches of programs, the first `kept` of which are, and what they note."""
     notes: list[str] = []
-    together = threading.Barrier(max(1, len(names) - cached))
-    programs = [
-        Pretended(name, notes, together, cached=i < cached) for i, name in enumerate(names)
-    ]
+    together = threading.Barrier(max(1, len(names) - kept))
+    programs = [Pretended(name, notes, together, kept=i < kept) for i, name in enumerate(names)]
     launches = [
-        launch.Launch(cast(launch.Program, program), 3 + i, {"x": i})
+        launch.Launch(cast(Program, program), 3 + i, {"x": i})
         for i, program in enumerate(programs)
     ]
     return launches, notes
@@ -97,25 +99,28 @@ def test_what_is_not_compiled_is_compiled_side_by_side(
     # Each waits for the others.
     launch.launch_all(launches, GPU)
     assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}", "c 5 1 {'x': 2}"]
-    # The first one's is the caller's, whose device it is.
-    assert current_devices == [GPU] * 2
+    assert current_devices == [GPU] * 3
     assert len(set(threads_of(launches))) == 3
     launch.launch_all(launches, GPU)
-    assert len(notes) == 6 and len(current_devices) == 2
+    assert len(notes) == 6 and len(current_devices) == 3
 
 
-def test_what_is_cached_is_loaded_in_the_callers_thread() -> None:
-    launches, notes = pretended("a", "b", "c", cached=3)
+def test_what_is_kept_is_loaded_in_the_callers_thread() -> None:
+    launches, notes = pretended("a", "b", "c", kept=3)
     launch.launch_all(launches, GPU)
     assert threads_of(launches) == [threading.current_thread()] * 3
     assert len(notes) == 3
-    # What follows the first one that isn't is compiled beside it.
-    launches, notes = pretended("a", "b", "c", "d", cached=2)
+    # The others are compiled side by side.
+    launches, notes = pretended("a", "b", "c", "d", kept=2)
     launch.launch_all(launches, GPU)
-    *here, there = threads_of(launches)
-    assert here == [threading.current_thread()] * 3 and there not in here
-    assert all(cast(Pretended, given.program).meanwhile is None for given in launches)
+    *here, one, other = threads_of(launches)
+    assert here == [threading.current_thread()] * 2
+    assert one is not other and not {one, other} & set(here)
     assert len(notes) == 4
+    # A single one in the caller's thread.
+    launches, notes = pretended("a", "b", kept=1)
+    launch.launch_all(launches, GPU)
+    assert threads_of(launches) == [threading.current_thread()] * 2
 
 
 @pytest.mark.parametrize("names", [("broken", "a"), ("a", "broken")])
@@ -139,8 +144,8 @@ def test_without_a_thread_one_is_compiled_after_the_other(
     launch.launch_all(launches, GPU)
     assert notes == ["a 3 1 {'x': 0}", "b 4 1 {'x': 1}"]
     assert threads_of(launches) == [threading.current_thread()] * 2
-    assert current_devices == []
-    again, notes = pretended("c", "broken", cached=1)
+    assert current_devices == [GPU] * 2
+    again, notes = pretended("c", "broken", kept=1)
     with pytest.raises(RuntimeError, match="no such instruction"):
         launch.launch_all(again, GPU)
     assert not notes
@@ -179,7 +184,7 @@ def test_each_is_yielded_with_what_its_compiler_raised(
         for given in launches:
             cast(Pretended, given.program).together = threading.Barrier(1)
     programs = [given.program for given in launches]
-    found = dict(compiling.compile_all(programs, GPU))
+    found = dict(parallel_compile.compile_all(programs, GPU))
     assert [str(found[program]) for program in programs] == ["None", "no such instruction", "None"]
     assert current_devices == [GPU] * 3
 
@@ -188,79 +193,6 @@ def test_nothing_is_compiled_for_the_interpreter() -> None:
     launches, notes = pretended("a", "b")
     launch.launch_all(launches, torch.device("cpu"))
     assert len(notes) == 2
-
-
-@pytest.fixture
-def unprepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what was begun; nothing was yet."""
-    begun: list[str] = []
-    monkeypatch.setattr(preparation, "_preparing", {})
-    for name in ("_make_driver", "_sum_files", "_make_launcher"):
-        monkeypatch.setattr(preparation, name, lambda name=name: begun.append(name))
-    return begun
-
-
-def test_what_is_done_once_is_begun_once(unprepared: list[str]) -> None:
-    preparation.prepare(compiles=True)
-    preparation.prepare(compiles=True)
-    for thread in preparation._preparing.values():
-        thread.join(timeout=20)
-    assert sorted(unprepared) == ["_make_driver", "_make_launcher", "_sum_files"]
-
-
-def test_what_fails_early_fails_no_call(
-    unprepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise AssertionError("libcuda.so cannot found!")
-
-    monkeypatch.setattr(preparation, "_make_driver", missing)
-    preparation.prepare(compiles=True)
-    for thread in preparation._preparing.values():
-        thread.join(timeout=20)
-    assert sorted(unprepared) == ["_make_launcher", "_sum_files"]
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_what_compiles_waits_for_a_driver_only_to_know_its_target(
-    known: bool, unprepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiling, made = threading.Event(), threading.Event()
-    before: list[bool] = []
-
-    def make_driver() -> None:
-        # Until something is compiled, or for long enough to see that nothing is.
-        compiling.wait(timeout=20 if known else 0.5)
-        made.set()
-
-    def compiled(source: object, target: object, options: object) -> SimpleNamespace:
-        assert target == (AMD if known else None)
-        before.append(made.is_set())
-        compiling.set()
-        return SimpleNamespace(metadata=SimpleNamespace(shared=0, target=AMD), run=None)
-
-    monkeypatch.setattr(preparation, "_make_driver", make_driver)
-    monkeypatch.setattr(launch, "_nvidia_target", lambda device: AMD if known else None)
-    monkeypatch.setattr(launch, "_most_shared", lambda device: made.is_set() and 1)
-    monkeypatch.setattr(launch.Program, "source", lambda program: None)
-    monkeypatch.setattr("triton.compile", compiled)
-    preparation.prepare(compiles=True)
-    new_program().compile(0)
-    assert before == [not known] and made.is_set()
-
-
-def test_without_a_thread_nothing_is_begun_and_a_later_call_tries_again(
-    unprepared: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as limited:
-        limited.setattr(threading.Thread, "start", refused)
-        preparation.prepare(compiles=True)
-    assert preparation._preparing == {}
-    preparation.prepare(compiles=True)
-    assert len(preparation._preparing) == 3
 
 
 class Compiled:
@@ -288,10 +220,10 @@ class Compiled:
 FUNCTION = SimpleNamespace(__name__="add", arg_names=["x", "y", "SIZE", "z"])
 
 
-def program_of(x_type: str = "*fp32") -> tuple[launch.Program, Compiled]:
+def program_of(x_type: str = "*fp32") -> tuple[Program, Compiled]:
     """A program that is compiled for GPU."""
-    program = launch.Program(
-        FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, launch.Options(4, 1)
+    program = Program(
+        FUNCTION, {"x": x_type, "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, Options(4, 1)
     )
     compiled = Compiled()
     program._compiled[GPU.index] = compiled
@@ -303,10 +235,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A driver whose current stream is `stream`, and launch hooks of nobody."""
     made = SimpleNamespace(stream=7, get_current_device=lambda: GPU.index)
     made.get_current_stream = lambda device: made.stream if device == GPU.index else None
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=made))
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    # Of a torch for CUDA no device is asked.
-    monkeypatch.setattr(launch, "_nvidia_target", lambda device: None)
+    made.get_current_target = lambda: "the current"
+    for module in (programs_module, triton_launch):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=made))
+    monkeypatch.setattr(programs_module, "INTERPRETED", False)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         monkeypatch.setattr(knobs.runtime, name, HookChain())
     return made
@@ -388,7 +320,7 @@ def test_each_thread_has_a_context_before_its_first_descriptor_is_encoded(
 def test_stages_that_shared_memory_does_not_hold_are_given_up(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch._most_shared.cache_clear()
+    programs_module._most_shared.cache_clear()
     driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
     asked: list[int] = []
 
@@ -398,10 +330,10 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
         return SimpleNamespace(metadata=SimpleNamespace(shared=shared, target=AMD), run=None)
 
     monkeypatch.setattr("triton.compile", compiled)
-    monkeypatch.setattr(launch.Program, "source", lambda program: None)
+    monkeypatch.setattr(Program, "source", lambda program: None)
     for stages, tried in ((4, [4, 3, 2]), (2, [2]), (1, [1])):
-        program = launch.Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {},
-                                 launch.Options(4, stages))  # fmt: skip
+        program = Program(FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {},
+                                 Options(4, stages))  # fmt: skip
         asked.clear()
         found = program.compile(GPU.index)
         assert asked == tried and found.metadata.shared <= 250
@@ -409,7 +341,7 @@ def test_stages_that_shared_memory_does_not_hold_are_given_up(
         assert program.compile(GPU.index) is found
         # Without a device, as tests compile: what was asked for.
         assert program.compile().metadata.shared == 100 * stages
-    launch._most_shared.cache_clear()
+    programs_module._most_shared.cache_clear()
 
 
 def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
@@ -446,10 +378,10 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
         ),
     )  # fmt: skip
     monkeypatch.setattr("triton.compile", lambda source, target, options: kernel)
-    monkeypatch.setattr(launch.Program, "source", lambda program: None)
-    launch._most_shared.cache_clear()
-    program = launch.Program(
-        FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, launch.Options(4, 1)
+    monkeypatch.setattr(Program, "source", lambda program: None)
+    programs_module._most_shared.cache_clear()
+    program = Program(
+        FUNCTION, {"x": "i32", "y": "i32", "z": "i32"}, {"SIZE": 8}, {}, Options(4, 1)
     )
     together = threading.Barrier(4)
 
@@ -462,33 +394,37 @@ def test_no_thread_gets_a_kernel_that_another_one_is_still_loading(
         thread.start()
     for thread in threads:
         thread.join()
-    launch._most_shared.cache_clear()
+    programs_module._most_shared.cache_clear()
     assert launched == ["function"] * 4
 
 
-class Source:
-    """What `triton.compile` takes, whose `make_ir` is the part of it that holds Python's lock."""
+class FrontEnd:
+    """What is compiled, as far as Triton's front end goes."""
 
-    def make_ir(self, target: str, options: object) -> str:
+    def make_ir(self, target: str) -> str:
         return f"module for {target}"
+
+
+class Source(TellsFrontEnd, FrontEnd):
+    """What `triton.compile` takes."""
 
 
 def compiler(monkeypatch: pytest.MonkeyPatch, notes: list[str], cached: bool = False) -> None:
     def compiled(source: Any, target: str | None, options: Any) -> SimpleNamespace:
         target = target or "the current"
         if not cached:
-            assert source.make_ir(target, options) == f"module for {target}"
+            assert source.make_ir(target) == f"module for {target}"
         notes.append(f"compiled for {target}")
         metadata = SimpleNamespace(shared=0, target=AMD)
         return SimpleNamespace(src=source, metadata=metadata, run="loaded")
 
     monkeypatch.setattr("triton.compile", compiled)
-    monkeypatch.setattr(launch.Program, "source", lambda program: Source())
+    monkeypatch.setattr(Program, "source", lambda program: Source())
 
 
-def new_program() -> launch.Program:
+def new_program() -> Program:
     types = {"x": "i32", "y": "i32", "z": "i32"}
-    return launch.Program(FUNCTION, types, {"SIZE": 8}, {}, launch.Options(4, 1))
+    return Program(FUNCTION, types, {"SIZE": 8}, {}, Options(4, 1))
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -497,30 +433,20 @@ def test_what_is_needed_next_is_begun_after_the_front_end_of_what_is_not_cached(
 ) -> None:
     notes: list[str] = []
     compiler(monkeypatch, notes, cached)
-    program = new_program()
-    program.meanwhile = lambda target: notes.append(f"begun for {target}")
-    program.compile()
-    assert notes == ["begun for the current"] * (not cached) + ["compiled for the current"]
-    assert program.meanwhile is None
+    new_program().compile(None, lambda: notes.append("begun"))
+    assert notes == ["begun"] * (not cached) + ["compiled for the current"]
 
 
-def test_what_another_thread_asks_for_meanwhile_is_not_kept(
-    driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_triton_s_sources_tell_when_their_front_end_is_done(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It holds on to a call's tensors."""
     notes: list[str] = []
-    compiler(monkeypatch, notes)
-    program = new_program()
-    compile_for = program._compile_for
-
-    def compile_and_ask(device: int | None) -> Any:
-        found = compile_for(device)
-        program.meanwhile = lambda target: notes.append("begun")
-        return found
-
-    monkeypatch.setattr(program, "_compile_for", compile_and_ask)
-    program.compile()
-    assert program.meanwhile is None and notes == ["compiled for the current"]
+    monkeypatch.setattr(ASTSource, "make_ir", lambda source, *given: notes.append("front end"))
+    source = Program.source_type(SimpleNamespace(__name__="add", arg_names=[]), {})
+    source.make_ir(None, None, None, None, None)
+    source.after_front_end = lambda: notes.append("told")
+    source.make_ir(None, None, None, None, None)
+    assert notes == ["front end", "front end", "told"]
 
 
 def finish() -> None:
@@ -542,8 +468,8 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
     most_running = most_compiling = in_compiler = 0
     both = threading.Barrier(2)
 
-    class Slow(Source):
-        def make_ir(self, target: str, options: object) -> str:
+    class SlowFrontEnd:
+        def make_ir(self, target: str) -> str:
             nonlocal running, most_running
             running += 1
             most_running = max(most_running, running)
@@ -551,12 +477,15 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
             running -= 1
             return "module"
 
+    class Slow(TellsFrontEnd, SlowFrontEnd):
+        pass
+
     def compiled(source: Any, target: str, options: Any) -> SimpleNamespace:
         nonlocal in_compiler, most_compiling
         in_compiler += 1
         most_compiling = max(most_compiling, in_compiler)
         if not cached:
-            source.make_ir(target, options)
+            source.make_ir(target)
             # Each of two goes on when the other one's front end is done too.
             both.wait(timeout=20)
         in_compiler -= 1
@@ -564,11 +493,10 @@ def test_of_what_is_compiled_ahead_one_front_end_runs_at_a_time(
             src=source, metadata=SimpleNamespace(shared=0, target=AMD), run="loaded"
         )
 
-    driver.launcher_cls = lambda *given: None
-    monkeypatch.setattr(launch.Program, "source", lambda program: Slow())
+    monkeypatch.setattr(Program, "source", lambda program: Slow())
     monkeypatch.setattr("triton.compile", compiled)
     programs = [new_program() for _ in range(4)]
-    compiling.begin_compiling(programs, "sm_90")
+    parallel_compile.begin_compiling(programs, "sm_90")
     finish()
     assert most_running == (not cached) and (most_compiling == 1) == cached
     assert all(program._ahead is not None for program in programs)
@@ -579,17 +507,15 @@ def test_what_was_compiled_ahead_is_only_loaded_when_it_is_needed(
 ) -> None:
     notes: list[str] = []
     compiler(monkeypatch, notes)
-    launchers: list[tuple[object, object]] = []
-    driver.launcher_cls = lambda *given: launchers.append(given)
     ahead, broken = new_program(), new_program()
 
     def fail(*given: object) -> None:
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(broken, "compile_ahead", fail)
-    compiling.begin_compiling([broken, ahead, ahead], "sm_90")
+    parallel_compile.begin_compiling([broken, ahead, ahead], "sm_90")
     finish()
-    assert notes == ["compiled for sm_90"] and len(launchers) == 1
+    assert notes == ["compiled for sm_90"]
     assert not ahead.is_compiled(None) and not broken.is_compiled(None)
     assert ahead.compile().run == "loaded" and notes == ["compiled for sm_90"]
     ahead.compile_ahead("sm_90")
@@ -626,32 +552,13 @@ class Loading:
 def test_launchers_are_made_one_after_the_other(
     driver: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels that are needed now and those compiled ahead: the modules of their launchers have
-    one name, and Python's own table of modules isn't made for that."""
+    """The modules of Triton's launchers have one name, which Python's own table of modules isn't
+    made for."""
     driver.launcher_cls = LauncherOfSharedModule
     driver.utils = SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 250})
     monkeypatch.setattr("triton.compile", lambda *_, **__: Loading(driver))
-    monkeypatch.setattr(launch.Program, "source", lambda program: None)
-    launch._most_shared.cache_clear()
+    monkeypatch.setattr(Program, "source", lambda program: None)
+    programs_module._most_shared.cache_clear()
     programs = [new_program() for _ in range(8)]
-    together = threading.Barrier(len(programs))
-    failures: list[BaseException] = []
-
-    def make(program: launch.Program, ahead: bool) -> None:
-        together.wait(timeout=20)
-        try:
-            program.compile_ahead("sm_90") if ahead else program.compile(0)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = [
-        threading.Thread(target=make, args=(program, bool(index % 2)))
-        for index, program in enumerate(programs)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    launch._most_shared.cache_clear()
-    assert not failures
+    assert [error for _, error in parallel_compile.compile_all(programs, GPU)] == [None] * 8
+    programs_module._most_shared.cache_clear()

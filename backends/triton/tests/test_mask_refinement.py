@@ -14,8 +14,9 @@ from anyflex.testing import posing
 
 pytest.importorskip("triton", reason="there is no Triton to interpret with")
 
-from anyflex_triton import launch, mask_refinement
+from anyflex_triton import mask_refinement
 from anyflex_triton.backend import TritonBackend
+from anyflex_triton.program import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -40,10 +41,10 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
     """Edges and runs, by the kernel that reads them."""
     seen: Found = {}
     decided: list[Mapping[str, object]] = []
-    launched = launch.Program.launch
+    launched = Program.launch
 
     def noting(
-        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, object]
+        program: Program, grid: int, device: torch.device, values: Mapping[str, object]
     ) -> None:
         edges = values.get("new_edges")
         runs = values.get("new_runs")
@@ -62,7 +63,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Found:
             name = "forward" if constants["ROWS"] == 32 else "queries"
         seen[name] = edges, runs
 
-    monkeypatch.setattr(launch.Program, "launch", noting)
+    monkeypatch.setattr(Program, "launch", noting)
     return seen
 
 

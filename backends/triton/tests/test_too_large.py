@@ -12,8 +12,8 @@ from triton.runtime.errors import OutOfResources
 import anyflex
 from anyflex.plugin import ArgumentError, PluginError, isolated, register
 from anyflex.testing import posing
-from anyflex_triton import launch
 from anyflex_triton.backend import TritonBackend
+from anyflex_triton.program import Program
 
 
 class Ampere(TritonBackend):
@@ -26,13 +26,11 @@ def too_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Kernels that fit no core. Others compute nothing."""
     kernels: set[str] = set()
 
-    def fit(
-        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, Any]
-    ) -> None:
+    def fit(program: Program, grid: int, device: torch.device, values: Mapping[str, Any]) -> None:
         if program.function.__name__ in kernels:
             raise OutOfResources(300000, 166912, "shared memory")
 
-    monkeypatch.setattr(launch.Program, "launch", fit)
+    monkeypatch.setattr(Program, "launch", fit)
     with isolated(), posing("cuda"):
         register("cuda.mine", Ampere)
         yield kernels

@@ -41,6 +41,7 @@ from anyflex_triton import backend, configs, launch, tuning
 from anyflex_triton.backend import TritonBackend
 from anyflex_triton.configs import Config, KernelName, Target, Traits, around, config_for
 from anyflex_triton.options import STAGES, TILES, WARPS
+from anyflex_triton.program import Options, Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -106,11 +107,9 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Its launches compute nothing unless a test says so."""
     machine = Machine()
-    original = launch.Program.launch
+    original = Program.launch
 
-    def note(
-        program: launch.Program, grid: int, device: torch.device, values: Mapping[str, Any]
-    ) -> None:
+    def note(program: Program, grid: int, device: torch.device, values: Mapping[str, Any]) -> None:
         tile = (program.constants.get("BLOCK_M"), program.constants.get("BLOCK_N"))
         if tile in machine.too_large:
             raise TritonError("shared memory")
@@ -118,8 +117,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         if machine.computes:
             original(program, grid, device, values)
 
-    monkeypatch.setattr(launch.Program, "launch", note)
-    forward = Config(*TABLES, launch.Options(8, 2))
+    monkeypatch.setattr(Program, "launch", note)
+    forward = Config(*TABLES, Options(8, 2))
     monkeypatch.setitem(configs._TABLE["ampere"], "forward", ((forward,) * 3,) * 2)
     return machine
 
@@ -465,7 +464,7 @@ def test_on_a_gpu_configs_are_compiled_side_by_side_and_those_that_fail_skipped(
     sums = torch.full((3,), 7.0)
 
     def launch_with(config: Config) -> launch.Launch:
-        return launch.Launch(cast(launch.Program, programs[config]), 1, {}, (sums,))
+        return launch.Launch(cast(Program, programs[config]), 1, {}, (sums,))
 
     def clock(timed: Callable[[], None]) -> float:
         timed()

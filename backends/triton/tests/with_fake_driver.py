@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,11 +21,14 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.knobs import HookChain
+from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import PerformanceWarning
-from anyflex_triton import launch, nvidia_launch
+from anyflex_triton import nvidia_launch, triton_launch
+from anyflex_triton import program as programs_module
 from anyflex_triton.arguments import Boxes
 from anyflex_triton.prepared_launch import FixedArguments
+from anyflex_triton.program import Options, Program
 
 GPU = torch.device("cuda", 1)
 TYPES = {
@@ -94,17 +97,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     active = SimpleNamespace(
         get_current_device=lambda: GPU.index,
         get_current_stream=lambda device: 70 + device,
-        utils=nvidia.CudaUtils(),
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        utils=Utilities(),
         launcher_cls=Launchers,
     )
     made_by_triton.clear()
     monkeypatch.setattr(triton, "compile", None)
-    monkeypatch.setattr(launch, "_most_shared", lambda device: 1 << 20)
-    for module in (launch, triton.runtime):
+    programs_module._most_shared.cache_clear()
+    for module in (nvidia_launch, programs_module, triton_launch, triton.runtime):
         monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(programs_module, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: fake.set_context(1))
-    monkeypatch.setattr(launch, "_nvidia_target", lambda device: None)
     for name in ("launch_enter_hook", "launch_exit_hook"):
         monkeypatch.setattr(knobs.runtime, name, HookChain())
     fake.forget()
@@ -125,10 +128,26 @@ def metadata_of(**more: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
+class Utilities(nvidia.CudaUtils):  # type: ignore[misc]
+    """Triton's own, which load what "Triton" has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load_binary = self.load
+        self.get_device_properties = lambda device: {"max_shared_mem": 1 << 20}
+
+    def load(self, name: str, kernel: Any, shared: int, device: int) -> tuple[object, ...]:
+        assert (name, device) == ("add", GPU.index)
+        return "module", ctypes.addressof(kernel), 32, 0, 1024
+
+
 class Compiled:
     """What `triton.compile` returns: its launcher is made when somebody asks for it."""
 
-    def __init__(self, program: launch.Program, sizes: list[int], metadata: Any) -> None:
+    name, hash = "add", "hash"
+    metadata_group: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, program: Program, sizes: list[int], metadata: Any) -> None:
         types = program.types
         signature = {name: types.get(name, "constexpr") for name in program.order}
         self.src = SimpleNamespace(signature=signature)
@@ -141,7 +160,7 @@ class Compiled:
     @property
     def run(self) -> Any:
         if self._run is None:
-            self._run = launch.driver.active.launcher_cls(self.src, self.metadata)
+            self._run = programs_module.driver.active.launcher_cls(self.src, self.metadata)
         return self._run
 
     def launch_metadata(self, *given: Any) -> str:
@@ -159,10 +178,10 @@ class Launchers(nvidia.CudaLauncher):  # type: ignore[misc]
         super().__init__(source, metadata)
 
 
-def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> launch.Program:
+def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> Program:
     """A program that "Triton" compiles."""
     function = SimpleNamespace(__name__="add", arg_names=[*types, "SIZE"])
-    program = launch.Program(function, types, {"SIZE": 8}, {}, launch.Options(4, 1))
+    program = Program(function, types, {"SIZE": 8}, {}, Options(4, 1))
     compiled = Compiled(program, sizes, metadata_of(**metadata))
     program.source = lambda: None  # type: ignore[method-assign]
     triton.compile = lambda source, **options: compiled
@@ -170,7 +189,7 @@ def program_of(types: dict[str, Any], sizes: list[int], **metadata: Any) -> laun
     return program
 
 
-def compiled(sizes: list[int] = SIZES, **metadata: Any) -> launch.Program:
+def compiled(sizes: list[int] = SIZES, **metadata: Any) -> Program:
     return program_of(TYPES, sizes, **metadata)
 
 
@@ -215,10 +234,10 @@ def test_each_launch_gives_what_tritons_own_launcher_gives() -> None:
         assert seen[-1][:4] == (grid, 128, 1234, 71) and len(seen[-1][4]) == sum(SIZES)
         assert len(made_by_triton) == min(1, len(seen) - 1), "it is made for a hook alone"
         fake.forget()
-        launched_by_triton(program.launch, grid, fixed._together(others))
+        launched_by_triton(program.launch, grid, fixed.together(others))
         assert last() == seen[-1]
     assert len(made_by_triton) == 1
-    assert isinstance(fixed._launchers[program], nvidia_launch.launch_module().Launch)
+    assert isinstance(fixed._launchers[program], nvidia_launch.Launcher)
 
 
 def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_another() -> None:
@@ -232,7 +251,7 @@ def test_what_stays_for_calls_of_one_shape_is_not_what_stays_for_those_of_anothe
         each.launch(program, 3, GPU, values)
         seen.append(last())
         fake.forget()
-        program.launch(3, GPU, each._together(values))
+        program.launch(3, GPU, each.together(values))
         assert last() == seen[-1]
     assert seen == [*seen[:2]] * 3 and seen[0] != seen[1]
 
@@ -242,12 +261,36 @@ def test_no_launcher_of_tritons_is_made_for_a_launch() -> None:
     fixed, values = given()
     for _ in range(3):
         fixed.launch(program, 1, GPU, values)
-        program.launch(1, GPU, fixed._together(values))
+        program.launch(1, GPU, fixed.together(values))
     assert launches() == 6 and not made_by_triton
-    assert launch.driver.active.launcher_cls is Launchers
+    assert programs_module.driver.active.launcher_cls is Launchers
     # Whoever asks for it has it.
-    assert program.compiled(GPU.index).run.num_ctas == 1
+    assert program.compile(GPU.index).run.num_ctas == 1
     assert len(made_by_triton) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [({"shared": (1 << 20) + 1}, "shared memory"), ({"num_warps": 64}, "threads")],
+)
+def test_a_kernel_that_takes_more_than_there_is_is_refused(
+    more: dict[str, Any], what: str
+) -> None:
+    """As Triton refuses it."""
+    with pytest.raises(OutOfResources, match=what):
+        compiled(**more)
+
+
+def test_who_listens_to_loading_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, ...]] = []
+    for name in ("kernel_load_start_hook", "kernel_load_end_hook"):
+        chain = HookChain()
+        chain.add(lambda *given: told.append(given))
+        monkeypatch.setattr(knobs.runtime, name, chain)
+    program = compiled()
+    facts = ("add", {}, "hash")
+    function = ctypes.addressof(program.compile(GPU.index).kernel)
+    assert told == [(None, None, *facts), ("module", function, *facts)]
 
 
 def test_calls_of_any_shape_give_all() -> None:
@@ -264,7 +307,7 @@ def test_a_descriptor_that_is_none_is_refused() -> None:
     program = compiled()
     fixed, values = given()
     x = values["x"]
-    right = fixed._together(values)
+    right = fixed.together(values)
     program.launch(1, GPU, right)
     for wrong, raised in (
         (x, AttributeError), (Boxes(x, [4], [8, 1], []), ValueError),
@@ -296,7 +339,7 @@ def test_a_thread_that_gets_no_context_raises(monkeypatch: pytest.MonkeyPatch) -
     fake.set_context(0)
     for launch_it in (fixed.launch, lambda *given: given[0].launch(*given[1:])):
         with pytest.raises(RuntimeError, match="context on cuda:1"):
-            launch_it(program, 1, GPU, fixed._together(values))
+            launch_it(program, 1, GPU, fixed.together(values))
     assert launches() == 1
 
 
@@ -314,7 +357,7 @@ def test_a_profilers_hook_is_told_of_later_launches_too() -> None:
     program = compiled()
     fixed, values = given()
     fixed.launch(program, 1, GPU, values)
-    launched_by_triton(program.launch, 1, fixed._together(values))
+    launched_by_triton(program.launch, 1, fixed.together(values))
     launched_by_triton(partial(fixed.launch, program), 1, values)
     fixed.launch(program, 1, GPU, values)
     assert launches() == 4
@@ -332,7 +375,9 @@ def test_a_launch_that_is_not_known_is_left_to_triton(
     metadata: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(launch, "_launch", lambda *given: launched.append(given[-1]))
+    monkeypatch.setattr(
+        programs_module, "launch_kernel", lambda *given: launched.append(given[-1])
+    )
     program = compiled(**metadata)
     fixed, values = given()
     for _ in range(2):
@@ -375,7 +420,7 @@ def test_without_a_compiler_triton_launches_and_a_warning_says_so(
         monkeypatch.setattr(knobs.cache, "dir", own)
         return Launchers(*given)
 
-    launch.driver.active.launcher_cls = make
+    programs_module.driver.active.launcher_cls = make
     fixed, values = given()
     with pytest.warns(PerformanceWarning, match="C compiler"):
         program = compiled()

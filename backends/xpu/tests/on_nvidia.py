@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from anyflex.plugin import Artifacts, Kernel, Spec
-from anyflex_triton.backend import TritonBackend
+from anyflex_triton import TritonBackend
 
 if TYPE_CHECKING:
-    from anyflex_triton.configs import Target
+    from anyflex_triton.building import Target
 
 __all__ = ["NAME", "IntelTilesBackend", "main"]
 

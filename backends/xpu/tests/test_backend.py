@@ -14,7 +14,7 @@ from machine import Machine
 import anyflex
 from anyflex.plugin import BackendRefused
 from anyflex.testing import posing
-from anyflex_triton.backend import TritonBackend
+from anyflex_triton import TritonBackend
 from anyflex_xpu.backend import XpuBackend
 
 INDEX = "https://download.pytorch.org/whl/xpu"

@@ -11,9 +11,8 @@ pytest.importorskip("triton", reason="there is no Triton on this machine")
 import torch
 
 from anyflex.plugin import Spec
+from anyflex_triton.building import Programs, write_source
 from anyflex_triton.configs import KernelName, Traits, config_for
-from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.mods import write_source
 from anyflex_xpu.backend import XpuBackend
 
 GRF_MODES = ("default", "128", "256", "512", "auto")

@@ -107,7 +107,7 @@ def check(
 @pytest.fixture
 def describers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """By kernel, who made the descriptors of its last launch."""
-    from anyflex_triton.launch import Program
+    from anyflex_triton.building import Program
 
     found: dict[str, str | None] = {}
     launch = Program.launch

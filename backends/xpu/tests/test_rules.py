@@ -13,8 +13,8 @@ import anyflex
 import anyflex_triton
 import anyflex_xpu
 from anyflex.testing import posing
+from anyflex_triton.building import write_source
 from anyflex_triton.dependent_launch import overlaps
-from anyflex_triton.mods import write_source
 from anyflex_xpu.backend import XpuBackend
 
 FOLDERS = [Path(str(package.__file__)).parent for package in (anyflex_triton, anyflex_xpu)]

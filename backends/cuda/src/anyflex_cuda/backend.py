@@ -11,13 +11,10 @@ import torch
 
 from anyflex.plugin import Decision, Kernel, Option, Rejected, Spec
 from anyflex_cuda.blackwell_choice import VARIABLE, blackwell_refused, unread_value
-from anyflex_triton.backend import TritonBackend, checksum_of
-from anyflex_triton.supported_versions import untried_triton
+from anyflex_triton import TritonBackend, checksum_of, untried_triton
 
 if TYPE_CHECKING:
-    from anyflex_triton.compiled_files import CompiledFiles
-    from anyflex_triton.configs import Target
-    from anyflex_triton.tuning import Tuner
+    from anyflex_triton.building import CompiledFiles, Target, Tuner
 
 __all__ = ["CudaBackend"]
 

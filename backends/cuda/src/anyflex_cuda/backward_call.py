@@ -9,7 +9,6 @@ of its own makes dQ (`wide_backward_call`), and always so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,28 +25,31 @@ from anyflex_cuda.gluon_program import (
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.wide_backward_call import WIDE_BLOCKS, is_wide, wide_function, wide_launches
-from anyflex_triton.arguments import BYTES, layout_of, row_strides
-from anyflex_triton.backward_call import (
-    backward_values,
-    expected_backward,
-    kept_launches,
-)
-from anyflex_triton.kernel_signatures import (
+from anyflex_triton.building import (
+    BYTES,
+    FixedLaunch,
+    Launch,
+    Options,
+    Program,
     Programs,
     aligned,
+    backward_values,
+    captured_additions,
     classes,
+    expected_backward,
+    fixed_launches,
     float_pointers,
     int32s,
     kept_of,
     key_head_group,
+    layout_of,
+    mask_rows,
     or_else,
     padded,
+    pointer_type,
+    row_strides,
     strides,
 )
-from anyflex_triton.launch import Launch, Options, Program, pointer_type
-from anyflex_triton.mask_refinement import mask_rows
-from anyflex_triton.mods import captured_additions
-from anyflex_triton.prepared_launch import FixedLaunch
 
 __all__ = [
     "Work",
@@ -229,14 +231,18 @@ def hopper_launches(
     Args:
         grad: its dout `is_boxed`.
     """
-    make = partial(_launches, portable, gluon, call, saved, grad, grads, work)
     layout = _layout_of_call(saved, grad, grads)
-    if layout is None:
-        return make()
+    if layout is None or call.kept is None:
+        return _launches(portable, gluon, call, saved, grad, grads, work)
     # Whether tiles end where the lengths do follows from the shapes.
     mods = gluon.mods_key(call, True), portable.mods_key(call, True)
-    again = partial(_launches_again, portable, call, saved, grad, grads, work)
-    return kept_launches(gluon, call, ("anyflex_cuda.backward", *mods, *layout), make, again)
+    key = ("anyflex_cuda.backward", *mods, *layout)
+    fixed = gluon.kept(call, key)
+    if fixed is not None:
+        return _launches_again(portable, call, saved, grad, grads, work, fixed)
+    launches = _launches(portable, gluon, call, saved, grad, grads, work)
+    gluon.keep(call, key, fixed_launches(launches))
+    return launches
 
 
 def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
@@ -264,7 +270,7 @@ def _launches_again(
     work: Work,
     fixed: Sequence[FixedLaunch],
 ) -> list[Launch]:
-    """As of `kept_launches`."""
+    """Return `hopper_launches` from `fixed_launches` of an earlier call's."""
     row_values, odd_keys, counter, dq_sums, odd_rows = work
     values = backward_values(made, call, saved, grad, grads, row_values)
     of_keys = made.common_values(

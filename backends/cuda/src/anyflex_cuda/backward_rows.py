@@ -12,11 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.backward import delta_of_rows, store_weighing
-from anyflex_triton.backward_keys import add_to_keys
-from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.column_parts import load_row_parts, store_parts, zeros_of_parts
-from anyflex_triton.tiles import bounded_run, mask_row, store_rows, strange, tensor_at
+from anyflex_triton.device_functions import (
+    add_to_keys,
+    add_to_queries,
+    bounded_run,
+    delta_of_rows,
+    load_row_parts,
+    mask_row,
+    store_parts,
+    store_rows,
+    store_weighing,
+    strange,
+    tensor_at,
+    zeros_of_parts,
+)
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 

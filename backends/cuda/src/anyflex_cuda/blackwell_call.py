@@ -8,8 +8,7 @@ from anyflex.plugin import Call, Outputs, Spec
 from anyflex_cuda import blackwell_forward
 from anyflex_cuda.forward_call import Fit, boxed_arguments, launch_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.kernel_signatures import Mods
-from anyflex_triton.launch import Options, Program
+from anyflex_triton.building import Mods, Options, Program
 
 __all__ = [
     "BLOCK_M",

@@ -36,8 +36,15 @@ from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
-from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, strange
+from anyflex_triton.device_functions import (
+    FAR,
+    FULL,
+    is_far,
+    mask_row,
+    strange,
+    tile_of_program,
+    unit_of_scores,
+)
 
 __all__ = ["ROWS", "forward_kernel"]
 

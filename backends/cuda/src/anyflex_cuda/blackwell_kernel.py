@@ -17,10 +17,7 @@ from anyflex_cuda.blackwell_call import (
 from anyflex_cuda.forward_call import Fit, fit_of, refusal
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import FORWARD_OPTIONS, refused_options
-from anyflex_triton.compiled_files import CompiledFiles
-from anyflex_triton.configs import Target
-from anyflex_triton.kernel import TritonKernel
-from anyflex_triton.tuning import Tuner
+from anyflex_triton.building import CompiledFiles, Target, TritonKernel, Tuner
 
 __all__ = ["BlackwellKernel"]
 

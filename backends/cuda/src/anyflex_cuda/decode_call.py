@@ -16,20 +16,25 @@ from anyflex_cuda import decode_parts, decode_steps, forward_call
 from anyflex_cuda.forward_call import DESCRIBED, OUTS, Lengths
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.arguments import BYTES, Layout, layout_like, layout_of
-from anyflex_triton.kernel_signatures import (
+from anyflex_triton.building import (
+    BYTES,
+    FixedArguments,
+    Launch,
+    Layout,
+    Options,
+    Program,
     Programs,
     float_pointers,
     int32s,
     kept_of,
+    launch_all,
+    layout_like,
+    layout_of,
+    mask_rows,
     or_else,
     padded,
     strides,
 )
-from anyflex_triton.launch import Launch, Options, Program, launch_all
-from anyflex_triton.loading import loading_kernels
-from anyflex_triton.mask_refinement import mask_rows
-from anyflex_triton.prepared_launch import FixedArguments
 
 __all__ = [
     "DecodeFit",
@@ -273,8 +278,7 @@ def decode_program(
     if program is not None:
         return program
     # Here, as most processes don't decode: Triton reads the source of each of its functions.
-    with loading_kernels():
-        from anyflex_cuda import hopper_decode
+    from anyflex_cuda import hopper_decode
 
     boxes = _boxes(spec, tiles)
     of_mods = ("tables", "ints", "floats", "shifts", "scale")
@@ -412,8 +416,7 @@ def _sums_program(
     program = made.existing.get(key)
     if program is not None:
         return program
-    with loading_kernels():
-        from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
+    from anyflex_cuda import decode_sums  # here, as `hopper_decode` is
 
     spec = made.spec
     return made.program(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.tiles import FULL, mask_row
+from anyflex_triton.device_functions import FULL, mask_row
 
 __all__ = [
     "ALL",

@@ -16,11 +16,19 @@ from anyflex_cuda import hopper_forward
 from anyflex_cuda.gluon_program import boxes_of, descriptor_type, has_boxes, is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.tile_order import tile_order
-from anyflex_triton.forward_call import NeededNext, compile_next
-from anyflex_triton.kernel_signatures import Mods, float_pointers, int32s, or_else
-from anyflex_triton.launch import Options, Program, Types
-from anyflex_triton.mask_refinement import mask_rows
-from anyflex_triton.prepared_launch import FixedArguments
+from anyflex_triton.building import (
+    FixedArguments,
+    Mods,
+    NeededNext,
+    Options,
+    Program,
+    Types,
+    compile_with_next,
+    float_pointers,
+    int32s,
+    mask_rows,
+    or_else,
+)
 
 __all__ = [
     "DESCRIBED",
@@ -426,7 +434,7 @@ def launch_forward(
             made, tiles, mods, fit.even, out.lse is not None, out.max_scores is not None,
             bool(out.saved),
         )  # fmt: skip
-        compile_next(made.spec, program, call, out, needed_next)
+        compile_with_next(made.spec, program, call, out, needed_next)
         return program
 
     launch_boxed(made, fit, call, out, program_of)

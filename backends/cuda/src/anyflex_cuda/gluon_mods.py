@@ -2,16 +2,17 @@
 
 A Gluon kernel may call functions that are ``triton.jit``: Triton compiles them with the caller's
 language, and elementwise functions of ``tl`` keep a tensor's layout. So the table of
-`anyflex_triton.mods` serves here too, with six names of its text bound to `mod_operations`, and
+`anyflex_triton` serves here too, with six names of its text bound to `mod_operations`, and
 two to `dead_pairs`.
 """
 
 from __future__ import annotations
 
+from anyflex_triton.building import IMPORTED_OPERATIONS
+
 __all__ = ["gluon_source"]
 
-_HEADER = "\nfrom anyflex_triton import operations as ops\n"
-_OURS = f"{_HEADER}from anyflex_cuda import dead_pairs, mod_operations\n"
+_IMPORTED = f"{IMPORTED_OPERATIONS}from anyflex_cuda import dead_pairs, mod_operations\n"
 _REBOUND = {
     "tl.full(": "mod_operations.full(",
     "ops.spread(": "mod_operations.spread(",
@@ -34,7 +35,7 @@ def gluon_source(source: str, fast_tanh: bool = False) -> str:
         source: by `anyflex_triton.mods.write_source`, before or after `source_for`.
         fast_tanh: the option.
     """
-    text = source.replace(_HEADER, _OURS)
+    text = source.replace(IMPORTED_OPERATIONS, _IMPORTED)
     for name, ours in _REBOUND.items():
         text = text.replace(name, ours)
     if fast_tanh:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from anyflex_triton.arguments import BYTES, Boxes
-from anyflex_triton.launch import Program, pointer_type
+from anyflex_triton.building import BYTES, Boxes, Program, TellsFrontEnd, pointer_type
 
 __all__ = [
     "GluonProgram",
@@ -28,15 +26,14 @@ __all__ = [
 _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
+class GluonSource(TellsFrontEnd, GluonASTSource):  # type: ignore[misc]
+    """What ``triton.compile`` takes of a kernel in Gluon."""
+
+
 class GluonProgram(Program):
     """A kernel made by ``gluon.jit`` with its types and constants; else as `Program`."""
 
-    def source_without_keys(self) -> Any:
-        """See `Program`."""
-        portable = super().source_without_keys()
-        return GluonASTSource(
-            self.function, portable.signature, dict(self.constants), portable.attrs
-        )
+    source_type = GluonSource
 
 
 @lru_cache

@@ -9,9 +9,7 @@ from typing import Any, Literal, TypeVar
 from anyflex.plugin import Call, Spec
 from anyflex_cuda.gluon_mods import gluon_source
 from anyflex_cuda.gluon_program import GluonProgram, is_aligned
-from anyflex_triton.compiled_files import CompiledFiles
-from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.mods import mask_scores_source
+from anyflex_triton.building import CompiledFiles, Programs, mask_scores_source
 
 __all__ = ["GluonPrograms"]
 

@@ -44,8 +44,7 @@ from anyflex_cuda.decode_steps import (
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
 from anyflex_cuda.tile_parts import ROWS
-from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.tiles import masked_scores, strange
+from anyflex_triton.device_functions import masked_scores, strange, unit_of_scores
 
 __all__ = ["decode_kernel"]
 

@@ -39,8 +39,15 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
-from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row
+from anyflex_triton.device_functions import (
+    FAR,
+    FULL,
+    bounded_run,
+    is_far,
+    mask_row,
+    tile_of_program,
+    unit_of_scores,
+)
 
 __all__ = ["forward_kernel"]
 

@@ -41,13 +41,17 @@ from anyflex_cuda.gluon_program import is_boxed
 from anyflex_cuda.gluon_programs import GluonPrograms
 from anyflex_cuda.portable_options import BACKWARD_OPTIONS, FORWARD_OPTIONS, refused_options
 from anyflex_cuda.wide_backward_call import is_wide
-from anyflex_triton.compiled_files import CompiledFiles
-from anyflex_triton.configs import Target
-from anyflex_triton.deterministic_captured_grads import integer_specs
-from anyflex_triton.forward_call import mask_shape
-from anyflex_triton.kernel import TritonKernel, cut
-from anyflex_triton.launch import Program, launch_all
-from anyflex_triton.tuning import Tuner
+from anyflex_triton.building import (
+    CompiledFiles,
+    Program,
+    Target,
+    TritonKernel,
+    Tuner,
+    cut,
+    integer_specs,
+    launch_all,
+    mask_shape,
+)
 
 __all__ = ["CudaKernel"]
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anyflex_triton import operations as ops
+from anyflex_triton.device_functions import operations as ops
 
 __all__ = [
     "accumulate",

@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anyflex.plugin import Call, Spec
-from anyflex_triton.compiled_files import CompiledFiles
-from anyflex_triton.configs import Target
-from anyflex_triton.kernel import TritonKernel
-from anyflex_triton.tuning import Tuner
+from anyflex_triton.building import CompiledFiles, Target, TritonKernel, Tuner
 
 __all__ = ["PortableKernel"]
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anyflex_triton.forward import natural_scores
-from anyflex_triton.tiles import LOG2E
+from anyflex_triton.device_functions import LOG2E, natural_scores
 
 __all__ = ["write_row_sums"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from anyflex_triton.tiles import LOG2E
+from anyflex_triton.device_functions import LOG2E
 
 __all__ = ["weights_of"]
 

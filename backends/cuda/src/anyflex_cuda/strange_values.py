@@ -12,14 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.tiles import (
+from anyflex_triton.device_functions import (
     bounded_run,
     mask_row,
     masked_scores,
     strange,
     strange_counts,
     sum_of_counts,
+    unit_of_scores,
 )
 
 __all__ = ["KEYS", "PART", "load_part", "place_of", "seen_strange", "write_strange_rows"]

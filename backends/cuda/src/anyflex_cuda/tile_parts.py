@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_triton.tiles import strange
+from anyflex_triton.device_functions import strange
 
 __all__ = [
     "ROWS",

@@ -15,10 +15,16 @@ from anyflex_cuda.gluon_program import (
     row_descriptor_type,
 )
 from anyflex_cuda.gluon_programs import GluonPrograms
-from anyflex_triton.kernel_signatures import MaskRows, Mods, int32s, key_head_group
-from anyflex_triton.launch import Launch, Options, Types
-from anyflex_triton.loading import loading_kernels
-from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.building import (
+    Launch,
+    MaskRows,
+    Mods,
+    Options,
+    Types,
+    int32s,
+    key_head_group,
+    mask_rows,
+)
 
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
 
@@ -38,8 +44,7 @@ def is_wide(spec: Spec) -> bool:
 def wide_function(of_queries: bool) -> object:
     """What makes dQ, or dK and dV."""
     # Here, as few processes want them: Triton reads the source of each of its functions.
-    with loading_kernels():
-        from anyflex_cuda import hopper_wide_backward as kernels
+    from anyflex_cuda import hopper_wide_backward as kernels
 
     return kernels.query_kernel if of_queries else kernels.key_kernel
 

@@ -1,9 +1,10 @@
-"""What tensors look like to a kernel: strides, in units that keep what is known of alignment."""
+"""Arguments of kernels: type names, strides in units that keep alignment, and descriptors."""
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -18,6 +19,7 @@ __all__ = [
     "Boxes",
     "Heads",
     "Layout",
+    "Types",
     "alignment_of",
     "descriptor_of",
     "descriptor_of_floats",
@@ -28,8 +30,26 @@ __all__ = [
     "layout_like",
     "layout_of",
     "make_context",
+    "pointer_type",
     "row_strides",
+    "without_bools",
 ]
+
+Types = str | tuple[str, ...]
+"""Type of one argument: Triton's name of it (``"*bf16"``, ``"i32"``), or a tuple of names."""
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.bool: "*i8",
+}
 
 BYTES = 16
 """The most that one thread loads at a time, at an address that is a multiple of it."""
@@ -62,6 +82,18 @@ class Layout:
     unit: int
     alignment: int
     scattered: bool
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """Return Triton's name of a pointer to elements of `dtype`; a bool is read as a byte."""
+    return _POINTERS[dtype]
+
+
+def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the same memory in which a bool is a byte."""
+    return tuple(
+        tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor for tensor in tensors
+    )
 
 
 def alignment_of(tensor: Tensor) -> int:

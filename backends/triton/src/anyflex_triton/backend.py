@@ -128,26 +128,21 @@ class TritonBackend(Backend):
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         """Write the mods; Triton compiles at the first call, when it knows its class."""
         from anyflex_triton.compiled_files import CompiledFiles
-        from anyflex_triton.loading import loading_kernels
         from anyflex_triton.mods import write_source
-        from anyflex_triton.preparation import prepare
         from anyflex_triton.tuning import Tuner
 
         files = CompiledFiles(artifacts)
         stored = artifacts.get("mods.py")
         # Not where CPU tensors stand in for the device's.
-        if torch.get_device_module(spec.device_type).is_available():
-            if torch.version.cuda is not None:
-                files.give_modules()
-            prepare(compiles=stored is None)
+        if torch.get_device_module(spec.device_type).is_available() and torch.version.cuda:
+            files.give_modules()
         if stored is None:
             stored = write_source(spec).encode()
             artifacts.put("mods.py", stored)
         tuner = None
         if dict(spec.options).get("autotune"):
             tuner = Tuner(artifacts, self.name, self.milliseconds)
-        with loading_kernels():
-            return self.kernel(spec, stored.decode(), self.target(), tuner, files)
+        return self.kernel(spec, stored.decode(), self.target(), tuner, files)
 
     def kernel(
         self, spec: Spec, source: str, target: Target, tuner: Tuner | None, files: CompiledFiles

@@ -5,7 +5,7 @@ Those that repeat bit for bit take more launches: deterministic_captured_grads.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Outputs, Saved, Spec, TensorSpec
 from anyflex_triton import backward, backward_keys, backward_queries
 from anyflex_triton.arguments import (
+    Types,
     alignment_of,
     descriptor_of_floats,
     is_described_whole,
     layout_of,
+    pointer_type,
     row_strides,
 )
 from anyflex_triton.configs import Config
@@ -36,16 +38,16 @@ from anyflex_triton.kernel_signatures import (
     strides,
     tile_count,
 )
-from anyflex_triton.launch import Launch, Options, Types, pointer_type
+from anyflex_triton.launch import FixedLaunch, Launch
 from anyflex_triton.mask_refinement import mask_rows
 from anyflex_triton.mods import Sums
-from anyflex_triton.prepared_launch import FixedLaunch
+from anyflex_triton.program import Options
 
 __all__ = [
     "backward_key",
     "backward_values",
     "expected_backward",
-    "kept_launches",
+    "fixed_launches",
     "keys_launch",
     "launches_again",
     "queries_launch",
@@ -111,29 +113,10 @@ def backward_key(
     )
 
 
-def kept_launches(
-    made: Programs,
-    call: Call,
-    key: tuple[object, ...],
-    make: Callable[[], list[Launch]],
-    again: Callable[[list[FixedLaunch]], list[Launch]],
-) -> list[Launch]:
-    """The launches of backward.
-
-    Args:
-        key: what they follow from beside the call's shapes and strides.
-        make: returns them.
-        again: returns them too, given what they have in common with an earlier call's.
-    """
-    if call.kept is None:
-        return make()
-    fixed: list[FixedLaunch] = made.kept(call, key, list)
-    if fixed:
-        return again(fixed)
-    launches = make()
-    # At once: other threads may read it.
-    fixed[:] = [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
-    return launches
+def fixed_launches(launches: Sequence[Launch]) -> list[FixedLaunch]:
+    """Return what launches of backward have in common with those of calls of the same shapes,
+    strides and alignment."""
+    return [FixedLaunch.of(launch, _OF_CALL) for launch in launches]
 
 
 def backward_values(
@@ -163,7 +146,11 @@ def launches_again(
     grads: Grads,
     fixed: Sequence[FixedLaunch],
 ) -> list[Launch]:
-    """As of `kept_launches`, of the portable kernels."""
+    """Return the launches of the portable kernels that fill `grads`.
+
+    Args:
+        fixed: of `fixed_launches`, of an earlier call's.
+    """
     (row_values,) = grads.workspace
     values = backward_values(made, call, saved, grad, grads, row_values)
     values.update(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from anyflex_triton.arguments import BYTES, LEAST_COPIED
-from anyflex_triton.launch import Options
 from anyflex_triton.options import STAGES, TILES, WARPS
+from anyflex_triton.program import Options
 
 __all__ = [
     "Config",

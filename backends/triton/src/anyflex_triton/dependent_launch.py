@@ -29,7 +29,7 @@ import triton.language as tl
 
 if TYPE_CHECKING:
     from anyflex_triton.configs import Target
-    from anyflex_triton.launch import Options
+    from anyflex_triton.program import Options
 
 __all__ = ["await_earlier", "let_next_begin", "overlapping", "overlaps"]
 

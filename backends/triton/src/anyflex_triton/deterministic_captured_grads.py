@@ -17,7 +17,8 @@ from anyflex.plugin import Call, TensorSpec
 from anyflex_triton import backward
 from anyflex_triton.backward_call import queries_launch
 from anyflex_triton.kernel_signatures import MaskRows, Programs, float_pointers
-from anyflex_triton.launch import Launch, Options
+from anyflex_triton.launch import Launch
+from anyflex_triton.program import Options
 
 __all__ = ["integer_specs", "repeatable_launches"]
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
+from triton.runtime import driver
 
 from anyflex.plugin import Call, Outputs, Spec
 from anyflex_triton import forward
 from anyflex_triton.arguments import alignment_of, layout_of
-from anyflex_triton.compiling import begin_compiling
 from anyflex_triton.configs import Config
 from anyflex_triton.dependent_launch import overlapping
 from anyflex_triton.kernel_signatures import (
@@ -29,20 +30,15 @@ from anyflex_triton.kernel_signatures import (
     strides,
     tile_count,
 )
-from anyflex_triton.launch import (
-    INTERPRETED,
-    Launch,
-    Options,
-    Program,
-    launch_all,
-)
-from anyflex_triton.loading import loading_kernels
+from anyflex_triton.launch import FixedLaunch, Launch, launch_all
 from anyflex_triton.mask_refinement import mask_rows, rows_for
-from anyflex_triton.prepared_launch import FixedArguments, FixedLaunch
+from anyflex_triton.parallel_compile import begin_compiling
+from anyflex_triton.prepared_launch import FixedArguments
+from anyflex_triton.program import INTERPRETED, Options, Program
 
 __all__ = [
     "NeededNext",
-    "compile_next",
+    "compile_with_next",
     "launch_decode",
     "launch_prefill",
     "mask_shape",
@@ -131,31 +127,28 @@ def launch_prefill(made: Programs, call: Call, out: Outputs, needed_next: Needed
     rows, before = rows_for(made, call, "forward", out.workspace)
     launch = made.launch("forward", call, partial(_prefill_launch, made, call, out, rows), before)
     if not before:
-        compile_next(made.spec, launch.program, call, out, needed_next)
+        compile_with_next(made.spec, launch.program, call, out, needed_next)
     launch_all([*before, launch], call.query.device)
 
 
-def compile_next(
+def compile_with_next(
     spec: Spec, program: Program, call: Call, out: Outputs, needed_next: NeededNext
 ) -> None:
-    """Let what a training call needs next be compiled beside the program that it needs now, if
-    that is compiled yet to be."""
+    """Compile the program that a training call needs now, and beside it what it needs next; do
+    nothing where the first is compiled already, or nothing can be compiled beside it."""
     device = call.query.device.index
-    # Nearly always it is.
+    # The usual case comes first.
     if program.is_compiled(device):
         return
     if INTERPRETED or not spec.needs_backward or not _compiles_beside(call):
         return
 
-    def begin_next(target: object) -> None:
-        programs = needed_next(call, out)
-        if programs:
-            begin_compiling(programs, target)
+    def begin_next() -> None:
+        # What can't be had now is asked for again, and raised, by the call that needs it.
+        with contextlib.suppress(Exception):
+            begin_compiling(needed_next(call, out), driver.active.get_current_target())
 
-    program.meanwhile = begin_next
-    if program.is_compiled(device):
-        # By another thread since.
-        program.meanwhile = None
+    program.compile(device, begin_next)
 
 
 def _compiles_beside(call: Call) -> bool:
@@ -177,16 +170,15 @@ def _prefill_launch(
     even = made.is_even(call, config, "keys", rows)
     mods = made.mods(call, even)
     tensors = call.query, call.key, call.value, result, or_else(rest, result)
-    fixed = made.kept(
-        call,
-        (
-            "anyflex_triton.prefill", config, mods.key, even,
-            None if rows is None else rows.block_size, out.lse is None, out.max_scores is None,
-            rest is None, tops is None, result.stride(), tensors[4].stride(),
-            *map(alignment_of, tensors),
-        ),
-        partial(_fixed_prefill, made, call, out, rows, config, mods, even),
+    key = (
+        "anyflex_triton.prefill", config, mods.key, even,
+        None if rows is None else rows.block_size, out.lse is None, out.max_scores is None,
+        rest is None, tops is None, result.stride(), tensors[4].stride(),
+        *map(alignment_of, tensors),
     )  # fmt: skip
+    fixed: FixedLaunch | None = made.kept(call, key)
+    if fixed is None:
+        fixed = made.keep(call, key, _fixed_prefill(made, call, out, rows, config, mods, even))
     values = made.common_values(call, rows)
     values["query"], values["key"], values["value"], values["out"], values["rest"] = tensors
     values["key_rows"], values["value_rows"] = call.key, call.value
@@ -274,11 +266,10 @@ def _split_launch(made: Programs, call: Call, out: Outputs, config: Config) -> L
     mods = made.mods(call, False)
     tensors = call.query, call.key, call.value
     # Such calls come token by token and layer by layer: what they have in common is kept.
-    fixed = made.kept(
-        call,
-        ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors)),
-        partial(_fixed_splits, made, call, mods, config),
-    )
+    key = ("anyflex_triton.decode", config, mods.key, *map(alignment_of, tensors))
+    fixed: FixedLaunch | None = made.kept(call, key)
+    if fixed is None:
+        fixed = made.keep(call, key, _fixed_splits(made, call, mods, config))
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
     values["query"], values["key"], values["value"] = tensors
     (values["partial_out"],) = out.workspace
@@ -297,8 +288,7 @@ def _fixed_splits(made: Programs, call: Call, mods: Mods, config: Config) -> Fix
     program = made.existing.get(key)
     if program is None:
         # Here, as most processes don't decode: Triton reads the source of each of its functions.
-        with loading_kernels():
-            from anyflex_triton import decode
+        from anyflex_triton import decode
 
         program = made.program(
             key,
@@ -346,14 +336,13 @@ def _combine_launch(made: Programs, call: Call, out: Outputs) -> Launch:
     """Return the launch that adds up what splits have left."""
     rest, tops = kept_of(out.saved)
     scored = made.mods(call, False).score_mod is not None
-    fixed = made.kept(
-        call,
-        (
-            "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
-            rest is None, tops is None, out.out.stride(), alignment_of(out.out),
-        ),
-        partial(_fixed_combination, made, call, out, scored),
+    key = (
+        "anyflex_triton.combine", scored, out.lse is None, out.max_scores is None,
+        rest is None, tops is None, out.out.stride(), alignment_of(out.out),
     )  # fmt: skip
+    fixed: FixedLaunch | None = made.kept(call, key)
+    if fixed is None:
+        fixed = made.keep(call, key, _fixed_combination(made, call, out, scored))
     (partial_out,) = out.workspace
     values = {
         "partial_out": partial_out, "scale": call.scale,
@@ -370,8 +359,7 @@ def _fixed_combination(made: Programs, call: Call, out: Outputs, scored: bool) -
     key = ("combine", o_layout.unit, scored, tops is not None)
     program = made.existing.get(key)
     if program is None:
-        with loading_kernels():
-            from anyflex_triton import decode  # here, as above
+        from anyflex_triton import decode  # here, as above
 
         program = made.program(
             key,

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 from anyflex.plugin import free_in_child
-from anyflex_triton.loading import loading_kernels
 
 __all__ = ["load_module"]
 
@@ -44,8 +43,7 @@ def load_module(text: str) -> ModuleType:
         # Triton looks a function's module up by name.
         sys.modules[name] = module
         try:
-            with loading_kernels():
-                loader.loader.exec_module(module)
+            loader.loader.exec_module(module)
         except BaseException:
             del sys.modules[name]
             raise

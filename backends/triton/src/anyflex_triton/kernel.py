@@ -14,7 +14,7 @@ from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec
 from anyflex_triton.backward_call import (
     backward_key,
     expected_backward,
-    kept_launches,
+    fixed_launches,
     keys_launch,
     launches_again,
     queries_launch,
@@ -30,8 +30,9 @@ from anyflex_triton.forward_call import (
     splits_of,
 )
 from anyflex_triton.kernel_signatures import Programs
-from anyflex_triton.launch import Launch, Program, launch_all
+from anyflex_triton.launch import Launch, launch_all
 from anyflex_triton.mask_refinement import Tiled, finer_specs, rows_for
+from anyflex_triton.program import Program
 from anyflex_triton.tuning import Tuner
 
 if TYPE_CHECKING:
@@ -201,13 +202,16 @@ class TritonKernel(Kernel):
         """`_backward_launches`; what calls of the same shapes, strides and alignment have in
         common is kept."""
         made = self._made
-        make = partial(self._backward_launches, call, saved, grad, grads)
         # Finer runs are made anew for each call, sums that repeat take launches of their own.
-        if made.tuner is not None or len(grads.workspace) > 1:
-            return make()
+        if made.tuner is not None or len(grads.workspace) > 1 or call.kept is None:
+            return self._backward_launches(call, saved, grad, grads)
         key = backward_key(made, call, saved, grad, grads)
-        again = partial(launches_again, made, call, saved, grad, grads)
-        return kept_launches(made, call, key, make, again)
+        fixed = made.kept(call, key)
+        if fixed is not None:
+            return launches_again(made, call, saved, grad, grads, fixed)
+        launches = self._backward_launches(call, saved, grad, grads)
+        made.keep(call, key, fixed_launches(launches))
+        return launches
 
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads

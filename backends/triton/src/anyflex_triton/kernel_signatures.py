@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -14,10 +14,13 @@ from anyflex.plugin import ArgumentError, Call, Spec, free_in_child
 from anyflex_triton.arguments import (
     BYTES,
     Layout,
+    Types,
     descriptor_of,
     heads_described,
     is_blocked,
     layout_of,
+    pointer_type,
+    without_bools,
 )
 from anyflex_triton.configs import (
     Config,
@@ -32,15 +35,7 @@ from anyflex_triton.configs import (
 from anyflex_triton.dependent_launch import overlaps
 from anyflex_triton.forward import plain_score
 from anyflex_triton.generated_modules import load_module
-from anyflex_triton.launch import (
-    INTERPRETED,
-    Launch,
-    Options,
-    Program,
-    Types,
-    pointer_type,
-    without_bools,
-)
+from anyflex_triton.launch import Launch
 from anyflex_triton.lowering import cap_factors, direct_reads
 from anyflex_triton.mods import (
     Sums,
@@ -49,6 +44,7 @@ from anyflex_triton.mods import (
     reads_pairs,
     source_for,
 )
+from anyflex_triton.program import INTERPRETED, Options, Program
 from anyflex_triton.tuning import Tuner
 
 if TYPE_CHECKING:
@@ -77,7 +73,7 @@ __all__ = [
 T = TypeVar("T")
 
 _KEPT = 64
-"""Keys, of calls of the same shapes: configs, and how tensors lie in memory."""
+"""Maximum number of keys that calls of the same shapes keep: configs, and layouts of tensors."""
 _HEAD_GROUP_BYTES = 16 << 20
 """What the heads that run at a time read again and again: a part of the second cache."""
 _HEADS_AT_A_TIME = 8
@@ -424,20 +420,19 @@ class Programs:
             )
         )
 
-    def kept(self, call: Call, key: object, make: Callable[[], T]) -> T:
-        """What `make` returned for this key and a call of the same shapes and strides, or returns
-        now: both together say all that it depends on. Of too many keys all are forgotten, and what
-        else is kept there."""
-        kept = call.kept
-        if kept is None:
-            return make()
-        found = kept.get(key)
-        if found is None:
-            found = make()
-            if len(kept) >= _KEPT:
-                kept.clear()
-            kept[key] = found
-        return cast("T", found)
+    def kept(self, call: Call, key: object) -> Any:
+        """Return what `keep` was given for this key and a call of the same shapes and strides, or
+        None."""
+        return None if call.kept is None else call.kept.get(key)
+
+    def keep(self, call: Call, key: object, made: T) -> T:
+        """Keep and return what follows from this key and the call's shapes and strides alone. Too
+        many keys of one shape are all forgotten."""
+        if call.kept is not None:
+            if len(call.kept) >= _KEPT:
+                call.kept.clear()
+            call.kept[key] = made
+        return made
 
     def program(
         self,

@@ -17,7 +17,8 @@ from torch import Tensor
 from anyflex.plugin import Call, MaskViews, TensorSpec
 from anyflex_triton import mask_refinement_kernels
 from anyflex_triton.kernel_signatures import MaskRows, Programs, int32s
-from anyflex_triton.launch import Launch, Options
+from anyflex_triton.launch import Launch
+from anyflex_triton.program import Options
 
 __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 

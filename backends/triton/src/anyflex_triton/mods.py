@@ -19,6 +19,7 @@ from anyflex_triton.lowering import (
 from anyflex_triton.mask_conditions import Bound, Operand, conditions_of
 
 __all__ = [
+    "IMPORTED_OPERATIONS",
     "Addition",
     "Sums",
     "captured_additions",
@@ -32,14 +33,15 @@ __all__ = [
 Sums = Literal["floats", "bounds", "integers"]
 """What captured tensors' gradients are added up in: see deterministic_captured_grads.py."""
 
+IMPORTED_OPERATIONS = "from anyflex_triton import operations as ops\n"
+"""The line of a mod's text that imports what it calls."""
 _HEADER = f"""\
 from __future__ import annotations
 
 import triton
 import triton.language as {LANGUAGE}
 
-from anyflex_triton import operations as ops
-
+{IMPORTED_OPERATIONS}
 WITHIN = {LANGUAGE}.constexpr(False)
 COARSE = {LANGUAGE}.constexpr(False)
 SHORT = {LANGUAGE}.constexpr(False)

@@ -1,8 +1,9 @@
-"""Launching past Triton's own launcher on NVIDIA's GPUs: nvidia_launch.c, and what it is given.
+"""Launcher in C for NVIDIA's GPUs, which launches kernels past Triton's own launcher.
 
-Triton compiles a launcher in C for each signature, which takes all arguments anew at each launch,
-each a Python object. This one is compiled once a machine, into Triton's cache, by the compiler
-that Triton takes, and is given what belongs to a call.
+Triton's launcher takes all arguments anew at each launch, each a Python object, and Triton 3.6
+compiles one in C for each signature. This one, nvidia_launch.c, is compiled once a machine, into
+Triton's cache, by the compiler that Triton takes, and is given what belongs to a call. Nothing
+depends on it: where `parameters_of` returns None, Triton launches.
 """
 
 from __future__ import annotations
@@ -14,32 +15,36 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import triton
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
 from anyflex.plugin import PerformanceWarning, free_in_child
-from anyflex_triton.arguments import Boxes
+from anyflex_triton.arguments import Boxes, Types, make_context
 
-if TYPE_CHECKING:
-    from anyflex_triton.launch import Types
-
-__all__ = ["IS_KNOWN", "LateLauncher", "Launcher", "Parameters", "launch_module", "parameters_of"]
+__all__ = [
+    "IS_KNOWN",
+    "Launcher",
+    "Parameters",
+    "launch_module",
+    "load_kernel",
+    "parameters_of",
+]
 
 IS_KNOWN = triton.__version__.startswith("3.6.")
-"""What this version of Triton gives a kernel is known here."""
-
-Launcher = Callable[[int, int, Mapping[str, Any]], bool]
-"""Launches so many programs on a stream with a call's values, a dict, of which there may be more
-than it takes; False, and nothing, where the thread has no context of the device yet."""
+"""Whether this module knows what this version of Triton gives a kernel. False turns it off."""
 
 _NUMBERS = {"i32": "i", "i64": "q", "fp32": "f"}
 """Types of numbers -> letters of `struct`, and of nvidia_launch.c."""
 _SCRATCH = 2
-"""Pointers that Triton gives each kernel after its own arguments, to memory that ours don't ask
-for."""
+"""Number of pointers that Triton gives each kernel after its own arguments, to scratch memory that
+these kernels don't ask for."""
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 128
-"""A descriptor's size, and what its address is a multiple of."""
+"""Size of a descriptor, and alignment of its address, in bytes."""
 
 _log = logging.getLogger(__name__)
 _made: list[Any] = []
@@ -48,8 +53,8 @@ free_in_child(sys.modules[__name__], "_making")
 
 
 def launch_module() -> Any | None:
-    """nvidia_launch.c, compiled and bound to the driver; None, with a warning the first time,
-    where it can't be."""
+    """Return nvidia_launch.c, compiled and bound to the driver; None, with a warning the first
+    time, where it can't be."""
     with _making:
         if not _made:
             _made.append(_make_module())
@@ -82,29 +87,63 @@ def _make_module() -> Any | None:
     return module
 
 
-class LateLauncher:
-    """Stands for Triton's own launcher of a kernel, which is made when somebody needs it.
+class Launcher:
+    """Launches one kernel on one device with what a call gives.
 
     Args:
-        make: makes it.
+        launch: of `nvidia_launch.c`: takes a number of programs, a stream and a call's values, and
+            returns False, with nothing launched, where the thread has no context of the device.
+        function: the driver's handle of the kernel.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
-        self._launcher: Any = None
+    __slots__ = ("_launch", "function")
 
-    def __call__(self, *given: Any) -> Any:
-        return self._real()(*given)
+    def __init__(
+        self, launch: Callable[[int, int, Mapping[str, Any]], bool], function: int
+    ) -> None:
+        self._launch = launch
+        self.function = function
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._real(), name)
+    def launch(self, grid: int, device: torch.device, values: Mapping[str, Any]) -> None:
+        """Run `grid` programs on the current stream of the current device.
 
-    def _real(self) -> Any:
-        if self._launcher is None:
-            self._launcher = self._make()
-        return self._launcher
+        Args:
+            values: a dict of what wasn't fixed; there may be more.
+        """
+        stream = driver.active.get_current_stream(device.index)
+        if self._launch(grid, stream, values):
+            return
+        # The thread's first launch, or somebody has taken its context away.
+        make_context(device)
+        if not self._launch(grid, stream, values):
+            raise RuntimeError(f"this thread can't have a CUDA context on {device}")
+
+
+def load_kernel(kernel: Any, device: int) -> int:
+    """Load a compiled kernel on the current device and return the driver's handle of it.
+
+    Triton's own loading makes Triton's launcher too, for which it starts the C compiler. It is
+    left to a hook that needs it.
+
+    Raises:
+        OutOfResources: the kernel takes more of a multiprocessor than there is.
+    """
+    metadata, runtime, utils = kernel.metadata, knobs.runtime, driver.active.utils
+    most = utils.get_device_properties(device)["max_shared_mem"]
+    if metadata.shared > most:
+        raise OutOfResources(metadata.shared, most, "shared memory")
+    facts = (kernel.name, kernel.metadata_group, kernel.hash)
+    if runtime.kernel_load_start_hook is not None:
+        runtime.kernel_load_start_hook(None, None, *facts)
+    module, function, _, _, most_threads = utils.load_binary(
+        kernel.name, kernel.kernel, metadata.shared, device
+    )
+    threads = metadata.num_warps * metadata.target.warp_size
+    if threads > most_threads:
+        raise OutOfResources(threads, most_threads, "threads")
+    if runtime.kernel_load_end_hook is not None:
+        runtime.kernel_load_end_hook(module, function, *facts)
+    return int(function)
 
 
 def parameters_of(
@@ -116,8 +155,8 @@ def parameters_of(
     Args:
         order: names of its arguments.
         types: of those that aren't constants.
-        metadata: of Triton's.
-        fixed: names of those that a launcher is made with; the others are given with a call, a
+        metadata: of the compiler.
+        fixed: names of arguments that a launcher is made with; the others are given with a call, a
             descriptor as `Boxes`.
         described: as of `FixedArguments`.
     """
@@ -150,8 +189,8 @@ def parameters_of(
 
 
 class Parameters:
-    """What a kernel is given, one after the other, with gaps where values stand: a launcher's, and
-    a call's."""
+    """Parameters of a kernel in their order, with gaps for the values that a launcher or a call
+    gives."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -213,13 +252,16 @@ class Parameters:
 
     def launcher(
         self,
-        kernel: Any,
+        function: int,
+        metadata: Any,
         fixed: Mapping[str, Any] | None = None,
         values: Mapping[str, Any] | None = None,
     ) -> Launcher:
         """Return what launches a kernel that is loaded.
 
         Args:
+            function: of `load_kernel`.
+            metadata: of the compiler.
             fixed: as of `FixedArguments`.
             values: of a call, for the tensors of fixed descriptors.
 
@@ -237,11 +279,11 @@ class Parameters:
             (place, Boxes(values[tensor], *fixed[name]))
             for place, name, tensor in self._descriptors
         ]
-        metadata = kernel.metadata
         # Slots of one value follow each other: it is asked for its address once.
         slots = sorted(self._slots, key=lambda slot: slot[0])
-        launcher: Launcher = module.Launch(
-            kernel.function, 32 * metadata.num_warps, metadata.shared, metadata.launch_pdl,
-            bytes(content), tuple(self._places), tuple(descriptors), tuple(slots),
+        launch = module.Launch(
+            function, metadata.target.warp_size * metadata.num_warps, metadata.shared,
+            metadata.launch_pdl, bytes(content), tuple(self._places), tuple(descriptors),
+            tuple(slots),
         )  # fmt: skip
-        return launcher
+        return Launcher(launch, function)

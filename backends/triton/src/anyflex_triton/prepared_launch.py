@@ -1,23 +1,24 @@
-"""Launching the same kernel again for calls of one shape: most of its arguments stay.
+"""Arguments that the launches of calls of one shape have in common, laid out once.
 
 Triton's launcher puts its arguments together anew and encodes each descriptor at each launch: 11
-of the 35 us that a call of attention took the host. Where it is known how to launch past it, a
-launch writes what belongs to the call over what was laid out before: see `nvidia_launch`.
+of the 35 us that a call of attention took the host. Where the launcher in C takes a kernel
+(`nvidia_launch`), a launch writes what belongs to the call over what was laid out before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anyflex_triton.arguments import Boxes
-from anyflex_triton.launch import Launch, Program, hooked, launch_by
 from anyflex_triton.nvidia_launch import Launcher
+from anyflex_triton.program import Program
+from anyflex_triton.triton_launch import hooked
 
-__all__ = ["FixedArguments", "FixedLaunch"]
+__all__ = ["FixedArguments"]
 
 
 class FixedArguments:
@@ -59,48 +60,20 @@ class FixedArguments:
                 tensor, under the tensor's name.
         """
         launcher = self._launchers.get(program)
-        if launcher is None or hooked():
-            program.launch(grid, device, self._together(values))
-            if program not in self._launchers:
-                self._remember(program, device, values)
+        if launcher is not None and not hooked():
+            launcher.launch(grid, device, values)
             return
-        launch_by(launcher, grid, device, values)
+        program.launch(grid, device, self.together(values))
+        if program not in self._launchers:
+            self._launchers[program] = program.fixed_launcher(
+                device.index, self.values, self._described, values
+            )
 
-    def _together(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def together(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a launch with a call's values."""
         together = {**values, **self.values}
         for name, fixed in self.values.items():
             tensor = values.get(self._described.get(name, name))
             if tensor is not None:
                 together[name] = Boxes(tensor, *fixed)
         return together
-
-    def _remember(self, program: Program, device: torch.device, values: Mapping[str, Any]) -> None:
-        """Lay out how to launch a program that was compiled, or that there is no such way."""
-        # Else it is interpreted, or somebody else's launch stands in for the program's.
-        if program.compiled(device.index) is not None:
-            self._launchers[program] = program.launcher(
-                device.index, self.values, self._described, values
-            )
-
-
-class FixedLaunch(NamedTuple):
-    """What launches have in common of calls whose tensors have the same shapes, strides and
-    alignment.
-
-    Args:
-        program, grid: as `Launch`'s.
-        arguments: of the kernel.
-    """
-
-    program: Program
-    grid: int
-    arguments: FixedArguments
-
-    @classmethod
-    def of(cls, launch: Launch, of_call: Collection[str]) -> FixedLaunch:
-        """Return a launch's, whose arguments named in `of_call`, and its tensors, are a call's."""
-        return cls(launch.program, launch.grid, FixedArguments.of(launch.values, of_call))
-
-    def launch(self, values: Mapping[str, object]) -> Launch:
-        """Return the launch with a call's values."""
-        return Launch(self.program, self.grid, values, (), self.arguments)

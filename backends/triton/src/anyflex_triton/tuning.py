@@ -20,9 +20,9 @@ import torch
 from triton.errors import TritonError
 
 from anyflex.plugin import Artifacts, Call, PerformanceWarning, ProgressLine, free_in_child
-from anyflex_triton.compiling import compile_all
 from anyflex_triton.configs import Config, KernelName
 from anyflex_triton.launch import Launch
+from anyflex_triton.parallel_compile import compile_all
 
 __all__ = ["Clock", "Tuner"]
 

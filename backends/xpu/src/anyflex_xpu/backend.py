@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from anyflex.plugin import Accepted, Decision, Option, Rejected
-from anyflex_triton.backend import TritonBackend
+from anyflex_triton import TritonBackend
 from anyflex_xpu import ipex, probing
 
 if TYPE_CHECKING:
-    from anyflex_triton.configs import Target
+    from anyflex_triton.building import Target
 
 __all__ = ["XpuBackend"]
 

@@ -1,0 +1,113 @@
+"""What another backend builds its kernel classes of, on the host.
+
+=====================  ============================================================================
+A kernel class         `TritonKernel` chooses and launches the portable kernels, and is what others
+                       derive from; `Target`, `Tuner`, `CompiledFiles` are what it is made with
+Programs of a spec     `Programs` compiles kernels for a spec, with `Mods`, the user's functions,
+                       `MaskRows`, a block mask's runs, and words for signatures: `int32s`,
+                       `strides`, `float_pointers`, `aligned`, `classes`, `padded`
+One program            `Program` with `Options` and `Types`; `TellsFrontEnd` for another language
+Launches               `Launch`, `FixedLaunch`, `FixedArguments`, `launch_all`; `compile_with_next`
+Tensors                `layout_of` and `Layout`, `Boxes` for descriptors, `pointer_type`
+Parts of a backward    `backward_values`, `expected_backward`, `fixed_launches`, `integer_specs`
+Text of mods           `write_source`, `source_for`, `mask_scores_source`, `load_module`
+=====================  ============================================================================
+
+It needs Triton. Names may be added; what is here keeps its meaning for the packages of the same
+release.
+"""
+
+from __future__ import annotations
+
+from anyflex_triton.arguments import (
+    BYTES,
+    Boxes,
+    Layout,
+    Types,
+    layout_like,
+    layout_of,
+    pointer_type,
+    row_strides,
+)
+from anyflex_triton.backward_call import backward_values, expected_backward, fixed_launches
+from anyflex_triton.compiled_files import CompiledFiles
+from anyflex_triton.configs import Target
+from anyflex_triton.deterministic_captured_grads import integer_specs
+from anyflex_triton.forward_call import NeededNext, compile_with_next, mask_shape
+from anyflex_triton.generated_modules import load_module
+from anyflex_triton.kernel import TritonKernel, cut
+from anyflex_triton.kernel_signatures import (
+    MaskRows,
+    Mods,
+    Programs,
+    aligned,
+    classes,
+    float_pointers,
+    int32s,
+    kept_of,
+    key_head_group,
+    or_else,
+    padded,
+    strides,
+)
+from anyflex_triton.launch import FixedLaunch, Launch, launch_all
+from anyflex_triton.mask_refinement import mask_rows
+from anyflex_triton.mods import (
+    IMPORTED_OPERATIONS,
+    captured_additions,
+    mask_scores_source,
+    source_for,
+    write_source,
+)
+from anyflex_triton.prepared_launch import FixedArguments
+from anyflex_triton.program import Options, Program, TellsFrontEnd
+from anyflex_triton.tuning import Tuner
+
+__all__ = [
+    "BYTES",
+    "IMPORTED_OPERATIONS",
+    "Boxes",
+    "CompiledFiles",
+    "FixedArguments",
+    "FixedLaunch",
+    "Launch",
+    "Layout",
+    "MaskRows",
+    "Mods",
+    "NeededNext",
+    "Options",
+    "Program",
+    "Programs",
+    "Target",
+    "TellsFrontEnd",
+    "TritonKernel",
+    "Tuner",
+    "Types",
+    "aligned",
+    "backward_values",
+    "captured_additions",
+    "classes",
+    "compile_with_next",
+    "cut",
+    "expected_backward",
+    "fixed_launches",
+    "float_pointers",
+    "int32s",
+    "integer_specs",
+    "kept_of",
+    "key_head_group",
+    "launch_all",
+    "layout_like",
+    "layout_of",
+    "load_module",
+    "mask_rows",
+    "mask_scores_source",
+    "mask_shape",
+    "or_else",
+    "padded",
+    "pointer_type",
+    "row_strides",
+    "source_for",
+    "strides",
+    "write_source",
+]

@@ -1,0 +1,57 @@
+"""What another backend's kernels call on the device: functions of Triton and their constants.
+
+They are Triton's, not Gluon's; a kernel in Gluon may call them, and elementwise ones keep a
+tensor's layout. Each is documented where it is defined. `operations` is what the text of mods
+calls.
+"""
+
+from __future__ import annotations
+
+from anyflex_triton import operations
+from anyflex_triton.backward import delta_of_rows, store_weighing
+from anyflex_triton.backward_keys import add_to_keys
+from anyflex_triton.backward_queries import add_to_queries
+from anyflex_triton.column_parts import load_row_parts, store_parts, zeros_of_parts
+from anyflex_triton.decode import store_row
+from anyflex_triton.forward import natural_scores, tile_of_program, unit_of_scores
+from anyflex_triton.tiles import (
+    FAR,
+    FULL,
+    LOG2E,
+    bounded_run,
+    is_far,
+    mask_row,
+    masked_scores,
+    store_rows,
+    strange,
+    strange_counts,
+    sum_of_counts,
+    tensor_at,
+)
+
+__all__ = [
+    "FAR",
+    "FULL",
+    "LOG2E",
+    "add_to_keys",
+    "add_to_queries",
+    "bounded_run",
+    "delta_of_rows",
+    "is_far",
+    "load_row_parts",
+    "mask_row",
+    "masked_scores",
+    "natural_scores",
+    "operations",
+    "store_parts",
+    "store_row",
+    "store_rows",
+    "store_weighing",
+    "strange",
+    "strange_counts",
+    "sum_of_counts",
+    "tensor_at",
+    "tile_of_program",
+    "unit_of_scores",
+    "zeros_of_parts",
+]

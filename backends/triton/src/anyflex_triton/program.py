@@ -1,0 +1,317 @@
+"""One kernel function compiled for one class of arguments, and launched with any of that class.
+
+Triton's own JIT looks at each integer (is it 1, is it a multiple of 16?) and compiles anew for
+each answer. Here the class is said once, by types, so that a new length or stride never compiles.
+
+A launch goes one of three ways: Triton's interpreter, Triton's launcher (`triton_launch`), or, on
+NVIDIA's GPUs, this package's launcher in C (`nvidia_launch`), which takes less of the host's time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, ClassVar
+
+import torch
+import triton
+from triton import knobs
+from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from anyflex.plugin import free_in_child
+from anyflex_triton import nvidia_launch
+from anyflex_triton.arguments import Types, enter_device
+from anyflex_triton.compiled_files import CompiledFiles, kernel_name, module_of
+from anyflex_triton.nvidia_launch import Launcher, Parameters
+from anyflex_triton.triton_launch import hooked, interpret, launch_kernel, load_kernel
+
+__all__ = ["INTERPRETED", "Options", "Program", "Source", "TellsFrontEnd"]
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""TRITON_INTERPRET=1 was set when triton was imported: kernels run in numpy, on CPU tensors."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a kernel is compiled.
+
+    Args:
+        num_warps, num_stages: as in Triton.
+        more: keywords that one vendor's compiler has (Intel's ``grf_mode``).
+    """
+
+    num_warps: int
+    num_stages: int
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def keywords(self) -> dict[str, Any]:
+        """Return what Triton takes."""
+        return {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            # Triton's default up to 3.9, which warns of another one to come.
+            "enable_fp_fusion": True,
+            **dict(self.more),
+        }
+
+
+class TellsFrontEnd:
+    """Mixin of a source that says when Triton's front end is done with it.
+
+    The front end, ``make_ir``, holds Python's lock; what follows doesn't.
+    """
+
+    after_front_end: Callable[[], None] | None = None
+
+    def make_ir(self, *given: Any, **named: Any) -> Any:
+        """Make Triton's IR, then call `after_front_end`."""
+        module = super().make_ir(*given, **named)  # type: ignore[misc]
+        if self.after_front_end is not None:
+            self.after_front_end()
+        return module
+
+
+class Source(TellsFrontEnd, ASTSource):  # type: ignore[misc]
+    """What ``triton.compile`` takes."""
+
+
+class Program:
+    """A kernel function with its types and constants. Thread-safe.
+
+    Args:
+        function: made by ``triton.jit``.
+        types: name -> types, of all arguments that aren't constants.
+        constants: name -> value of the others.
+        aligned: name -> bytes of which a pointer is known to be a multiple.
+        options: of the compiler.
+        files: where compiled kernels are kept beside Triton's own cache; None: nowhere.
+
+    Attributes:
+        order: names of all arguments.
+        gives_up_stages: fewer stages were compiled than `options` asks for, because those take
+            more shared memory than a program can have. What a mod reads is kept there too, and no
+            table of configurations knows it.
+    """
+
+    source_type: ClassVar[Any] = Source
+
+    def __init__(
+        self,
+        function: Any,
+        types: Mapping[str, Types],
+        constants: Mapping[str, object],
+        aligned: Mapping[str, int],
+        options: Options,
+        files: CompiledFiles | None = None,
+    ) -> None:
+        self.function = function
+        self.types = dict(types)
+        self.constants = dict(constants)
+        self.aligned = dict(aligned)
+        self.options = options
+        self.gives_up_stages = False
+        self._files = files
+        self._ahead: Any = None
+        self._compiled: dict[int | None, Any] = {}
+        self._launchers: dict[int | None, Launcher] = {}
+        self._laid_out: dict[object, Parameters] = {}
+        self._lock = threading.Lock()
+        free_in_child(self)
+        named = set(self.types) | set(self.constants)
+        if named != set(function.arg_names):
+            raise TypeError(
+                f"arguments of {function.__name__}: {sorted(named ^ set(function.arg_names))}"
+            )
+        self.order = tuple(function.arg_names)
+        # Constants come last, but those that stand for an argument that other kernels have.
+        count = len(self.order)
+        while count and self.order[count - 1] in self.constants:
+            count -= 1
+        self._last = tuple(self.constants[name] for name in self.order[count:])
+        self._between = {n: self.constants[n] for n in self.order[:count] if n in self.constants}
+        # A tuple: every kernel has at least two arguments that aren't constants.
+        self._ordered = itemgetter(*self.order[:count])
+        # Encoding a descriptor needs a context, and happens before Triton's launcher makes one.
+        self._needs_context = any("tensordesc" in str(given) for given in self.types.values())
+
+    def source(self) -> Any:
+        """Return what ``triton.compile`` takes."""
+        signature: dict[str, Any] = {}
+        attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+        for index, name in enumerate(self.order):
+            signature[name] = self.types.get(name, "constexpr")
+            if name in self.aligned:
+                attributes[(index,)] = [["tt.divisibility", self.aligned[name]]]
+        return self.source_type(self.function, signature, dict(self.constants), attributes)
+
+    def is_compiled(self, device: int | None) -> bool:
+        """Whether `compile` has nothing to do."""
+        return device in self._compiled
+
+    def compile(
+        self, device: int | None = None, after_front_end: Callable[[], None] | None = None
+    ) -> Any:
+        """Compile for the current device and load, at most once; return Triton's kernel.
+
+        Args:
+            device: index of the current device; None: nothing is loaded.
+            after_front_end: called when the part of the compiler that holds Python's lock is done;
+                not where nothing has to be compiled.
+        """
+        found = self._compiled.get(device)
+        if found is None:
+            with self._lock:
+                found = self._compiled.get(device)
+                if found is None:
+                    target = None if device is None else driver.active.get_current_target()
+                    found, self._ahead = self._ahead, None
+                    if found is None:
+                        found = self._translate(target, self.options, after_front_end)
+                    found = self._compiled[device] = self._loaded(found, target, device)
+        return found
+
+    def load_kept(self, device: int) -> bool:
+        """Load the kernel for the current device if it needn't be compiled; return whether."""
+        with self._lock:
+            if device in self._compiled:
+                return True
+            target = driver.active.get_current_target()
+            found, self._ahead = self._ahead, None
+            if found is None:
+                found = self._kept(self._name(target, self.options))
+            if found is None:
+                return False
+            self._compiled[device] = self._loaded(found, target, device)
+            return True
+
+    def compile_ahead(
+        self, target: Any, after_front_end: Callable[[], None] | None = None
+    ) -> None:
+        """Do of `compile` what needs no device, at most once. Any thread may: a graph that another
+        one captures isn't disturbed.
+
+        Args:
+            target: of the compiler.
+            after_front_end: as of `compile`.
+        """
+        with self._lock:
+            if not self._compiled and self._ahead is None:
+                self._ahead = self._translate(target, self.options, after_front_end)
+
+    def _translate(
+        self, target: Any, options: Options, after_front_end: Callable[[], None] | None = None
+    ) -> Any:
+        """Find the kernel among the spec's files, or compile and keep it."""
+        name = self._name(target, options)
+        found = self._kept(name)
+        if found is None:
+            source = self.source()
+            if after_front_end is not None:
+                source.after_front_end = after_front_end
+            found = triton.compile(source, target=target, options=options.keywords())
+            if self._files is not None:
+                self._files.keep(name, found)
+        return found
+
+    def _kept(self, name: str) -> Any:
+        return None if self._files is None else self._files.find(name, self.source)
+
+    def _name(self, target: Any, options: Options) -> str:
+        """Return the kernel's name among the spec's files."""
+        if self._files is None:
+            return ""
+        if target is None:
+            target = driver.active.get_current_target()
+        named = (self.types, self.constants, self.aligned, options.keywords())
+        # Sorted by names: a constant's place among the others depends on the process.
+        return kernel_name(self.function, *[sorted(each.items()) for each in named], target)
+
+    def _loaded(self, found: Any, target: Any, device: int | None) -> Any:
+        """Return the kernel with as many stages as the device has room for, loaded there."""
+        if device is None:
+            return found
+        options = self.options
+        while options.num_stages > 1 and found.metadata.shared > _most_shared(device):
+            options = replace(options, num_stages=options.num_stages - 1)
+            self.gives_up_stages = True
+            found = self._translate(target, options)
+        parameters = self._parameters(found)
+        if parameters is None:
+            load_kernel(found)
+        else:
+            function = nvidia_launch.load_kernel(found, device)
+            self._launchers[device] = parameters.launcher(function, found.metadata)
+        if self._files is not None and torch.version.cuda is not None:
+            self._files.keep_module(module_of(driver.active.utils.load_binary))
+            if parameters is None:
+                self._files.keep_launcher(self._name(target, options), found.run)
+            else:
+                self._files.keep_module(nvidia_launch.launch_module())
+        return found
+
+    def _parameters(self, kernel: Any, *fixed: Any) -> Parameters | None:
+        """Return how the launcher in C gives the kernel its arguments, or None where Triton's
+        launches it."""
+        parameters = nvidia_launch.parameters_of(self.order, self.types, kernel.metadata, *fixed)
+        return None if parameters is None or nvidia_launch.launch_module() is None else parameters
+
+    def fixed_launcher(
+        self,
+        device: int | None,
+        fixed: Mapping[str, Any],
+        described: Mapping[str, str],
+        values: Mapping[str, Any],
+    ) -> Launcher | None:
+        """Return what launches the kernel past Triton's launcher with some values laid out, or
+        None where Triton's launches it or it isn't compiled.
+
+        Args:
+            fixed, described: as of `FixedArguments`.
+            values: of a call, for the tensors of fixed descriptors.
+        """
+        launcher = self._launchers.get(device)
+        if launcher is None:
+            return None
+        kernel = self._compiled[device]
+        # A growing KV cache makes a launcher for each length, of the same parameters.
+        key = (tuple(fixed), *described.items())
+        parameters = self._laid_out.get(key)
+        if parameters is None:
+            parameters = self._parameters(kernel, fixed, described)
+            assert parameters is not None, "there were some with nothing fixed"
+            self._laid_out[key] = parameters
+        return parameters.launcher(launcher.function, kernel.metadata, fixed, values)
+
+    def launch(self, grid: int, device: torch.device, values: Mapping[str, object]) -> None:
+        """Run `grid` programs on the current stream of the current device.
+
+        Args:
+            values: of all arguments that aren't constants. There may be more: another kernel's.
+        """
+        if INTERPRETED:
+            interpret(self.function, grid, self._in_order(values), self.options.keywords())
+            return
+        kernel = self.compile(device.index)
+        launcher = self._launchers.get(device.index)
+        if launcher is not None and not hooked():
+            launcher.launch(grid, device, values)
+            return
+        if self._needs_context:
+            enter_device(device)
+        launch_kernel(kernel, grid, self._in_order(values))
+
+    def _in_order(self, values: Mapping[str, object]) -> tuple[object, ...]:
+        if self._between:
+            values = {**values, **self._between}
+        arguments: tuple[object, ...] = self._ordered(values) + self._last
+        return arguments
+
+
+@lru_cache
+def _most_shared(device: int) -> int:
+    """Return the bytes of shared memory that a program can have."""
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
