@@ -13,7 +13,6 @@ A hook plugin is a module whose functions are marked with `hookimpl`::
 
 from __future__ import annotations
 
-from anyflex.collector import collector_paused
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.artifacts import Artifacts
 from anyflex.contract.backend import Backend, Kernel
@@ -87,7 +86,6 @@ __all__ = [
     "Scatter",
     "Spec",
     "TensorSpec",
-    "collector_paused",
     "differentiate",
     "evaluate",
     "free_in_child",

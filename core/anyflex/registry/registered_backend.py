@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from anyflex.collector import collector_paused
 from anyflex.contract import CONTRACT, CONTRACT_MIN
 from anyflex.contract.backend import Backend
 from anyflex.contract.capabilities import Capabilities
@@ -168,7 +167,7 @@ class Entry:
             if not attribute:
                 raise self.error(f"is broken: its entry point {target!r} must be 'module:Class'")
             importing = plugin_code(self.name, self.distribution, f"importing {module_name}")
-            with collector_paused(), importing:
+            with importing:
                 target = importlib.import_module(module_name.strip())
             with plugin_code(self.name, self.distribution, f"looking up {self._target}"):
                 for part in attribute.split("[")[0].strip().split("."):

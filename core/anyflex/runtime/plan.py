@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from anyflex.collector import collector_paused
 from anyflex.contract.backend import Kernel
 from anyflex.contract.call import Call
 from anyflex.contract.spec import CapturedFacts, Spec
@@ -289,11 +288,10 @@ def _plan_of_class(
     """
     plan = _plans.get(of_class)
     if plan is None:
-        with collector_paused():
-            spec = _spec(inputs, bound)
-            compiled = kernel_for(
-                spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
-            )
+        spec = _spec(inputs, bound)
+        compiled = kernel_for(
+            spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
+        )
         plan = Plan(compiled, inputs.call.query.device, contiguous, _request_of(inputs))
         with _lock:
             if len(_plans) >= PLANS:
