@@ -85,6 +85,7 @@ class Call:
         scale: float,
         score_function: Callable[..., Tensor] | None = None,
         mask_function: Callable[..., Tensor] | None = None,
+        kept: dict[object, Any] | None = None,
     ) -> None:
         fields = self.__dict__
         fields["query"] = query
@@ -97,6 +98,7 @@ class Call:
         fields["scale"] = scale
         fields["score_function"] = score_function
         fields["mask_function"] = mask_function
+        fields["kept"] = kept
 
 
 @dataclass(frozen=True, init=False)

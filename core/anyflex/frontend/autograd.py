@@ -108,8 +108,8 @@ class FlexAttention(torch.autograd.Function):
             scale,
             score_function,
             mask_function,
+            kept,
         )
-        call.__dict__["kept"] = kept
         dlse = aux[0] if with_lse else None
         if dout is None:
             dout = torch.zeros_like(out)

@@ -252,7 +252,9 @@ def plan_for(inputs: Inputs) -> Plan:
             if len(_by_shapes) >= SHAPES:
                 del _by_shapes[next(iter(_by_shapes))]
             found = _by_shapes.setdefault(exactly, (plan, {}))
-    plan, call.__dict__["kept"] = found
+    plan, kept = found
+    # A call is made before its plan is known, and frozen for whoever gets it.
+    object.__setattr__(call, "kept", kept)
     return plan
 
 
