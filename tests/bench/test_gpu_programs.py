@@ -482,3 +482,12 @@ def test_tables_that_learn_are_held_to_the_reference(monkeypatch: pytest.MonkeyP
             factors = iter((0.5, 1.0))
             assert learning.error_of(name, "reference", 64, cpu) == pytest.approx(0.5), name
     assert learning.WRONG < 0.5
+
+
+def test_launchers_are_compared_by_their_medians() -> None:
+    launchers = program("launchers")
+    times = {
+        "c": [{"forward": 20.0}, {"forward": 24.0}, {"forward": 90.0}],
+        "triton": [{"forward": 36.0}, {"forward": 30.0}, {"forward": 10.0}],
+    }
+    assert launchers.saved(times) == {"forward": (24.0, 30.0)}
