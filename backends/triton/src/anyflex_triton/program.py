@@ -297,9 +297,12 @@ class Program:
             return
         kernel = self.compile(device.index)
         launcher = self._launchers.get(device.index)
-        if launcher is not None and not hooked():
-            launcher.launch(grid, device, values)
-            return
+        if launcher is not None:
+            if not hooked():
+                launcher.launch(grid, device, values)
+                return
+            # It was loaded without Triton's launcher.
+            load_kernel(kernel)
         if self._needs_context:
             enter_device(device)
         launch_kernel(kernel, grid, self._in_order(values))

@@ -30,13 +30,11 @@ def load_kernel(kernel: Any) -> None:
 
 
 def launch_kernel(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None:
-    """Launch a kernel as ``kernel[(grid, 1, 1)](*arguments)`` does, on the current stream.
+    """Launch a loaded kernel as ``kernel[(grid, 1, 1)](*arguments)`` does, on the current stream.
 
     Hooks are passed only where there are some: Triton makes a record of the launch for an empty
     chain too, and calls it twice, which takes 3 of 24 us.
     """
-    with _loading:
-        run = kernel.run
     active = driver.active
     stream = active.get_current_stream(active.get_current_device())
     enter = _listened(knobs.runtime.launch_enter_hook)
@@ -44,7 +42,7 @@ def launch_kernel(kernel: Any, grid: int, arguments: tuple[object, ...]) -> None
     record = None
     if enter is not None or leave is not None:
         record = kernel.launch_metadata((grid, 1, 1), stream, *arguments)
-    run(
+    kernel.run(
         grid, 1, 1, stream, kernel.function, kernel.packed_metadata, record, enter, leave,
         *arguments,
     )  # fmt: skip
