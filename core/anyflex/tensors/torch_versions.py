@@ -337,7 +337,6 @@ def break_graph(reason: str) -> None:
 
 
 _SYMBOLS = "some spellings of a mod's operations under torch.compile"
-_REFUSALS = "anyflex's words for what a mod may not do under torch.compile"
 DYNAMO_NAMES: dict[str, tuple[str, str]] = {
     # path from torch._dynamo on -> (releases that have it, what is lost without it)
     "decorators.graph_break": (_ALL, "compiled autograd of mods that no graph can hold"),
@@ -345,19 +344,10 @@ DYNAMO_NAMES: dict[str, tuple[str, str]] = {
     "exc.UncapturedHigherOrderOpError": (_ALL, "anyflex's errors under torch.compile"),
     "variables.ConstantVariable": (_ALL, _SYMBOLS),
     "variables.builtin.BuiltinVariable": (_ALL, _SYMBOLS),
-    "variables.builtin.SetAttrBuiltinVariable": ("2.13 to 2.15", _REFUSALS),
-    "variables.lists.BaseListVariable": (_ALL, _REFUSALS),
-    "variables.lists.ListVariable": (_ALL, _REFUSALS),
-    "variables.misc.AutogradFunctionVariable": (_ALL, _REFUSALS),
-    "variables.misc.DelayGraphBreakVariable": (_ALL, _REFUSALS),
-    "variables.misc.NumpyVariable": (_ALL, _REFUSALS),
+    "variables.misc.AutogradFunctionVariable": (_ALL, _SYMBOLS),
     "variables.tensor.SymNodeVariable": (_ALL, _SYMBOLS),
-    "variables.tensor.TensorVariable": (_ALL, _REFUSALS),
     "variables.torch.TorchInGraphFunctionVariable": (_ALL, _SYMBOLS),
-    "variables.torch.get_overridable_functions": (_ALL, _REFUSALS),
-    "variables.torch_function.TorchFunctionModeVariable": (_ALL, _REFUSALS),
     "variables.torch_function.dispatch_torch_function": (_ALL, _SYMBOLS),
-    "variables.user_defined.UserDefinedClassVariable": (_ALL, _REFUSALS),
     "variables.user_defined.UserDefinedObjectVariable": (_ALL, _SYMBOLS),
 }
 """Names of torch's compiler, which are looked up while it traces a call of anyflex."""

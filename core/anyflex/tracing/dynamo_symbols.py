@@ -1,12 +1,22 @@
-"""What torch.compile would not leave to a symbol: ``~x``, four activations, is it a tensor.
+"""Entries in Dynamo's tables, so that torch.compile leaves to a symbol what is the symbol's.
 
-Dynamo (2.13) has no ``~`` for objects, knows nothing of ``__torch_function__`` for the functions
-of `NOT_OVERRIDABLE`, and answers ``isinstance(x, torch.Tensor)`` and ``torch.is_tensor(x)`` by an
-object's type. Its tables get entries that speak up for a `Symbol` alone.
+Symbols are plain objects under ``torch.compile``, and Dynamo inlines what they do. It answers some
+operations by itself, up to torch 2.15:
+
+* a comparison with a variable number as one with None: ``kv_idx == n`` would silently be False;
+* ``autograd.Function.apply`` on a symbol by inlining its forward alone: gradients would silently
+  be those of forward and not those of the Function's backward;
+* the functions of `NOT_OVERRIDABLE`, which don't ask ``__torch_function__``,
+  ``isinstance(x, torch.Tensor)``, ``torch.is_tensor(x)`` and, before torch 2.15, ``~x``.
+
+`torch.compiler.substitute_in_graph` takes none of these functions, for Dynamo has rules for them.
+The entries answer for a `Symbol` alone; other programs are compiled as before. Dynamo refuses what
+a mod may not do in its own words, where it doesn't ask the symbol.
 """
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,51 +24,79 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from anyflex.tensors.dynamo_errors import fail_while_compiling
 from anyflex.tensors.torch_versions import dynamo_constant, dynamo_name
-from anyflex.tracing.dynamo_refusals import is_symbol
+from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
 
-__all__ = ["NOT_OVERRIDABLE", "mend_symbols"]
+__all__ = ["NOT_OVERRIDABLE", "register_symbols"]
 
 NOT_OVERRIDABLE = (F.hardsigmoid, F.hardswish, F.sigmoid, F.tanh)
-_state = {"mended": False}
+REFLECTED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+_state = {"registered": False}
+
+Handler = Callable[..., Any]
 
 
 @dynamo_constant
-def mend_symbols() -> None:
+def register_symbols() -> None:
     """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it."""
-    if _state["mended"]:
+    if _state["registered"]:
         return
-    _state["mended"] = True
+    _state["registered"] = True
     try:
         builtin = dynamo_name("variables.builtin.BuiltinVariable")
-        TorchInGraphFunctionVariable = dynamo_name("variables.torch.TorchInGraphFunctionVariable")
-        handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+        number = dynamo_name("variables.tensor.SymNodeVariable")
+        instance = dynamo_name("variables.user_defined.UserDefinedObjectVariable")
+        comparisons: dict[Any, list[Any]] = builtin._binop_handlers()
+        for name, reflected in REFLECTED.items():
+            entries = comparisons[getattr(operator, name)]
+            entries.insert(0, ((instance, number), _compare_from_left(f"__{name}__")))
+            entries.insert(0, ((number, instance), _compare_from_right(f"__{reflected}__")))
+        functions = dynamo_name("variables.torch.TorchInGraphFunctionVariable")._get_handlers()
         for function in NOT_OVERRIDABLE:
-            handlers[function] = _overridden
-        handlers[torch.is_tensor] = _is_tensor(handlers[torch.is_tensor])
+            functions[function] = _overridden
+        functions[torch.is_tensor] = _is_tensor(functions[torch.is_tensor])
         builtin.call_isinstance = _is_instance(builtin.call_isinstance)
-        builtin.call_invert = _invert(getattr(builtin, "call_invert", None))
+        if not hasattr(builtin, "call_invert"):
+            builtin.call_invert = _invert
         builtin.call_function_handler_cache.clear()
+        applied = dynamo_name("variables.misc.AutogradFunctionVariable")
+        applied.call_apply = _refuse_apply(applied.call_apply)
     except (ImportError, AttributeError, KeyError) as error:
         warnings.warn(
-            f"torch {torch.__version__} compiles `~x`, F.sigmoid(x), F.tanh(x), F.hardsigmoid(x), "
-            f"F.hardswish(x) and isinstance(x, torch.Tensor) in a way that anyflex doesn't know "
-            f"({error}): under torch.compile, write torch.logical_not(x), torch.sigmoid(x) and "
-            "torch.tanh(x) instead.",
+            f"torch {torch.__version__} compiles mods in a way that anyflex doesn't know "
+            f"({error}). Under torch.compile, write torch.lt(kv_idx, n) instead of kv_idx < n "
+            "where n is a number that changes between calls, torch.logical_not(x), "
+            "torch.sigmoid(x) and torch.tanh(x) instead of ~x, F.sigmoid(x) and F.tanh(x), and no "
+            "autograd.Function.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _is_symbol(variable: Any) -> bool:
-    # Rows of captured tensors, which `is_symbol` takes for symbols too, are no tensors.
-    from anyflex.tracing.symbol import Symbol
+def _is_symbol(variable: Any, *, or_row: bool = False) -> bool:
+    """Whether a variable of Dynamo stands for a symbol or, if asked, a captured tensor's row."""
+    from anyflex.tracing.symbol import PartialRead, Symbol
 
-    return is_symbol(variable) and variable.value_type is Symbol
+    # Symbols are made in the trace, so they are never lazy; what is lazy must stay so.
+    if type(variable) is not dynamo_name("variables.user_defined.UserDefinedObjectVariable"):
+        return False
+    return variable.value_type is Symbol or (or_row and variable.value_type is PartialRead)
 
 
-def _true() -> Any:
-    return dynamo_name("variables.ConstantVariable").create(True)
+def _compare_from_left(method: str) -> Handler:
+    def compare(tx: Any, symbol: Any, number: Any) -> Any:
+        """None, for the next entry, where the object is no symbol."""
+        if not _is_symbol(symbol, or_row=True):
+            return None
+        return symbol.call_method(tx, method, [number], {})
+
+    return compare
+
+
+def _compare_from_right(method: str) -> Handler:
+    compare = _compare_from_left(method)
+    return lambda tx, number, symbol: compare(tx, symbol, number)
 
 
 def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,14 +106,18 @@ def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
     return None
 
 
-def _is_tensor(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _true() -> Any:
+    return dynamo_name("variables.ConstantVariable").create(True)
+
+
+def _is_tensor(otherwise: Handler) -> Handler:
     def answer(function: Any, tx: Any, value: Any) -> Any:
         return _true() if _is_symbol(value) else otherwise(function, tx, value)
 
     return answer
 
 
-def _is_instance(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _is_instance(otherwise: Handler) -> Handler:
     def call_isinstance(self: Any, tx: Any, value: Any, kind: Any) -> Any:
         if _is_symbol(value):
             kinds = kind.as_python_constant()
@@ -86,10 +128,19 @@ def _is_instance(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     return call_isinstance
 
 
-def _invert(otherwise: Callable[..., Any] | None) -> Callable[..., Any]:
-    def call_invert(self: Any, tx: Any, value: Any) -> Any:
-        if _is_symbol(value):
-            return value.call_method(tx, "__invert__", [], {})
-        return None if otherwise is None else otherwise(self, tx, value)
+def _invert(self: Any, tx: Any, value: Any) -> Any:
+    return value.call_method(tx, "__invert__", [], {}) if _is_symbol(value) else None
 
-    return call_invert
+
+def _refuse_apply(otherwise: Handler) -> Handler:
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            _is_symbol(value, or_row=True) for value in (*args, *kwargs.values())
+        ):
+            # Not left to Python: it would apply the Function to a symbol, unseen by the tracer.
+            problem, operation, hint = CUSTOM_FUNCTION
+            attributes = {"operation": operation, "hint": hint}
+            fail_while_compiling("ModTraceError", problem, attributes, breaks_graph=False)
+        return otherwise(self, tx, args, kwargs)
+
+    return call_apply

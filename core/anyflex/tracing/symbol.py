@@ -163,6 +163,17 @@ class Symbol(Traced):
     def is_floating_point(self) -> bool:
         return CATEGORY[self.kind] == FLOAT
 
+    def __getattr__(self, name: str) -> Any:
+        # Only symbols under torch.compile come here: those of an eager trace are tensors.
+        if hasattr(Tensor, name):
+            refuse(
+                f"a tensor's attribute under torch.compile: Tensor.{name}",
+                f"Tensor.{name}",
+                "A symbol has dtype, device, shape and ndim.",
+                pure=True,
+            )
+        raise AttributeError(name)
+
     def __repr__(self) -> str:
         return f"<{self.kind} symbol %{self.position}>"
 

@@ -15,7 +15,6 @@ import torch
 
 from anyflex.tensors.torch_versions import as_symbol_tensor, without_modes
 from anyflex.tracing.symbol import Symbol
-from anyflex.tracing.symbol_attributes import install_attributes
 
 if TYPE_CHECKING:
     from anyflex.tracing.tracer import Tracer
@@ -24,9 +23,6 @@ __all__ = ["TensorSymbol", "tensor_symbol"]
 
 with without_modes():  # anyflex may first be imported under fake tensors
     _BASE = torch.empty((), device="meta")
-
-
-install_attributes()
 
 
 class TensorSymbol(Symbol, torch.Tensor):  # type: ignore[misc, override]

@@ -18,8 +18,7 @@ from anyflex.tensors.symbolic_numbers import NUMBERS
 from anyflex.tensors.torch_versions import functorch_level
 from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.custom_functions import in_custom_function, outside_of_functions
-from anyflex.tracing.dynamo_comparisons import mend_comparisons
-from anyflex.tracing.dynamo_symbols import mend_symbols
+from anyflex.tracing.dynamo_symbols import register_symbols
 from anyflex.tracing.eager_tracing import call_mod, codes_of
 from anyflex.tracing.in_place import SetWatch
 from anyflex.tracing.symbol import (
@@ -172,8 +171,7 @@ def _traced(
     )
     check_signature(function, kind)
     if torch.compiler.is_dynamo_compiling():
-        mend_comparisons()
-        mend_symbols()
+        register_symbols()
     else:
         tracer.name_of = lambda tensor: captured_name(function, tensor)
         tracer.make_symbol = tensor_symbol

@@ -18,15 +18,14 @@ from anyflex.tracing.custom_functions import in_custom_function
 
 __all__ = [
     "BRANCH",
-    "BRANCH_HINT",
     "CUSTOM_FUNCTION",
-    "MIN_MAX_HINT",
     "NUMPY",
     "PLAIN_REFUSED",
     "REFUSED",
     "TRANSFORM",
     "branch_hint",
     "change_in_place",
+    "function_name",
     "refuse",
     "refuse_custom_function",
     "refuse_function",
@@ -46,7 +45,7 @@ def refuse(problem: str, operation: str, hint: str = "", pure: bool = False) -> 
 
 def refuse_custom_function() -> None:
     """Raise ModTraceError in a custom ``autograd.Function`` that a mod under trace applies."""
-    # While Dynamo traces, `dynamo_refusals` has Dynamo's own entry for it.
+    # `anyflex.tracing.dynamo_symbols` refuses it while Dynamo traces.
     if torch.compiler.is_dynamo_compiling() or not in_custom_function():
         return
     frame: types.FrameType | None = sys._getframe(1)
@@ -270,6 +269,12 @@ def _aten_name(func: Any) -> str:
     return ""
 
 
+def function_name(func: Any) -> str:
+    """Return the name of a torch function for messages: ``.real`` of an attribute's getter."""
+    name: str = getattr(func, "__name__", None) or "a function"
+    return "." + func.__self__.__name__ if name == "__get__" else name
+
+
 def refuse_function(func: Any) -> NoReturn:
     """Raise ModTraceError for a torch function that the tracer doesn't know or refuses."""
     refused = REFUSED.get(func)
@@ -277,7 +282,7 @@ def refuse_function(func: Any) -> NoReturn:
         refused = change_in_place(func)
     if refused is not None:
         refuse(refused[0], refused[1], refused[2])
-    name = getattr(func, "__name__", None) or "a function"
+    name = function_name(func)
     refuse(
         f"torch operation {name} is not one that a mod graph can hold",
         name,
