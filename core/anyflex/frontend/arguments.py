@@ -14,7 +14,6 @@ from torch.autograd import forward_ad
 
 from anyflex.frontend.aux_outputs import AuxRequest
 from anyflex.frontend.transforms import refuse_transform
-from anyflex.lazy_parameters import check_initialized
 from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.fixed_numbers import fixed
 from anyflex.tensors.storage_checks import PLAIN
@@ -48,19 +47,15 @@ def check_tensors(
 ) -> tuple[int, int, int, int, int]:
     """Check three tensors: layouts, dtypes, devices and shapes against each other. Returns B, Hq,
     L, S and E: torch takes long to make a tensor's shape."""
-    try:
-        usual = (
-            query.layout is STRIDED
-            and key.layout is STRIDED
-            and value.layout is STRIDED
-            and query.dim() == 4
-            and key.dim() == 4
-            and value.dim() == 4
-            and not (query.is_nested or key.is_nested or value.is_nested)
-        )
-    except ValueError:  # torch's answer for a lazy module's parameter
-        usual = False
-    if not usual:
+    if not (
+        query.layout is STRIDED
+        and key.layout is STRIDED
+        and value.layout is STRIDED
+        and query.dim() == 4
+        and key.dim() == 4
+        and value.dim() == 4
+        and not (query.is_nested or key.is_nested or value.is_nested)
+    ):
         refuse_tensors(query, key, value)
     dtype = query.dtype
     if key.dtype is not dtype or value.dtype is not dtype or dtype not in DTYPES:
@@ -119,7 +114,6 @@ def refuse_tensors(query: Any, key: Any, value: Any) -> NoReturn:
     """Refuse the first of query, key and value that is no dense tensor with four dimensions."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if isinstance(tensor, Tensor):
-            check_initialized(name, tensor)
             if tensor.layout is STRIDED and tensor.dim() == 4 and not tensor.is_nested:
                 continue
         else:

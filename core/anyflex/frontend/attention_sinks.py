@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.lazy_parameters import check_initialized
 from anyflex.tensors.dynamo_errors import fail
 
 __all__ = ["with_sinks"]
@@ -95,7 +94,6 @@ def _check(out: Any, lse: Any, sink: Any) -> None:
         )
     if not sink.dtype.is_floating_point:
         fail("ArgumentTypeError", f"with_sinks: sink must be floating, got {sink.dtype}.")
-    check_initialized("with_sinks: sink", sink)
     if sink.dim() != 1 or sink.shape[0] != out.shape[1]:
         fail(
             "ArgumentError",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
-from anyflex.runtime.negative_bit import shown
+from anyflex.runtime.negative_bit import resolved
 from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.tensors.stand_in import posed_as
 from anyflex.tensors.tensor_facts import fp32_precision
@@ -47,13 +46,8 @@ _NO_MOD = TracedMod("", [], [], [], [])
 
 def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
-    if sys.is_finalizing():
-        # torch 2.13 aborts the process here: a tensor whose Python object dies before its view
-        # does (pure torch code shows it too).
-        raise BackendRefused("the interpreter is shutting down: flex_attention can't run any more")
     inputs = gather(checked)
-    # `shown` has another call, where a tensor is changed: autograd goes through its copies.
-    call = inputs.call = shown(inputs.call)
+    call = inputs.call = resolved(inputs.call)
     if tangents_possible():
         _refuse_tangents(call)
     try:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anyflex.lazy_parameters import check_initialized
 from anyflex.tensors.dynamo_errors import fail
 
 __all__ = [
@@ -103,7 +102,6 @@ def check_tensor(
             "ArgumentTypeError",
             f"{argument} must be {alternative}a tensor {wanted}, got {type(value).__name__}.",
         )
-    check_initialized(argument, value)
     if value.is_nested or value.layout is not torch.strided:
         fail("ArgumentTypeError", f"{argument} must be a dense tensor (layout torch.strided).")
     if value.dtype not in dtypes:

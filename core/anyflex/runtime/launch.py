@@ -13,7 +13,6 @@ from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, Tenso
 from anyflex.errors import AllocationError, AnyflexError
 from anyflex.runtime.backward_checks import check_backward
 from anyflex.runtime.compiled_kernel import kernel_failed, launched
-from anyflex.runtime.negative_bit import shown_backward
 from anyflex.runtime.plan import Plan
 from anyflex.runtime.saved_for_backward import cut
 from anyflex.runtime.workspace import allocate, give_back, take
@@ -141,7 +140,10 @@ def launch_backward(
         AllocationError: there is not enough memory.
         PluginError: the kernel raised; what it raised is the cause.
     """
-    saved, grad = shown_backward(saved, grad)
+    # As `anyflex.runtime.negative_bit` does with forward's tensors.
+    saved = Saved(saved.out.resolve_neg(), saved.lse.resolve_neg(), saved.extras)
+    dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
+    grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
     check_backward(call, saved, grad, looked=looked, names=names)
     if saved_bytes is not None:
         check_readable(_KEPT, saved_bytes)

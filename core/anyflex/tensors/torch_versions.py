@@ -28,7 +28,6 @@ __all__ = [
     "CacheArtifactManager",
     "GetAttrKey",
     "PrivateName",
-    "TorchDispatchMode",
     "apply_of",
     "artifact_types",
     "as_symbol_tensor",
@@ -219,13 +218,6 @@ without_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _find(
     "anyflex can't be imported for the first time under a dispatch mode",
 )
 """Context in which no dispatch mode is in force."""
-
-TorchDispatchMode: Any = _find(
-    "utils._python_dispatch.TorchDispatchMode",
-    contextlib.nullcontext,
-    "Tensor.set_ in a mod is not refused",
-)
-"""Base class of modes that see every operation of the dispatcher."""
 
 _disable_dynamo = _find(
     "_compile._disable_dynamo",

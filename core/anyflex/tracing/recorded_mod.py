@@ -21,12 +21,11 @@ from anyflex.errors import ArgumentError, ModIndexError, ModTraceError
 from anyflex.process.user_frames import user_location
 from anyflex.tensors.torch_versions import batch_level, functorch_level, is_batched
 from anyflex.tracing.trace import captured_name
-from anyflex.tracing.trace_errors import TRANSFORM, change_in_place, refuse
+from anyflex.tracing.trace_errors import TRANSFORM, change_in_place, function_name, refuse
 from anyflex.tracing.vmapped_mods import (
     ModWatch,
     index_error,
     leaves,
-    step_name,
     watched_mask,
     watched_score,
 )
@@ -315,7 +314,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _refuse_other_count(step: _Step, count: int) -> NoReturn:
-    name = step_name(step.func)
+    name = function_name(step.func)
     raise ModTraceError(
         f"{name} gave a mod that can't be traced {len(step.made)} tensor(s) when it was "
         f"recorded, and gives {count} now: what it reads has changed since then",
@@ -329,7 +328,7 @@ def _refuse_other_count(step: _Step, count: int) -> NoReturn:
 def _refuse_other_default(step: _Step) -> NoReturn:
     raise ArgumentError(
         f"torch's default dtype was {step.default} when a mod that can't be traced was recorded, "
-        f"and is {torch.get_default_dtype()} now, in which its {step_name(step.func)} "
+        f"and is {torch.get_default_dtype()} now, in which its {function_name(step.func)} "
         f"({step.file}:{step.line}) would compute: call backward under the default dtype of the "
         "call, use a block mask under that of its making, or name a dtype in the mod."
     )

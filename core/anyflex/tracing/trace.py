@@ -20,7 +20,6 @@ from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.custom_functions import in_custom_function, outside_of_functions
 from anyflex.tracing.dynamo_symbols import register_symbols
 from anyflex.tracing.eager_tracing import call_mod, codes_of
-from anyflex.tracing.in_place import SetWatch
 from anyflex.tracing.symbol import (
     PartialRead,
     Symbol,
@@ -186,7 +185,7 @@ def _traced(
         with TraceMode(tracer):
             result = function(*symbols)
     else:
-        with SetWatch(), TraceMode(tracer):
+        with TraceMode(tracer):
             result = call_mod(function, symbols)
     if tracer.refused is not None:
         raise tracer.refused

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from anyflex.errors import ModTraceError
-from anyflex.lazy_parameters import LAZY, check_initialized
 from anyflex.mod_graph.operations import DTYPE_NAMES, DTYPES
 from anyflex.mod_graph.torch_derivatives import integer_clamp_saturates
 from anyflex.tensors.dynamo_errors import fail
@@ -58,15 +57,11 @@ class Tracer:
 
     def describe(self, tensor: Tensor) -> str:
         """A captured tensor, for an error message."""
-        name = self._named(tensor)
-        check_initialized(name, tensor)
+        name = self.name_of(tensor) if self.name_of is not None else ""
+        name = f"captured tensor '{name}'" if name else "captured tensor"
         if tensor.is_nested:  # it has no shape
             return name
         return f"{name} of shape {list(tensor.shape)}"
-
-    def _named(self, tensor: Tensor) -> str:
-        name = self.name_of(tensor) if self.name_of is not None else ""
-        return f"captured tensor '{name}'" if name else "captured tensor"
 
     def add(self, operation: str, kind: str, arguments: str = "-", attribute: str = "-") -> Symbol:
         symbol = self._node(operation, kind, arguments, attribute)
@@ -172,8 +167,6 @@ class Tracer:
     def rank(self, tensor: Tensor) -> int:
         """A captured tensor's rank. That it is asked for here is not the mod's doing."""
         read_facts = self.read_facts
-        if type(tensor) in LAZY:  # a name takes longer than a read
-            check_initialized(self._named(tensor), tensor)
         rank = tensor.dim()
         self.read_facts = read_facts
         return rank

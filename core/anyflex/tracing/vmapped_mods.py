@@ -12,7 +12,13 @@ from torch.overrides import TorchFunctionMode
 from anyflex.errors import AnyflexError, BlockMaskError, ModIndexError, ModTraceError
 from anyflex.process.user_frames import error_location, user_location
 from anyflex.tracing.eager_tracing import refuse_recursion, refuse_transform
-from anyflex.tracing.trace_errors import REFUSED, change_in_place, refuse, torch_function
+from anyflex.tracing.trace_errors import (
+    REFUSED,
+    change_in_place,
+    function_name,
+    refuse,
+    torch_function,
+)
 
 __all__ = [
     "ModWatch",
@@ -21,7 +27,6 @@ __all__ = [
     "index_error",
     "leaves",
     "score_gradients",
-    "step_name",
     "watched_mask",
     "watched_score",
 ]
@@ -174,13 +179,7 @@ def _refuse_function(func: Any, error: Exception) -> NoReturn:
     known = REFUSED.get(torch_function(func))
     if known is not None:
         refuse(*known)
-    _refuse_step(step_name(func), error, *user_location())
-
-
-def step_name(func: Any) -> str:
-    """Return the name of a torch function for messages."""
-    name: str = getattr(func, "__name__", None) or "a function"
-    return "." + func.__self__.__name__ if name == "__get__" else name
+    _refuse_step(function_name(func), error, *user_location())
 
 
 def _refuse_step(name: str, error: Exception, file: str | None, line: int | None) -> NoReturn:
