@@ -29,7 +29,7 @@ CHILD = """
 import os, signal, threading
 import torch
 import anyflex
-from anyflex import forking
+from anyflex.process import fork_safe_locks
 
 torch.set_num_threads(1)
 query = torch.ones(1, 1, 1, 4)
@@ -42,7 +42,7 @@ attend(1.0), attend(2.0)
 held = threading.Event()
 
 def hold():
-    for owner, names in list(forking._owners.items()):
+    for owner, names in list(fork_safe_locks._owners.items()):
         for name in names:
             getattr(owner, name).acquire()
     held.set()
@@ -57,7 +57,7 @@ if not child:
     anyflex.flex_attention(query, query, query, lambda s, b, h, q, k: torch.special.i0(s))
     os._exit(0)
 _, status = os.waitpid(child, 0)
-print(len(forking._owners), status)
+print(len(fork_safe_locks._owners), status)
 os._exit(0)
 """
 

@@ -18,7 +18,7 @@ from anyflex.contract.backend import Backend, Kernel
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.contract.decision import Accepted, Decision
 from anyflex.contract.spec import Spec
-from anyflex.errors import ArgumentError, ArgumentTypeError, BlockMaskError
+from anyflex.errors import ArgumentError, ArgumentTypeError
 from anyflex.frontend import autograd
 from anyflex.reference.backend import ReferenceBackend
 from anyflex.registry import isolated, register
@@ -365,33 +365,3 @@ def test_a_compiled_programs_runs_are_checked_too() -> None:
     out, _ = hooked(lambda t: t.long() if t.dtype is torch.int32 else t, call=compiled)
     with pytest.raises(ArgumentTypeError, match=f"^offsets of the block mask must .*{CURE}"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("name", ["offsets", "runs"])
-@pytest.mark.parametrize("before", [False, True], ids=["first backward", "later backward"])
-def test_a_block_mask_changed_after_forward_is_noticed_in_backward(
-    name: str, before: bool
-) -> None:
-    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
-    if before:
-        attend(*leaves(), block_mask=mask).sum().backward()
-    out = attend(*leaves(), block_mask=mask)
-    getattr(mask, name).zero_()
-    KeepingBackend.found.clear()
-    with pytest.raises(
-        BlockMaskError, match=f"^{name} of .* between forward and backward: .*anew"
-    ):
-        out.sum().backward()
-    assert not KeepingBackend.found
-    with pytest.raises(BlockMaskError, match=name):
-        attend(*leaves(), block_mask=mask)
-
-
-def test_a_block_mask_changed_after_backward_is_none_of_backwards_business() -> None:
-    mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k - 3, None, None, 6, 9, BLOCK_SIZE=2)
-    with torch.inference_mode():  # such a mask counts no changes
-        uncounted = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 6, 9)
-    for each in (mask, mask[:, :, :], uncounted):
-        attend(*leaves(), block_mask=each).sum().backward()
-    mask.runs.zero_()
-    assert len(KeepingBackend.found) == 3

@@ -74,7 +74,8 @@ def test_an_empty_cache_is_saved_and_loaded() -> None:
 
 def other_anyflex(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as there:
-        there.setattr("anyflex.__version__", "9.9")
+        there.setattr("anyflex.runtime.artifact_origin.VERSION", "9.9")
+        there.setattr("anyflex.runtime.disk_cache.VERSION", "9.9")
         artifacts(head_dim=8).put("code", b"2")
 
 
@@ -130,7 +131,7 @@ def test_kernels_for_another_gpu_are_told_where_one_is_in_use(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr("anyflex.tensors.tensor_facts.architecture", lambda device: "sm_80")
+    monkeypatch.setattr("anyflex.runtime.artifact_origin.architecture", lambda device: "sm_80")
     artifacts(device_type="cuda", arch="sm_90").put("code", b"1")
     artifacts(device_type="cuda", arch="sm_80").put("code", b"2")
     loaded = in_an_empty_cache(anyflex.save_artifacts())

@@ -73,7 +73,7 @@ def test_every_part_of_the_key_separates(change: dict[str, str]) -> None:
 
 def test_another_version_of_core_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     artifacts().put("a", b"1")
-    monkeypatch.setattr("anyflex.__version__", "9.9")
+    monkeypatch.setattr("anyflex.runtime.disk_cache.VERSION", "9.9")
     assert artifacts().get("a") is None
 
 
