@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-// Changes with every change of a struct below; the Python side refuses another number.
+// Bumped with every change of a struct below; the Python side refuses another number.
 #define AF_ABI 2
 
 typedef enum { AF_F32 = 0, AF_BF16 = 1, AF_F16 = 2 } af_dtype;
@@ -45,7 +45,7 @@ typedef struct {
     int32_t rank;
 } af_captured;
 
-// What mods read beside the pair: fixed during a call.
+// The inputs of mods beside the pair: captured tensors and numbers, fixed during a call.
 typedef struct {
     const af_captured* captured;
     const int64_t* ints;
@@ -54,7 +54,7 @@ typedef struct {
     int64_t offset[4];
 } af_mod_inputs;
 
-// Where a live pair has read outside of a captured tensor. code 0: nowhere.
+// The first read of a live pair outside of a captured tensor. code 0: there was none.
 typedef struct {
     int32_t code;      // an af_status
     int32_t mod;       // 0 score_mod, 1 mask_mod
@@ -109,7 +109,7 @@ typedef struct {
     int64_t count;           // n: what offsets say beyond it isn't read
 } af_runs;
 
-// What forward, decode and backward share.
+// The arguments that forward, decode and backward share.
 typedef struct {
     int32_t dtype;  // af_dtype
     int32_t threads;
@@ -126,8 +126,8 @@ typedef struct {
     const af_program* score;
     const af_program* score_backward;
     af_mod_inputs inputs;
-    // Backward only: which gradients are wanted (bits 1 dq, 2 dk, 4 dv), whose workspace is not
-    // asked for otherwise.
+    // Backward only: which gradients are wanted (bits 1 dq, 2 dk, 4 dv). The others take no
+    // workspace.
     int32_t wanted;
     // 1 where key and value have batch 1 (their batch stride is 0): forward packs them once for
     // all batches, dk and dv are sums.
@@ -179,12 +179,12 @@ AF_API int32_t af_abi(void);
 // in use. af_set_isa returns AF_BAD_ARGUMENT for a level that can't run here.
 AF_API const char* af_isa_available(void);
 AF_API const char* af_isa(void);
-// Names of the levels that this processor can run and the library was built without, as the
-// compiler couldn't build them.
+// Names of the levels that this processor can run and that the library was built without, because
+// the compiler couldn't build them.
 AF_API const char* af_isa_left_out(void);
 AF_API int32_t af_set_isa(const char* name);
 
-// From now on calls run on the threads of an OpenMP runtime that the process has already: the
+// Makes calls run on the threads of an OpenMP runtime that the process has already, given by the
 // addresses of its GOMP_parallel and omp_get_thread_num. Call it before any other call runs.
 AF_API void af_share_threads(void* parallel, void* thread_number);
 
@@ -204,7 +204,8 @@ AF_API void af_interpret(const af_program* program, const af_tile* tile);
 AF_API int32_t af_check_program(const void* code, int64_t code_bytes, int64_t captured_count,
                                 int64_t ints, int64_t floats);
 
-// The bytes of scratch that a program needs (af_program.scratch_bytes); -1 if it is none.
+// Bytes of scratch that a program needs (af_program.scratch_bytes); -1 if the code isn't a
+// program.
 AF_API int64_t af_program_scratch(const void* code, int64_t code_bytes);
 // A line for each operation of the bytecode, in the order of its numbers: "add_f f:ff".
 AF_API const char* af_operations(void);

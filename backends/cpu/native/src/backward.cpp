@@ -15,7 +15,7 @@ namespace AF_LEVEL {
 
 namespace {
 
-// A call's state: what jobs share.
+// State of a call, shared by its jobs.
 struct pass {
     const af_backward_args* args;
     backward_plan plan;
@@ -198,7 +198,7 @@ template <bool PAIRS> void tiles_job(void* context, int64_t index, int thread) {
     work_on<PAIRS>(run, run.table.jobs[index], t, nullptr);
 }
 
-// All jobs of one captured partial.
+// Runs all jobs of one captured partial.
 template <bool PAIRS> void partial_job(void* context, int64_t index, int thread) {
     const pass& run = *static_cast<pass*>(context);
     tile_buffers t = run.buffers_of(thread);
@@ -212,7 +212,7 @@ template <bool PAIRS> void partial_job(void* context, int64_t index, int thread)
             work_on<PAIRS>(run, run.table.jobs[j], t, captured_grad);
 }
 
-// dQ of a q tile: the sum of its partials, in order.
+// Sums the partials of dQ of a q tile, in order.
 void dq_job(void* context, int64_t index, int) {
     const pass& run = *static_cast<pass*>(context);
     const af_problem& p = run.problem();

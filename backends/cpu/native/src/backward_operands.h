@@ -1,4 +1,5 @@
-// What the backward pass packs: the rows of a q tile, the rows of a kv tile; what it writes back.
+// Operands that the backward pass packs (rows of a q tile, rows of a kv tile), and the gradients
+// that it writes back.
 #pragma once
 #include "backward_plan.h"
 #include "score_base.h"
@@ -63,8 +64,8 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
 }
 
-// A natural lse from which on it doesn't say enough of its row's weights: backward_row_sums.h.
-// Products of bf16 round weights to 8 bits themselves.
+// Smallest natural lse that is too coarse for the weights of its row: see backward_row_sums.h.
+// Products of bf16 round weights to 8 bits themselves, so their limit is higher.
 constexpr float large_lse = 16.0f, large_lse_of_pairs = 16384.0f;
 
 inline bool is_large(const backward_plan& plan, float lse, float top) {
@@ -72,12 +73,12 @@ inline bool is_large(const backward_plan& plan, float lse, float top) {
     return size >= (plan.pairs ? large_lse_of_pairs : large_lse) && top - top == 0.0f;
 }
 
-// The product, or modified score, of which a row's lse is the scaled value.
+// The product, or modified score, that scales to the lse of a row.
 inline float top_of_lse(const af_problem& p, float lse) {
     return p.score ? lse : static_cast<float>(lse / p.scale);
 }
 
-// Rows [first, first + q_tile_rows) of query head h.
+// Packs rows [first, first + q_tile_rows) of query head h.
 inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan, int64_t b,
                         int64_t h, int64_t first, const q_tile& tile) {
     const af_problem& p = args.problem;
@@ -115,8 +116,9 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
     pack_q_side(plan, dout, rows, ev, plan.value_dim, tile.dead, tile.bad_dout, tile.bad_douts,
                 tile.dout, tile.dout_t);
     if (plan.pairs) return;
-    // lse in powers of two was rounded again: all weights of a row are off by one factor, which
-    // dout and delta, that they multiply, take in. Products of bf16 don't see it.
+    // lse in powers of two was rounded again, so all weights of a row are off by one factor. dout
+    // and delta, which the weights multiply, take the factor in. Products of bf16 are too coarse
+    // to show it.
     for (int64_t r = 0; r < rows; ++r) {
         if (tile.dead[r] || tile.large[r] || tile.lse[r] - tile.lse[r] != 0) continue;
         const double exact = args.lse[at + r] * 1.4426950408889634;
@@ -127,7 +129,7 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
     }
 }
 
-// What a kv tile brings. Panels of NR columns, as gemm.h wants them.
+// Operands of a kv tile: panels of NR columns, as gemm.h wants them.
 struct kv_operands {
     uint32_t* key_t;    // [kv_rows / NR][head_dim / word][NR]: right side of the scores
     uint32_t* value_t;  // [kv_rows / NR][value_dim / word][NR]: right side of dP

@@ -31,7 +31,8 @@
 namespace AF_LEVEL {
 
 constexpr int64_t q_tile_rows = 128;
-// Of a kv tile; plan.kv_rows says how many of them. Fast products want few passes over the sums.
+// Maximum rows of a kv tile; plan.kv_rows is the number in use. Tile products are fast, so they
+// get large tiles: fewer passes over the sums.
 constexpr int64_t most_kv_rows = has_tiles ? 256 : 128;
 // Rows and columns of a tile that are skipped together where no pair is live.
 constexpr int64_t group = 32;
@@ -66,8 +67,8 @@ struct backward_plan {
     int64_t stream_tiles() const { return streams * q_tiles; }
 };
 
-// What a q tile brings, packed once for all kv tiles. Rows past the end, rows without a live key
-// and rows that aren't finite are 0 in the operands.
+// Operands of a q tile, packed once for all kv tiles. Rows past the end, rows without a live key
+// and non-finite rows are 0 in them.
 struct q_tile {
     uint8_t* dead;       // [q_tile_rows] lse is -inf, or past the end
     uint8_t* bad_query;  // [q_tile_rows] NaN or infinity in q
@@ -77,7 +78,7 @@ struct q_tile {
     int64_t* bad_douts;
     uint8_t* large;      // [q_tile_rows] lse is too coarse: backward_row_sums.h
     int64_t* large_rows;
-    float* top;          // [q_tile_rows] what is taken from a large row's scores; 0 in others
+    float* top;          // [q_tile_rows] subtracted from a large row's scores; 0 in others
     float* lse;          // [q_tile_rows] in powers of two, relative to `top`
     float* delta;        // [q_tile_rows] sum(dout * out) - dlse
     uint32_t* query;     // [q_tile_rows][head_dim / word]: left side of the scores
@@ -113,7 +114,7 @@ inline int64_t q_tile_bytes(const backward_plan& plan) {
     return counted.used;
 }
 
-// `learns`: there are gradients of captured tensors.
+// `learns`: some captured tensor wants a gradient.
 inline backward_plan make_plan(const af_problem& problem, bool learns) {
     backward_plan plan;
     const bool sum_over_batch = problem.kv_batch_is_shared && problem.batch > 0;

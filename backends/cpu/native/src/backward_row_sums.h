@@ -1,17 +1,18 @@
-// The tops and sums of rows with large scores, computed again.
+// Row maxima and row sums of rows with large scores, computed again.
 //
-// lse is a float. Where it is 16 its rounding makes every weight exp(s - lse) of the row wrong by
-// up to 1e-6, where it is 1000 by 3e-5, and so does a forward that summed its products in another
-// order; where it is 10^8 its log of the sum is lost, and where it is 3 * 10^38 its product
-// overflows. Before the pass begins such rows get a top of their own, from the very scores that the
-// pass will see, and an lse relative to it. lse from outside may cover more keys than the call has:
-// its rows keep the top that lse itself gives.
+// lse is a float. At 16 its rounding makes every weight exp(s - lse) of the row wrong by up to 1e-6,
+// at 1000 by 3e-5; a forward that summed its products in another order does the same. At 10^8 the
+// log of the row sum is lost, and at 3 * 10^38 the product overflows. Before the pass begins such
+// rows get a row maximum of their own, from the very scores that the pass will see, and an lse
+// relative to it. lse from outside may cover more keys than the call has: its rows keep the maximum
+// that lse itself gives.
 #pragma once
 #include "backward_tile.h"
 
 namespace AF_LEVEL {
 
-// Of a q tile's large rows. A top has the sign of the factor: it is the largest then.
+// Row maxima and row sums of a q tile's large rows. A maximum is stored times the sign of the
+// factor, so that it is the largest for a negative factor too.
 struct large_row_sums {
     float top[q_tile_rows];
     vf sum[q_tile_rows];
@@ -51,7 +52,8 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
     }
 }
 
-// A query that isn't finite is 0 in the operands: its row keeps what it has.
+// Stores the maxima and sums of large rows. A non-finite query is 0 in the operands, so its row
+// keeps what it has.
 static void keep_tops(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
     const float sign = sign_of_factor(at.args->problem);
@@ -62,7 +64,7 @@ static void keep_tops(const tile_place& at, const large_row_sums& rows) {
     }
 }
 
-// `at`: a packed q tile, of whose place rows, keys and kv are yet to be set.
+// `at` is a packed q tile; rows, keys and kv of its place are set here.
 template <bool PAIRS> static void sum_large_rows(tile_place at, tile_buffers& t) {
     const af_problem& p = at.args->problem;
     const backward_plan& plan = *at.plan;

@@ -9,7 +9,7 @@
 
 namespace AF_LEVEL {
 
-// What a thread works in.
+// Buffers of one thread.
 struct tile_buffers {
     float* score;     // [group][strip]
     float* plain;     // [group][strip]: scores before score_mod, for its derivative
@@ -25,9 +25,9 @@ struct tile_buffers {
     block_row* block_rows;  // [kv_rows]
     void* scratch;    // of the programs
     kv_operands kv;
-    tile_liveness found;    // as the mask has it
+    tile_liveness found;    // by the mask
     tile_liveness living;   // without dead rows of one query head; may share found's bits
-    uint16_t* living_bits;  // [q_tile_rows][live_words]: bits of its own
+    uint16_t* living_bits;  // without dead rows of one query head; may share found's bits
     af_error* error;
 };
 
@@ -42,8 +42,8 @@ inline int64_t scratch_bytes(const af_problem& p) {
 inline tile_buffers take_buffers(arena& memory, const backward_plan& plan, const af_problem& p) {
     tile_buffers t;
     const int64_t rows = q_tile_rows / plan.word;
-    // Narrow strips stay in the first cache; wide ones call a program less often, and are what
-    // dQ's product in float reads.
+    // Narrow strips stay in L1. Wide ones call a program less often, and dQ's product in float
+    // reads them.
     t.strip = plan.pairs && !p.score ? 64 : 128;
     t.kv_rows = plan.kv_rows;
     t.score = memory.take<float>(group * t.strip);
@@ -78,9 +78,10 @@ struct tile_place {
     bool wants_dscore;
 };
 
-// Of dK and dV, and of dQ but for its first tile. Under a causal mask the first queries of a tile
-// weigh most, and each product after theirs rounds a large sum: with half of forward's length dV's
-// error is 0.86 of what it is with that (333 and 512 rows, head dim 64, on a Zen 3).
+// Maximum number of products in one sum of dK and dV, and of dQ but for its first tile. Under a
+// causal mask the first queries of a tile weigh most, and each product after theirs rounds a large
+// sum: with half of forward's length dV's error is 0.86 of its error with forward's (333 and 512
+// rows, head dim 64, on a Zen 3).
 constexpr int64_t longest_sum_of_gradients = 64;
 
 // Left sides of float products may have any strides; those of pairs are rows.
@@ -97,9 +98,9 @@ static void multiply_rows(int64_t rows, int64_t panels, int64_t k, const uint32_
                   longest_sum_of_gradients, ahead);
 }
 
-// Beside a product, a line each time that it takes another row of its panel: what is read after
-// it, which has left the second cache since another tile of keys read it. Asked for at once, lines
-// fill all places for those in flight.
+// Prefetches what is read after a product, and has left L2 since another tile of keys read it: one
+// line each time that the product takes another row of its panel. Prefetches issued at once would
+// fill all places for lines in flight.
 struct pieces_ahead {
     const char* at;
     int64_t lines;  // left from `at`; 0: none in any piece
@@ -109,7 +110,7 @@ struct pieces_ahead {
     } later[2];
 
     pieces_ahead() { memset(this, 0, sizeof *this); }
-    // One of at most three, in the order in which they are asked for.
+    // Adds one of at most three pieces; they are prefetched in this order.
     void add(const void* piece, int64_t bytes) {
         if (bytes == 0) return;
         const char* from = static_cast<const char*>(piece);
@@ -134,7 +135,7 @@ struct pieces_ahead {
         prefetch_panel(row);
         line();
     }
-    // The others.
+    // Prefetches the lines that are left.
     void rest() {
         while (lines > 0) line();
     }
@@ -162,7 +163,7 @@ AF_INLINE void store_pair(vf low, vf high, uint32_t* words, uint16_t* low_row,
 #endif
 }
 
-// The place of column c of row r (a multiple of 2 for pairs) in `prob` and `dscore`.
+// Returns the place of column c of row r (a multiple of 2 for pairs) in `prob` and `dscore`.
 template <bool PAIRS> AF_INLINE uint32_t* panel_at(uint32_t* panels, int64_t r, int64_t c) {
     constexpr int64_t rows = PAIRS ? q_tile_rows / 2 : q_tile_rows;
     return panels + c / NR * rows * NR + (PAIRS ? r / 2 : r) * NR + c % NR;
@@ -275,7 +276,7 @@ static void clear_operands(const tile_buffers& t, int64_t first, int64_t from, i
         }
 }
 
-// Rows with NaN or infinity are 0 in the operands; these add what live pairs with them owe.
+// Non-finite rows are 0 in the operands; these functions add what live pairs with them contribute.
 struct bad_rows {
     matrix query, key, value, dout;
 
@@ -331,7 +332,7 @@ struct bad_rows {
     }
 };
 
-// The rectangle of a group's columns [from, to) as programs see it.
+// Returns the rectangle of a group's columns [from, to) as programs see it.
 inline af_tile program_tile(const tile_place& at, const tile_buffers& t, int64_t first,
                             int64_t from, int64_t to) {
     af_tile tile;
@@ -357,7 +358,7 @@ static void run_program(const af_program* program, const af_tile& tile) {
     program->function(program, &tile);
 }
 
-// What a mask program is asked about; the walk sets rows and columns.
+// Returns the part of a mask program's tile that is fixed; the walk sets rows and columns.
 inline af_tile mask_tile(const af_problem& p, const tile_buffers& t, int64_t b, int64_t h) {
     af_tile tile;
     memset(&tile, 0, sizeof tile);
@@ -369,7 +370,7 @@ inline af_tile mask_tile(const af_problem& p, const tile_buffers& t, int64_t b, 
     return tile;
 }
 
-// A group's products of queries and keys as the score program wants them; a copy in `plain`.
+// Scales a group's products of queries and keys for the score program; copies them to `plain`.
 static void scale_scores(const tile_buffers& t, int64_t columns, float scale, bool copy) {
     for (int64_t i = 0; i < group; ++i)
         for (int64_t c = 0; c < columns; c += VL) {
@@ -380,12 +381,12 @@ static void scale_scores(const tile_buffers& t, int64_t columns, float scale, bo
         }
 }
 
-// Of products, or of modified scores, on their way into exp2.
+// The factor that products, or modified scores, are multiplied with before exp2.
 inline float factor_of(const af_problem& p) {
     return p.score ? log2_e : static_cast<float>(p.scale * 1.4426950408889634);
 }
 
-// Takes their tops from a group's large rows.
+// Subtracts the row maxima of a group's large rows.
 static void subtract_tops(const tile_place& at, const tile_buffers& t, int64_t first,
                           int64_t columns) {
     if (*at.operands.large_rows == 0) return;
@@ -397,7 +398,8 @@ static void subtract_tops(const tile_place& at, const tile_buffers& t, int64_t f
     }
 }
 
-// Scores to P, dP to dS by the mods; leaves `prob`, `dscore` and the left side of dQ.
+// Turns scores into P, and dP into dS by the mods; leaves `prob`, `dscore` and the left side of
+// dQ.
 template <bool PAIRS>
 static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t first, int64_t from,
                        int64_t to) {

@@ -57,7 +57,7 @@ struct q_tile_walk {
     }
 };
 
-// Live pairs of a tile. Column intervals are multiples of `group`; begin == end: nothing there.
+// Live pairs of a tile. Column intervals are multiples of `group`; begin == end: no pair is live.
 struct tile_liveness {
     bool whole;  // every pair of the tile's rows and of the intervals is live: no bits needed
     bool any;
@@ -65,8 +65,8 @@ struct tile_liveness {
     uint16_t* spare;  // [q_tile_rows][live_words + 1]
     int64_t begin[q_tile_rows / group], end[q_tile_rows / group];
 
-    // Bits of the tile that `walk` has just come to, of (at.b, at.h); `at` carries inputs,
-    // scratch and error for the mask program.
+    // Writes the live bits of the tile that `walk` has just come to, of (at.b, at.h); `at` carries
+    // inputs, scratch and error for the mask program.
     void find(const q_tile_walk& walk, int64_t tile, af_tile at) {
         const af_problem& p = *walk.problem;
         const int64_t first = tile * q_tile_rows;
@@ -107,8 +107,8 @@ struct tile_liveness {
         find_intervals();
     }
 
-    // The same without rows that have no live key at all, its bits in `bits` if they differ.
-    // `keys`: columns of the tile.
+    // Returns the same without rows that have no live key at all, with its bits in `bits` if they
+    // differ. `keys`: columns of the tile.
     tile_liveness without_dead_rows(const q_tile& tile, int64_t keys, uint16_t* bits) const {
         tile_liveness rest = *this;
         if (*tile.dead_rows == 0) return rest;

@@ -51,8 +51,9 @@ struct af_operand {
     uint8_t wide;   // 1: l, 0: i
     uint8_t shape;  // an af_shape
 };
-// How an index varies over lanes: any way, not at all, or by a fixed step a lane, which follows in
-// the place of the next operand as an int32. A scatter's and a load's value may also be one value.
+// How an index varies over lanes: in any way, not at all, or by a fixed step a lane, which follows
+// in the place of the next operand as an int32. The value of a scatter or a load may also be one
+// value.
 enum af_shape { AF_ANY = 0, AF_ONE = 1, AF_STEP = 2 };
 
 // X(name, signature). A signature is what the step writes, ':', what it reads: kinds in the order

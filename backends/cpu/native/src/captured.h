@@ -1,8 +1,8 @@
-// Loads of captured tensors of any rank, type and stride; the places that indices mean.
+// Loads of captured tensors of any rank, type and stride, and the element that each index means.
 //
-// An index in -N..-1 counts from the end, then it is clamped: nothing outside is ever touched. An
-// index outside of [-N, N) of a live pair is noted in the tile's error. A tensor without elements
-// reads as 0, and every live pair has read outside.
+// An index in -N..-1 counts from the end, then it is clamped: nothing outside is ever touched. A
+// live pair's index outside of [-N, N) is noted in the tile's error. A tensor without elements reads
+// as 0, and every live pair of it has read outside.
 #pragma once
 #include <stddef.h>
 
@@ -17,7 +17,7 @@ AF_INLINE bool is_live(const strip& t, int row, int column) {
     return tile.live[row * tile.live_ld + column / 16] >> (column % 16) & 1;
 }
 
-// Is a pair live whose value stands in this lane?
+// Whether the pair is live whose value stands in this lane.
 AF_INLINE bool is_live_lane(const strip& t, int lane) {
     switch (t.where) {
         case PAIRS:
@@ -97,7 +97,7 @@ AF_INLINE bool add_index(O* offsets, const I* index, int lanes, I size, O stride
     return beyond != 0;
 }
 
-// Where the lanes' elements are: at base + offsets[lane], or at base + lane * step.
+// Where the elements of the lanes are: at base + offsets[lane], or at base + lane * step.
 struct places {
     int64_t base;
     int64_t step;
@@ -105,7 +105,7 @@ struct places {
     bool narrow;
 };
 
-// `strides` and `sizes` of the tensor that is indexed, none of the sizes 0.
+// `strides` and `sizes` are those of the indexed tensor; none of the sizes is 0.
 static places find_places(const step& s, const strip& t, int rank, const int64_t* sizes,
                           const int64_t* strides, bool note) {
     constexpr int64_t MOST = 2147483647;
@@ -131,7 +131,7 @@ static places find_places(const step& s, const strip& t, int rank, const int64_t
             continue;
         }
         if (index.shape == AF_STEP) {
-            // Inside at both ends, it is inside between them: no lane wraps.
+            // If both ends are inside, all between them are: no lane wraps.
             const int64_t last = first + int64_t(index.step) * (t.lanes - 1);
             if (first >= 0 && first < size && last >= 0 && last < size) {
                 found.base += first * stride;
@@ -175,7 +175,7 @@ static places find_places(const step& s, const strip& t, int rank, const int64_t
     return found;
 }
 
-// How elements of a tensor become lanes.
+// Conversions of a tensor's elements to lanes.
 template <class S>
 struct stored {
     typedef S type;
@@ -312,7 +312,7 @@ static void load_lanes(const step& s, const strip& t) {
     }
 }
 
-// Does a load into registers of this kind take elements of this af_type?
+// Whether a load into registers of this kind takes elements of this af_type.
 AF_INLINE bool is_loaded_as(int32_t type, char kind) {
     switch (kind) {
         case 'p':

@@ -4,7 +4,7 @@
 
 namespace AF_LEVEL {
 
-// 16 values as doubles, 0 in place of dead ones, whatever they are.
+// 16 values as doubles; dead ones are 0, even if they are non-finite.
 template <class T, bool ONE>
 AF_INLINE void keep_live(double* kept, const T* values, uint32_t live) {
     typedef T part __attribute__((vector_size(VD * sizeof(T)), aligned(sizeof(T)), may_alias));
@@ -19,8 +19,8 @@ AF_INLINE void keep_live(double* kept, const T* values, uint32_t live) {
     }
 }
 
-// Adds 16 values, dead ones 0, at the places of lanes from `lane` on, of which `columns` are
-// columns of the tile.
+// Adds 16 values (dead ones are 0) at the places of the lanes from `lane` on. Only the first
+// `columns` lanes are columns of the tile.
 AF_INLINE void add_sixteen(double* grad, double* sums, const double* kept, const places& at,
                            const void* indices, int lane, int columns, uint32_t live) {
     if (at.scattered) {
@@ -39,8 +39,8 @@ AF_INLINE void add_sixteen(double* grad, double* sums, const double* kept, const
     }
 }
 
-// Adds the values of live pairs to a captured tensor's gradient, dense and row-major, in an order
-// that is fixed.
+// Adds the values of live pairs to a captured tensor's gradient, dense and row-major, in a fixed
+// order.
 template <class T, bool ONE>
 static void scatter_lanes(const step& s, const strip& t) {
     constexpr int MOST_DIMS = 64;  // torch's

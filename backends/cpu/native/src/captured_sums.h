@@ -24,13 +24,13 @@ struct captured_sums {
     int64_t elements;  // of one partial
     double* sums;      // [partials][elements]
 
-    // Bytes, and, with a base in `memory`, the place.
+    // Counts the bytes, and takes the place where `memory` has a base.
     static captured_sums take(arena& memory, const backward_plan& plan, int64_t elements) {
         const int64_t partials = captured_partials(plan, elements);
         return {partials, elements, memory.take<double>(partials * elements)};
     }
 
-    // One pointer a captured tensor into a partial; null where no gradient is wanted.
+    // One pointer per captured tensor into a partial; null where no gradient is wanted.
     void pointers(const af_backward_args& args, int64_t partial, double** to) const {
         double* at = sums + partial * elements;
         for (int64_t i = 0; i < args.captured_count; ++i) {

@@ -1,4 +1,4 @@
-// Decoding: few query rows against many keys, as fast as memory gives them.
+// Decoding: few query rows against many keys, limited by memory bandwidth.
 //
 // Split-KV (Flash-Decoding, Dao et al., 2023): a job is a split of the keys of one unit; its
 // sums stay in a record, and the records of a unit are combined in their order.
@@ -95,7 +95,7 @@ struct decode_tile {
     live_columns<decode_columns> in;
 };
 
-// The tile of one head: rows of a head lie beside one another.
+// The tile of one head: the rows of a head are neighbours.
 af_tile tile_of_head(const decode_run& run, const decode_buffers& b, const decode_tile& t,
                      int64_t head) {
     af_tile tile = {};
@@ -128,14 +128,15 @@ void decode_live(const decode_run& run, const decode_buffers& b, const run_row& 
 }
 
 #if defined(__AMX_BF16__)
-// What is read after the scores of some columns: their values.
+// The values of some columns, which are read after their scores.
 stream_block values_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
     const af_problem& p = *run.p;
     const matrix value = matrix_of(p.value, AF_BF16, t.job.b, t.job.kv_head, t.span.begin);
     return block_of(value, c.begin, c.stride(), 0, smaller(p.value_head_dim, value_dim_a_pass));
 }
 
-// What is read after a tile's values: the next tile's keys, if this job has one.
+// The keys of the next tile, which are read after this tile's values; this tile's own if the job
+// has no other.
 stream_block keys_next(const decode_run& run, const decode_tile& t, const tile_columns& c) {
     const af_problem& p = *run.p;
     const int64_t first = t.span.end < t.job.end ? t.span.end : t.span.begin;
@@ -198,8 +199,8 @@ bool finite(const float* x, int64_t n) {
     return sum_of(odd) == 0.0f;
 }
 
-// The value product of a tile that has met NaN or infinity: live pairs only, one by one. Weights
-// have replaced scores, so they are computed again: a score of -inf is a dead pair too.
+// The value product of a tile with non-finite values: adds live pairs only, one by one. Weights
+// have replaced the scores, so scores are computed again; a score of -inf is a dead pair too.
 template <int DTYPE>
 void careful_values(const decode_run& run, const decode_buffers& b, const decode_tile& t) {
     const af_problem& p = *run.p;
@@ -220,9 +221,9 @@ void careful_values(const decode_run& run, const decode_buffers& b, const decode
             }
 }
 
-// Asks for the first values of a tile, and the first keys of the next: softmax between them reads
-// nothing, and a processor's own prefetching begins each stream anew. What isn't read in order
-// (decode_in_order.h) asks for all it reads.
+// Prefetches the first values of a tile and the first keys of the next where rows are read in
+// order (decode_in_order.h): the softmax between them reads nothing, and hardware prefetching
+// begins each stream anew. Streams prefetch all that they read.
 void fetch_next([[maybe_unused]] const decode_run& run, [[maybe_unused]] const decode_tile& t) {
 #if defined(__AVX512F__)
     const af_problem& p = *run.p;
@@ -261,7 +262,8 @@ void values_of_tile(const decode_run& run, const decode_buffers& b, const decode
     }
     memcpy(b.before, b.out, d.rows * d.value_width * 4);
     const matrix value = matrix_of(p.value, DTYPE, t.job.b, t.job.kv_head, t.span.begin);
-    // The last tile's own keys again, which are near: the next job may be another thread's.
+    // The last tile prefetches its own keys again, which are near: the next job may be another
+    // thread's.
     const int64_t after = t.span.end < t.job.end ? t.span.end : t.span.begin;
     const rows_ahead next = rows_ahead_of(
         matrix_of(p.key, DTYPE, t.job.b, t.job.kv_head, after), p.head_dim);
@@ -372,7 +374,7 @@ void decode_split_of(void* context, int64_t index, int thread) {
     }
 }
 
-// The records of a row, in their order, become its result. The first one is overwritten.
+// Combines the records of a row, in their order, into its result. The first one is overwritten.
 void combine(void* context, int64_t unit, int) {
     const decode_run& run = *static_cast<decode_run*>(context);
     const af_problem& p = *run.p;

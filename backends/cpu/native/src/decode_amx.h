@@ -1,8 +1,8 @@
 // The two products of decoding on AMX tiles, which take keys and values as they lie in memory.
 //
-// Both go over turns of 64 columns, 16 of each stream. A tile waits for all of its lines, so each
-// product asks for the lines of the turn after it: a few of every stream beside each tile, in the
-// order of their addresses, for that order is what sets off the processor's own prefetching.
+// Both go over turns of 64 columns, 16 of each stream. A tile load waits for all of its lines, so
+// each product prefetches the lines of the turn after it: a few of every stream beside each tile, in
+// the order of their addresses, because that order triggers the hardware prefetcher.
 #pragma once
 #include "decode_products.h"
 
@@ -13,14 +13,14 @@ static_assert(streams == 4, "a tile of scores for each");
 constexpr int tile_keys = 16;
 constexpr int64_t turn_columns = streams * tile_keys;
 
-// Columns [begin, end), a multiple of a turn's.
+// Columns [begin, end); their number is a multiple of a turn's columns.
 struct tile_columns {
     int64_t begin, end;
     int64_t stride() const { return (end - begin) / streams; }
     int64_t turns() const { return (end - begin) / turn_columns; }
 };
 
-// As many of [begin, end) as turns take; the others are for vectors.
+// Returns the whole turns of [begin, end); the vector kernels take the remaining columns.
 AF_INLINE tile_columns columns_for_tiles(int64_t begin, int64_t end) {
     return {begin, begin + (end - begin) / turn_columns * turn_columns};
 }
@@ -46,12 +46,12 @@ AF_INLINE stream_block turn_of(const stream_block& b, int64_t turn) {
     return t;
 }
 
-// Fetches a turn's lines into the first cache.
+// Prefetches the lines of a turn into L1.
 class turn_ahead {
    public:
     AF_INLINE_MEMBER explicit turn_ahead(const stream_block& turn)
         : turn_(turn), line_(0), end_(turn.width) {}
-    // Four lines of each stream: the share of a tile, which is 16 lines of one stream.
+    // Prefetches four lines of each stream: the share of a tile, which is 16 lines of one stream.
     AF_INLINE_MEMBER void fetch() {
         AF_UNROLL
         for (int i = 0; i < 4; ++i) {
@@ -136,7 +136,7 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
     }
 }
 
-// All rows. `next` is what is read afterwards.
+// Scores of all rows. `next` is what is read afterwards.
 static void score_tiles(const decode_query& q, int rows, const matrix& key, int64_t dim,
                         const tile_columns& columns, const stream_block& next, float scale,
                         float* score, int64_t ld) {
@@ -147,15 +147,15 @@ static void score_tiles(const decode_query& q, int rows, const matrix& key, int6
                    score + columns.begin + t * tile_keys, ld, stride);
 }
 
-// A row of values is a row of the right side as it lies in memory, whose pairs are neighbours in
-// that row, not two keys. So a weight stands beside a 0 once for the even elements and once for the
-// odd ones. And a weight is two bf16, itself and what rounding took: 16 rows for each 4.
+// A row of values is a row of the right side as it lies in memory, but its pairs are neighbours in
+// that row and not two keys. So a weight stands beside a 0 twice: once for the even elements and once
+// for the odd ones. A weight is two bf16, its rounded value and the residual: 16 rows for each 4.
 constexpr int value_rows_a_tile = 4;
 constexpr int64_t value_dim_a_pass = 4 * 2 * VL;  // four tiles of sums
 
-// Weights of up to 4 rows as words of 16: in the low half of a word the weight (rows 0 to 3) and
-// the rest (4 to 7), in the high half the same (8 to 15); the other half is 0. Rows of no weights
-// stay what they are: nobody reads their products.
+// Weights of up to 4 rows as words of 16: the low half of a word has the weight (rows 0 to 3) and
+// the residual (4 to 7), the high half the same (8 to 15); the other half is 0. Rows without
+// weights keep old contents: nobody reads their products.
 static void spread_weights(const float* weight, int64_t ld, int rows, const tile_columns& columns,
                            uint32_t* words) {
     const auto rounded_words = [](vf x) AF_FLAT {
@@ -175,7 +175,7 @@ static void spread_weights(const float* weight, int64_t ld, int rows, const tile
         }
 }
 
-// One pass: up to 4 rows and 128 elements of each value. `words` begin at the first column.
+// One pass over up to 4 rows and 128 elements of each value. `words` begin at the first column.
 static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_columns& columns,
                        const stream_block& value, const stream_block& next, float* out,
                        int64_t width) {
@@ -229,8 +229,8 @@ static void value_pass(const uint32_t* words, int64_t ld, int rows, const tile_c
         }
 }
 
-// out[row][width] += weight[row][c] * value[c]. `words` is room for 16 rows as weights have them,
-// and `next` what is read afterwards.
+// out[row][width] += weight[row][c] * value[c]. `words` has room for 16 rows as wide as the
+// weights; `next` is what is read afterwards.
 static void value_tiles(const float* weight, int64_t ld, int rows, const matrix& value, int64_t dim,
                         const tile_columns& columns, const stream_block& next, uint32_t* words,
                         float* out, int64_t width) {

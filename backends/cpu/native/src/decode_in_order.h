@@ -1,12 +1,13 @@
 // The two products of decoding on vectors of 512 bits, for keys and values of usual widths: whole
 // rows are read one after the other.
 //
-// Code that reads so, without a loop inside of a row, and asks for nothing ahead (but for rows
-// apart) is what prefetching of an AMD Zen 4 follows best: lines of several rows in turns, half
-// rows, or a line a turn of a loop are read half as fast, and instructions that ask for lines wait
-// for one another. Intel's Sapphire Rapids reads streams, with lines asked for, 1.1 times as fast.
-// A Zen 5 follows it too, but of float32 keys, whose products leave it idle while the later rows of
-// queries take keys out of the first cache: there they ask for the next turn's.
+// The prefetcher of an AMD Zen 4 follows code best that reads whole rows in order, without a loop
+// inside of a row and without prefetch instructions (except for rows apart). Reading lines of several
+// rows in turns, half rows, or one line per iteration is half as fast, and prefetch instructions wait
+// for one another. Intel's Sapphire Rapids is 1.1 times as fast with streams and prefetch
+// instructions. A Zen 5 follows whole rows too, but not those of float32 keys: their products leave
+// the prefetcher idle while the later query rows take keys from L1. There the code prefetches the
+// next turn's keys.
 #pragma once
 #include "decode_products.h"
 #include "level.h"
@@ -14,19 +15,19 @@
 #if defined(__AVX512F__)
 namespace AF_LEVEL {
 
-// All rows of queries take these columns, which are in the first cache from then on.
+// All query rows take these columns while they are in L1.
 constexpr int64_t turn_in_order = 16;
 
-// How many of columns [begin, end) are read so, a multiple of a turn's; the others are for streams.
-// Rows of these widths that don't lie beside one another are no streams: every processor reads them
-// so.
+// Returns how many of columns [begin, end) are read in order, a multiple of a turn's columns; the
+// others are read in streams. Rows of these widths that aren't neighbours make no streams, so
+// every processor reads them in order.
 AF_INLINE int64_t columns_in_order(const matrix& m, int64_t dim, int64_t begin, int64_t end) {
     const bool usual = m.col == 1 && (dim == 64 || dim == 96 || dim == 128);
     if (!usual || (m.row == dim && !af_reads_best_in_order())) return 0;
     return (end - begin) / turn_in_order * turn_in_order;
 }
 
-// f(count_of<dim>()) for a width that columns_in_order takes.
+// Calls f(count_of<dim>()) for a width that columns_in_order takes.
 template <class F>
 AF_INLINE void with_width(int64_t dim, const F& f) {
     if (dim == 128) return f(count_of<128>());
@@ -34,8 +35,8 @@ AF_INLINE void with_width(int64_t dim, const F& f) {
     f(count_of<64>());
 }
 
-// Where one is in rows of DIM elements. Rows of queries and of sums, which are padded to whole
-// vectors and pairs, are as wide.
+// Address of a row of DIM elements. Rows of queries and of sums are padded to whole vectors and
+// pairs and have the same width.
 template <int DTYPE, int DIM>
 struct row_in_order {
     static_assert(DIM % (2 * VL) == 0 && turn_in_order % VL == 0, "whole vectors and groups");
@@ -43,16 +44,16 @@ struct row_in_order {
     const char* at;
     int64_t step;  // bytes to the next row
 
-    // The row of column c. Rows that don't lie beside one another, which nothing else foresees, are
-    // asked for a turn ahead.
+    // Returns the row of column c. Rows that aren't neighbours are prefetched a turn ahead,
+    // because the hardware doesn't foresee them.
     AF_INLINE_MEMBER static row_in_order of(const matrix& m, int64_t c, int64_t end) {
         if (m.row != DIM)
             for (int64_t i = c + turn_in_order; i < smaller(c + 2 * turn_in_order, end); ++i)
                 prefetch_rows(address(m, i, 0), DIM * size);
         return {address(m, c, 0), m.row * size};
     }
-    // The compiler is kept from knowing where this is, so it can't move what is read from here on
-    // up among earlier lines: gcc does, and then lines of a few rows are read in turns.
+    // Hides this address from the compiler, so that it can't move later reads up among earlier
+    // lines. gcc does that otherwise, and lines of a few rows are then read in turns.
     AF_INLINE_MEMBER void move(int64_t bytes) {
         at += bytes;
         __asm__ volatile("" : "+r"(at));
@@ -60,11 +61,11 @@ struct row_in_order {
     AF_INLINE_MEMBER void next_row() { move(step - DIM * size); }
 };
 
-// R rows of queries times VL / R keys: VL vectors of partial sums, which one reduction across lanes
-// ends. Query rows are in registers, if they have room, so that what waits to be read is keys: a
-// query row read for each key would fill the queue of loads, and memory be asked for a few keys at
-// a time.
-// AHEAD: asks for the same lines of the next turn, of rows beside one another.
+// R query rows times VL / R keys: VL vectors of partial sums, which one reduction across lanes
+// ends. Query rows stay in registers if they have room, so that only keys wait in the load queue: a
+// query row read for each key would fill that queue, and memory would be asked for a few keys at a
+// time.
+// AHEAD: prefetch the same lines of the next turn, for rows that are neighbours.
 template <int R, bool AHEAD, int DTYPE, int DIM>
 AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DIM>& key) {
     constexpr int K = VL / R;
@@ -100,7 +101,7 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
             AF_UNROLL
             for (int d = 0; d < steps; ++d) {
                 y[r][d] = load(a + r * DIM + d * VL);
-                __asm__("" : "+v"(y[r][d]));  // not in memory, of which it may be an operand
+                __asm__("" : "+v"(y[r][d]));  // force a register: it may be a memory operand
             }
         AF_UNROLL
         for (int i = 0; i < K; ++i, key.next_row())
@@ -130,9 +131,9 @@ AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DI
 template <int DTYPE, int DIM>
 static void scores_in_order(const decode_query& q, int rows, const matrix& keys, int64_t begin,
                             int64_t end, float scale, float* score, int64_t ld) {
-    // Four rows of pairs of 128 columns are not in registers beside VL sums, nor of floats of 96.
-    // Of float16, which are floats by then, two rows and twice the keys at a time take a twentieth
-    // less than four.
+    // Sizes without room in registers: four rows of pairs of 128 columns beside VL sums, and
+    // floats of 96. For float16, which are floats by then, two rows and twice the keys at a time
+    // take a twentieth less than four.
     constexpr int most = DIM > (DTYPE == AF_F32 ? 64 : 96) ? 2 : 4;
     const bool asks = DTYPE == AF_F32 && keys.row == DIM && af_asks_ahead_in_order();
     for (int64_t c = begin; c < end; c += turn_in_order) {
@@ -152,7 +153,7 @@ static void scores_in_order(const decode_query& q, int rows, const matrix& keys,
     }
 }
 
-// A row of values as floats. bfloat16: of each two vectors the first has what is even.
+// A row of values as floats. bfloat16: the first of each two vectors has the even elements.
 template <int DTYPE, int DIM>
 AF_INLINE void load_in_order(row_in_order<DTYPE, DIM>& value, vf* x) {
     AF_UNROLL
@@ -171,7 +172,7 @@ AF_INLINE void load_in_order(row_in_order<DTYPE, DIM>& value, vf* x) {
     value.next_row();
 }
 
-// Sums of such rows to out.
+// Adds the sums of such rows to out.
 template <int DTYPE, int DIM>
 AF_INLINE void add_in_order(vf* sum, float* out) {
     AF_UNROLL
@@ -192,7 +193,7 @@ static void values_in_order(const float* weight, int64_t ld, int rows, const mat
         // R * N sums and N vectors of a row are in registers.
         in_groups_of_rows<(N <= 6 ? 4 : 2)>(rows, [&](auto count, int row) AF_FLAT {
             constexpr int R = decltype(count)::value;
-            // From 0: a sum that runs through all keys would lose more.
+            // Starts from 0: one sum through all keys would lose more.
             vf acc[R][N] = {};
             auto value = first;
             for (int64_t i = c; i < c + turn_in_order; ++i) {

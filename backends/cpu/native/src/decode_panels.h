@@ -1,25 +1,26 @@
 // The two products of decoding on vectors for many query rows, by the passes of gemm.h.
 //
-// Of few rows, decode_products.h sums scores across lanes. Of more, a lane is a row: each element
-// of a key is a splat for a panel of rows, and nothing is summed across. Keys, and values, are read
-// as memory has them: to pack them, as prefill does, would write as much as there is to read.
+// For few rows, decode_products.h sums scores across lanes. For more, a lane is a row: each element
+// of a key is a splat for a panel of rows, and nothing is summed across. Keys and values are read as
+// they lie in memory: packing them, as prefill does, would write as much as there is to read.
 #pragma once
 #include "decode_products.h"
 
 namespace AF_LEVEL {
 
-// With fewer (float32, on a Xeon) a panel's empty lanes cost more than sums across lanes.
+// Minimum number of rows. With fewer (float32, on a Xeon) a panel's empty lanes cost more than
+// sums across lanes.
 constexpr int64_t least_panel_rows = 9;
 
-// Keys of a turn, which are in the first cache then: whole vectors, and passes of gemm.h. What has
-// to be copied has 32 KiB of the stack, so fewer keys, and a widest row.
+// Keys of a turn, which stay in L1: whole vectors, and passes of gemm.h. Copies have 32 KiB of the
+// stack, so they take fewer keys, and have a widest row.
 constexpr int64_t panel_keys = 48, copied_keys = 32, copied_floats = 8192;
 constexpr int64_t widest_panel = copied_floats / VL / NR * NR;
 static_assert(panel_keys % VL == 0 && copied_keys % VL == 0 && VL <= copied_keys, "whole vectors");
 
-// n rows of a matrix from c on as floats with columns beside one another, which are copied if
-// memory doesn't have them so, or if a whole panel of columns would end outside of them
-// (whole_panels): copies end with zeros.
+// n rows of a matrix from c on as floats with adjacent columns. They are copied if memory has them
+// in another way, or if a whole panel of columns would end outside of them (whole_panels): copies
+// end with zeros.
 struct float_rows {
     alignas(64) float copied[copied_floats];
     const float* at;
@@ -48,8 +49,9 @@ struct float_rows {
     }
 };
 
-// Lines of what is read next, one at a time, each time that a product takes another row of its
-// panel: asked for at once, they would fill all places for lines in flight, and the products wait.
+// Prefetches the lines that are read next, one each time that a product takes another row of its
+// panel. Prefetches issued at once would fill all places for lines in flight, and the products
+// would wait.
 struct lines_ahead {
     const char* at;
     int64_t row_bytes, to_next_row;  // from a row's end
@@ -57,7 +59,8 @@ struct lines_ahead {
 
     AF_INLINE_MEMBER static lines_ahead of(const rows_ahead& next, int64_t column, int64_t rows) {
         const int64_t size = next.rows.dtype == AF_F32 ? 4 : 2;
-        // What isn't rows of lines is left to the processor.
+        // Rows with gaps between their elements, or without a row stride, are left to the hardware
+        // prefetcher.
         const bool lines = next.rows.col == 1 && next.rows.row != 0 && next.bytes > 0;
         return {address(next.rows, column, 0), next.bytes, next.rows.row * size - next.bytes,
                 next.bytes, lines ? rows : 0};
@@ -72,19 +75,19 @@ struct lines_ahead {
         left_in_row = row_bytes;
         --rows;
     }
-    // The others.
+    // Prefetches the lines that are left.
     AF_INLINE_MEMBER void rest() {
         while (rows > 0) line();
     }
 };
 
-// Beside scores, whose panels are near.
+// Prefetching beside scores, whose panels are near.
 struct beside_scores {
     lines_ahead lines;
     AF_INLINE_MEMBER void operator()(const void*) { lines.line(); }
 };
 
-// Beside values, which are on their way.
+// Prefetching beside values, which are on their way.
 struct beside_values {
     lines_ahead lines;
     AF_INLINE_MEMBER void operator()(const void* row) {
@@ -93,8 +96,8 @@ struct beside_values {
     }
 };
 
-// A panel's sums [keys][NR] of a turn, scaled, become rows of scores; past the last key are any
-// numbers.
+// Writes a panel's sums [keys][NR] of a turn, scaled, as rows of scores. Columns past the last key
+// get arbitrary numbers.
 AF_INLINE void store_panel_scores(const float* sums, int64_t keys, int rows, float scale,
                                   float* score, int64_t ld) {
     for (int64_t c = 0; c < keys; c += VL)
@@ -119,8 +122,8 @@ static void panel_scores(const float* panels, int rows, const matrix& key, int64
     alignas(64) float sums[panel_keys * NR] = {};
     float_rows keys;
     const int64_t turn = float_rows::keys_of_turn<DTYPE>(key, dim, false);
-    // A sum of 128 products is most of what float32's result is off: cut, rms 0.6 of it (999 keys,
-    // 12 rows). What 16 bits are off is their rounding.
+    // Length of a sum: a sum of 128 products is most of float32's error. Cut to this length, its
+    // rms is 0.6 of that (999 keys, 12 rows). With 16 bits the error is that of their rounding.
     const int64_t longest = DTYPE == AF_F32 ? 64 : dim;
     for (int64_t c = begin; c < end; c += turn) {
         const int n = static_cast<int>(smaller(turn, end - c));

@@ -2,7 +2,7 @@
 //
 // A unit is the query heads of one (batch, kv head), or one query head where each has a row of
 // runs of its own. Its keys are cut into splits, so that even one sequence occupies many threads;
-// how many depends on the problem alone.
+// the number of splits depends on the problem alone.
 //
 // Memory: (4 + Ev rounded up to vectors) floats a row and split, and a tile's buffers a thread.
 #pragma once
@@ -32,7 +32,7 @@ struct decode_plan {
     int64_t record_bytes, total;
 };
 
-// `heads` of a unit: the group's, or 1. The group's takes at least as much memory.
+// `heads` of a unit: all of the group, or 1. The group's plan takes at least as much memory.
 AF_INLINE decode_plan decode_plan_of(const af_problem& p, int64_t heads) {
     decode_plan d;
     d.heads = heads;

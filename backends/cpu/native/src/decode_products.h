@@ -1,5 +1,5 @@
-// The two products of decoding, on vectors: few rows against keys and values as memory has them, for
-// all widths and strides.
+// The two products of decoding, on vectors: few rows against keys and values as they lie in memory,
+// for all widths and strides.
 //
 // Each element of K and V is read once and used for up to four rows while it is in a register;
 // nothing is packed, because packing would write as much as decoding reads.
@@ -15,7 +15,7 @@ struct count_of {
     static constexpr int value = N;
 };
 
-// f(count_of<R>(), r) for all rows, at most MOST of them at a time.
+// Calls f(count_of<R>(), r) for all rows, at most MOST of them at a time.
 template <int MOST, class F>
 AF_INLINE void in_groups_of_rows(int rows, const F& f) {
     int r = 0;
@@ -28,7 +28,8 @@ AF_INLINE void in_groups_of_rows(int rows, const F& f) {
 }
 
 #if defined(__AVX512F__)
-// Sums of what is even and of what is odd in two vectors of a row, as they lie in the row.
+// Interleaves the sums of the even and of the odd elements in two vectors of a row, as the row has
+// them.
 AF_INLINE void interleave(vf even, vf odd, vf* to) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
@@ -121,13 +122,14 @@ AF_INLINE void dot_pairs(const decode_query& q, int row, const matrix& key, cons
 }
 #endif
 
-// Keys and values are read as four streams, a quarter of the columns each: one stream keeps too few
-// lines in flight to fill the memory's bandwidth, for a processor's own prefetching ends at pages.
+// Number of streams that keys and values are read as, a quarter of the columns each. One stream
+// keeps too few lines in flight to fill the memory's bandwidth, because hardware prefetching ends
+// at page boundaries.
 constexpr int streams = 4;
 
-// What is read after the columns at hand, as many of them: values after their keys, the next keys
-// after those. For each row that is read the same row of these is asked for, into the second cache:
-// it holds both, so no line comes late, and none is asked for twice.
+// Rows that are read after the columns at hand, of the same number: values after their keys, the
+// next keys after those. Each row that is read prefetches its counterpart here into L2, which
+// holds both: no line comes late, and none is prefetched twice.
 struct rows_ahead {
     matrix rows;
     int64_t bytes;  // of a row
@@ -141,8 +143,9 @@ inline rows_ahead rows_ahead_of(const matrix& rows, int64_t dim) {
     return {rows, dim * (rows.dtype == AF_F32 ? 4 : 2)};
 }
 
-// Columns [begin, end) in turns of `columns` a stream; f(first, n, stride) is given those from
-// first + s * stride on, n of each stream s. What doesn't divide is one stream, stride 0.
+// Calls f(first, n, stride) for columns [begin, end) in turns of `columns` a stream: the columns
+// from first + s * stride on, n of each stream s. A remainder that doesn't divide is one stream,
+// stride 0.
 template <class F>
 AF_INLINE void in_streams(int64_t begin, int64_t end, int64_t columns, const F& f) {
     const int64_t stride = (end - begin) / streams;
@@ -164,7 +167,7 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
     for (int64_t c = 0; c < columns; c += K) {
         int64_t at[K];
         for (int i = 0; i < K; ++i) {
-            // Past the end the last key is read again.
+            // Lanes past the end read the last key again.
             const int64_t x = c + i < columns ? c + i : columns - 1;
             at[i] = first + (stride > 0 ? x % streams * stride + x / streams : x);
             if (row == 0) next.fetch(at[i]);
@@ -181,12 +184,12 @@ static void score_rows(const decode_query& q, int row, const matrix& key, int64_
     }
 }
 
-// All rows.
+// Scores of all rows.
 template <int DTYPE>
 static void decode_scores(const decode_query& q, int rows, const matrix& key, int64_t dim,
                           const rows_ahead& next, int64_t begin, int64_t end, float scale,
                           float* score, int64_t ld) {
-    // A few keys for all rows, then the next few: they are in the first cache from then on.
+    // Takes a few keys for all rows, then the next few: they stay in L1 meanwhile.
     in_streams(begin, end, 8, [&](int64_t first, int64_t n, int64_t stride) {
         in_groups_of_rows<4>(rows, [&](auto count, int r) AF_FLAT {
             score_rows<decltype(count)::value, DTYPE>(q, r, key, dim, next, first, n, stride,
@@ -202,7 +205,7 @@ AF_INLINE void value_block(const float* weight, int64_t ld, const matrix& value,
                            const rows_ahead* next, int64_t first, int64_t n, int64_t stride,
                            int64_t d, float* out, int64_t width) {
     constexpr int size = DTYPE == AF_F32 ? 4 : 2;
-    // From 0: a sum that runs through all keys would lose more.
+    // Starts from 0: one sum through all keys would lose more.
     vf acc[R][N] = {};
     const auto add = [&](int64_t c) AF_FLAT {
         const char* v = address(value, c, d);

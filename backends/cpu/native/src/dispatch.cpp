@@ -24,8 +24,8 @@
     int32_t backward(const af_backward_args&, af_error*);           \
     void interpret(const af_program*, const af_tile*);              \
     }
-// A level's entry in the table. `built` is 1 or 0, as CMake found that the compiler can build it;
-// one that isn't built is known by name alone.
+// A level's entry in the table. `built` is 1 or 0: whether the compiler can build it, found by
+// CMake. Of a level that isn't built the table has the name alone.
 #define AF_ENTRY_1(name, supported)                                                           \
     {#name, supported, af_##name::forward_workspace, af_##name::forward,                      \
      af_##name::decode_workspace, af_##name::decode, af_##name::backward_workspace,           \
@@ -121,7 +121,7 @@ constexpr size_t level_count = sizeof levels / sizeof levels[0];
 
 bool is_built(const af_level& level) { return level.forward != nullptr; }
 
-// Those that are built and that this processor can run, best first.
+// Levels that are built and that this processor can run, best first.
 struct runnable {
     const af_level* level[level_count];
     size_t count = 0;
@@ -130,8 +130,9 @@ struct runnable {
         for (const af_level& each : levels)
             if (is_built(each) && each.supported()) level[count++] = &each;
 #if defined(AF_X86)
-        // Intel's vdpbf16ps runs at a quarter of the rate of float products (Sapphire Rapids): what
-        // has no AMX, or may not use it, is 1.5 times as fast with bf16 converted to float.
+        // Intel's vdpbf16ps runs at a quarter of the rate of float products (Sapphire Rapids): a
+        // processor without AMX, or not permitted to use it, is 1.5 times as fast with bf16
+        // converted to float.
         if (maker() != intel) return;
         for (size_t i = 0; i + 1 < count; ++i)
             if (std::strcmp(level[i]->name, "avx512_bf16") == 0) {
@@ -155,20 +156,21 @@ const af_level& level() {
     return *here().level[0];
 }
 
-// One more name of a comma-separated list.
+// Appends a name to a comma-separated list.
 void append(char* names, const char* name) {
     if (names[0]) std::strcat(names, ",");
     std::strcat(names, name);
 }
 
-// Sizes whose products stay far from the end of int64.
+// Whether a size is small enough that products of sizes fit int64.
 bool sane(int64_t n) { return n >= 0 && n <= (int64_t(1) << 40); }
 
 bool has_rows(const af_problem& p) {
     return p.batch > 0 && p.q_heads > 0 && p.q_length > 0;
 }
 
-// Of no batch entries or no heads there are no offsets, and torch gives what is empty no address.
+// Whether offsets and runs are there. Without batch entries or heads there are no offsets, and
+// torch gives an empty tensor no address.
 bool is_readable(const af_runs& r) {
     const bool rows = r.batch > 0 && r.heads > 0;
     return (r.offsets || !rows) && r.count >= 0 && (r.runs || r.count == 0);
@@ -207,9 +209,9 @@ bool fits(const void* workspace, int64_t bytes, int64_t needed) {
 }  // namespace
 
 bool af_is_decode(const af_problem& p) {
-    // Its rows lie in one row of blocks. Up to so many rows, packing keys costs more than it
-    // brings; so it does up to 64 where keys are many and there are no products of bfloat16. With
-    // one to four rows a head the packed products would compute mostly padding.
+    // The rows lie in one row of blocks. Up to `most` rows, packing keys costs more than it saves:
+    // 16, or 64 where keys are many and bfloat16 products aren't used. With one to four rows a
+    // head the packed products would compute mostly padding.
     const int64_t rows = p.q_heads / p.kv_heads * p.q_length;
     const int64_t most = p.dtype == AF_BF16 || p.kv_length < 256 ? 16 : 64;
     return (p.q_length <= 4 || rows <= most) && (!p.has_mask || p.q_length <= p.q_block);

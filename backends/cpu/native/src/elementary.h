@@ -15,13 +15,13 @@ AF_INLINE vf with_sign(vf x, vf sign) {
     return as_float((as_int(x) & 0x7fffffff) | (as_int(sign) & int32_t(0x80000000)));
 }
 
-// Halves to even, for |x| < 2^22.
+// Rounds halves to even, for |x| < 2^22.
 AF_INLINE vf nearest(vf x) {
     const vf shift = splat(12582912.0f);  // 1.5 * 2^23
     return (x + shift) - shift;
 }
 
-// p * 2^n for a whole n in -300..300; one rounding, where it is subnormal.
+// p * 2^n for a whole n in -300..300; rounds once, if the result is subnormal.
 AF_INLINE vf scaled(vf p, vf n) {
 #if defined(__AVX512F__)
     return _mm512_scalef_ps(p, n);
@@ -51,7 +51,7 @@ AF_INLINE vf exp_tail(vf r) {
     return polynomial(r, splat(1.38142193e-3f), 8.36889911e-3f, 4.16684076e-2f, 1.66665196e-1f,
                       4.9999994e-1f);
 }
-// The same, exact enough where e^r - 1 counts.
+// The same, exact enough where e^r - 1 matters.
 AF_INLINE vf expm1_tail(vf r) {
     return polynomial(r, splat(1.98458976e-4f), 1.39408931e-3f, 8.33338965e-3f, 4.16663587e-2f,
                       1.66666657e-1f, 0.5f);
@@ -192,7 +192,7 @@ AF_INLINE vf square_root(vf x) {
 }
 AF_INLINE vf rsqrt(vf x) { return 1.0f / square_root(x); }
 
-// Beyond, the reduction below loses digits.
+// Largest |x|: beyond it, the reduction below loses digits.
 constexpr float LARGEST_ANGLE = 8192.0f;
 
 // x = n pi / 2 + r, |r| <= pi / 4; sin and cos of r.

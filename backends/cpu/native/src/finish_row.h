@@ -6,7 +6,7 @@ namespace AF_LEVEL {
 
 // A row's softmax.
 struct row_sums {
-    float top, sum;    // the largest stored score; of weights relative to it
+    float top, sum;    // row_max: largest stored score. row_sum: sum of the weights relative to it
     bool nan;          // a NaN score beside an infinite one; any other NaN is in the sum
     const float* out;  // [value width]: weighted values
 };

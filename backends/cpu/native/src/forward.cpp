@@ -1,8 +1,8 @@
 // Attention forward: q tiles over packed keys and values, wave by wave of kv heads.
 //
-// A job is a q tile of one head. For each kv tile of its row of runs: live bits, if some pair may
-// be dead; then strip by strip of 32 rows, so that scores stay near. Columns in which a strip has
-// no live pair are left out.
+// A job is a q tile of one head. For each kv tile of its row of runs it finds the live bits, if some
+// pair may be dead; then it goes strip by strip of 32 rows, so that scores stay near. Columns without
+// a live pair in a strip are left out.
 #include <string.h>
 
 #include "finish_row.h"
@@ -19,7 +19,7 @@ packed_head head_at(const forward_run& run, int64_t unit_in_wave) {
             reinterpret_cast<uint8_t*>(at + run.plan.key_bytes + run.plan.value_bytes)};
 }
 
-// This thread's.
+// State of one thread.
 forward_buffers buffers_of(const forward_run& run, int thread) {
     const forward_plan& f = run.plan;
     char* at = run.threads + thread * f.thread_bytes;
@@ -74,8 +74,9 @@ void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
     }
 }
 
-// Packs a unit, with whoever else needs it now, just before it is used: most often by this thread
-// alone, whose cache then has it. Returns when all of it is packed.
+// Packs a unit just before it is used, together with the other threads that need it now. Most
+// often this thread packs alone, and its cache then has the unit. Returns when all of it is
+// packed.
 void pack(const forward_run& run, int64_t unit) {
     packing& p = run.packings[unit];
     if (__atomic_load_n(&p.done, __ATOMIC_ACQUIRE) == run.chunks) return;
@@ -96,7 +97,7 @@ void finish(const forward_run& run, const forward_buffers& b, const forward_job&
                     b.out + r * run.plan.value_width});
 }
 
-// Live bits of a tile, by this thread's buffers.
+// Writes the live bits of a tile, with this thread's buffers.
 void find_live(const forward_run& run, const forward_buffers& b, const forward_job& job,
                const run_row& row, const tile_span& span, const live_tile& to) {
     af_tile tile = {};
@@ -110,7 +111,8 @@ void find_live(const forward_run& run, const forward_buffers& b, const forward_j
     live_of_tile(run.p->mask, tile, row, span, round_up(job.rows, strip_rows), to);
 }
 
-// Where all heads find the live bits of the n-th tile that needs some, of a q tile; NULL: nowhere.
+// Where all heads find the live bits of the n-th tile that needs some, of a q tile; NULL if they
+// aren't shared.
 uint16_t* shared_live_at(const forward_run& run, int64_t q_tile, int64_t n) {
     const forward_plan& f = run.plan;
     if (!run.shared_live || q_tile >= f.shared_q_tiles || n >= shared_live_tiles) return nullptr;
@@ -158,7 +160,7 @@ void visit_tiles(const forward_run& run, const forward_buffers& b, forward_tile&
         t.masked = !t.span.whole || t.any_bad;
         live_tile live = strips.free_live();
         uint16_t* shared = t.span.whole ? nullptr : shared_live_at(run, t.job.tile, partial++);
-        // Where a value row isn't finite, bits are this head's own.
+        // A tile with a non-finite value row has live bits of its own for this head.
         if (shared && !t.any_bad)
             live.live = shared;
         else if (t.masked)

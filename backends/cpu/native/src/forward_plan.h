@@ -1,9 +1,9 @@
 // How a forward problem is cut, and where everything lies in its workspace.
 //
-// Memory: packed heads, 64 bytes and 4 bytes a job of each, and a tile's buffers a thread. For one
-// thread one head is packed at a time; for several as many as give each 64 jobs, at most 64 MiB.
-// Live bits that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K
-// and V of one (batch, kv head), rounded up to whole panels, floats or bf16, and a byte a key.
+// Memory: packed heads, 64 bytes and 4 bytes a job of each, and a tile's buffers a thread. One thread
+// packs one head at a time; several pack as many as give each of them 64 jobs, at most 64 MiB. Live
+// bits that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K and V of
+// one (batch, kv head), rounded up to whole panels, floats or bf16, and a byte a key.
 #pragma once
 #include "pack.h"
 #include "tiles.h"
@@ -39,7 +39,7 @@ struct forward_plan {
     int64_t score_bytes, live_bytes, spare_bytes, query_bytes, out_bytes, row_bytes,
         scratch_bytes, thread_bytes;
     int64_t order_bytes, total;
-    int64_t shared_q_tiles;  // how many have room for shared live bits
+    int64_t shared_q_tiles;  // number of q tiles that have room for shared live bits
 };
 
 AF_INLINE forward_plan plan_of(const af_problem& p) {
@@ -58,7 +58,7 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.q_rows = f.value_width > 256 ? 64 : 128;
     f.q_block = p.has_mask ? p.q_block : f.q_rows;
     f.tiles_a_block = ceil_div(smaller(f.q_block, p.q_length), f.q_rows);
-    // Even tiles: a block of 160 rows is 96 and 64, not 128 and 32.
+    // Cuts even tiles: a block of 160 rows is 96 and 64, not 128 and 32.
     f.q_rows = round_up(ceil_div(smaller(f.q_block, p.q_length), f.tiles_a_block), strip_rows);
     f.q_tiles = ceil_div(p.q_length, f.q_block) * f.tiles_a_block;
     f.jobs_a_unit = f.batches_a_unit * f.group * f.q_tiles;
@@ -67,7 +67,7 @@ AF_INLINE forward_plan plan_of(const af_problem& p) {
     f.value_bytes = round_up(f.keys * f.value_width * word, 64);
     f.flag_bytes = round_up(f.keys, 64);
     f.unit_bytes = f.key_bytes + f.value_bytes + f.flag_bytes;
-    // One thread uses what it has packed while that is near; several need jobs to share.
+    // One thread uses a packed head while it is near; several need jobs to share.
     const int64_t busy = p.threads == 1 ? 1 : ceil_div(jobs_a_thread * p.threads, f.jobs_a_unit);
     f.units_a_wave = smaller(packed_bound / (f.unit_bytes > 0 ? f.unit_bytes : 1), busy);
     if (f.units_a_wave < 1) f.units_a_wave = 1;
@@ -108,7 +108,7 @@ struct forward_job {
     int rows;
 };
 
-// Job `index` of unit `unit`; rows is 0 for a tile past the end of a ragged block.
+// Returns job `index` of unit `unit`; rows is 0 for a tile past the end of a ragged block.
 AF_INLINE forward_job job_of(const af_problem& p, const forward_plan& f, int64_t unit,
                              int64_t index) {
     forward_job j;
@@ -123,8 +123,8 @@ AF_INLINE forward_job job_of(const af_problem& p, const forward_plan& f, int64_t
     return j;
 }
 
-// The jobs of a unit, longest first: a counting sort by classes of cost, so that neighbours of a
-// class stay neighbours.
+// Sorts the jobs of a unit, longest first: a counting sort by classes of cost, so that neighbours
+// of a class stay neighbours.
 static void order_jobs(const af_problem& p, const forward_plan& f, int64_t unit, int32_t* order) {
     int64_t start[cost_classes + 1] = {};
     const auto class_of = [&](int64_t i) {
@@ -132,7 +132,7 @@ static void order_jobs(const af_problem& p, const forward_plan& f, int64_t unit,
         if (j.rows == 0) return cost_classes - 1;
         const int64_t cost = cost_of(key_runs(p, j.b, j.h, j.q)) * j.rows;
         const int64_t most = (p.kv_length + p.kv_length / 2) * f.q_rows + 1;
-        // Runs that overlap cost more than there are columns.
+        // Overlapping runs cost more than there are columns.
         return larger(cost_classes - 1 - cost * cost_classes / most, 0);
     };
     for (int64_t i = 0; i < f.jobs_a_unit; ++i) ++start[class_of(i) + 1];

@@ -9,10 +9,10 @@
 namespace AF_LEVEL {
 namespace {
 
-// bf16 weights of a row lie where its scores began: one buffer in L1 instead of two.
+// The bf16 weights of a row lie where its scores began: one buffer in L1 instead of two.
 constexpr int64_t weight_ld = 2 * tile_columns;
 
-// How far a unit is packed, in chunks.
+// Progress of packing a unit, in chunks.
 struct alignas(64) packing {
     int64_t taken, done;
 };
@@ -26,7 +26,7 @@ struct forward_run {
     int32_t* order;
     packing* packings;  // of the wave's units
     int64_t first_unit;
-    int64_t chunks;  // that a unit is packed in
+    int64_t chunks;  // chunks of a packed unit
     score_scale scale;
 };
 
@@ -53,7 +53,7 @@ struct forward_tile {
     forward_job job;
     tile_span span;
     packed_head head;
-    bool any_bad;  // a value row of the tile isn't finite
+    bool any_bad;  // a value row of the tile is non-finite
     bool masked;   // live bits say which pairs are live
 };
 
@@ -65,7 +65,7 @@ struct forward_strip {
     live_columns<tile_columns> in;
 };
 
-// False if no pair of the strip is live.
+// Starts a strip. False if no pair of it is live.
 template <bool PAIRS>
 bool begin_strip(const forward_tile& t, int first, const live_tile& live, forward_strip* s) {
     s->tile = t;
@@ -144,7 +144,8 @@ void value_product(const forward_run& run, const forward_buffers& b, const forwa
         value_product_of<PAIRS, into::add>(run, b, s, s.in.part[i]);
 }
 
-// A score of -inf is a dead pair; only where a value row isn't finite does that need saying.
+// Marks the dead pairs of a strip whose tile has non-finite value rows: a score of -inf is a dead
+// pair, which only such tiles must know.
 inline void bury_bad(const forward_strip& s) {
     const tile_span& span = s.tile.span;
     for (int64_t c = 0; c < span.end - span.begin; ++c) {
@@ -156,7 +157,7 @@ inline void bury_bad(const forward_strip& s) {
     }
 }
 
-// Adds what live pairs take from value rows that were packed as 0, one by one.
+// Adds the contributions of live pairs with value rows that were packed as 0, one by one.
 template <bool PAIRS>
 void add_bad(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
     const af_problem& p = *run.p;
@@ -183,7 +184,8 @@ void add_bad(const forward_run& run, const forward_buffers& b, const forward_str
     }
 }
 
-// The score program on a strip whose scores are there, and what must precede its softmax.
+// Runs the score program on a strip whose scores are there, and the steps that must precede its
+// softmax.
 inline void modify_scores(const forward_run& run, const forward_buffers& b,
                           const forward_strip& s) {
     if (const af_program* score = run.p->score) {
@@ -207,7 +209,7 @@ inline void modify_scores(const forward_run& run, const forward_buffers& b,
     if (s.tile.any_bad) bury_bad(s);
 }
 
-// Softmax of all rows; between(done, rows) is called after each row.
+// Runs the softmax of all rows; between(done, rows) is called after each row.
 template <bool PAIRS, bool MASKED, class F>
 AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
                              const forward_strip& s, const F& between) {
@@ -271,7 +273,7 @@ class strips_in_turn {
 #if defined(__AMX_BF16__)
 
 // While a strip's softmax runs on vectors, tiles compute the value product of the strip before it
-// and the scores of the strip after it, which may have the same buffer: in this order.
+// and then the scores of the strip after it, which may have the same buffer.
 class strips_overlapped {
    public:
     strips_overlapped(const forward_run& run, const forward_buffers& b) : run_(run), b_(b) {}

@@ -35,14 +35,14 @@ constexpr bool has_tiles = false;
 constexpr int64_t pair_k_step = 2;
 #endif
 
-// Rows that one pass of the vector kernels takes: two vectors a row beside the operands.
+// Rows that one pass of the vector kernels takes: two vectors a row, and room for the operands.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int MR = 12;
 #else
 constexpr int MR = 6;
 #endif
 
-// Panels stream from the second cache, or from further away.
+// Whether panels stream from L2, or from further away.
 constexpr int64_t prefetched_rows = 16;
 AF_INLINE void prefetch_panel(const void* row) {
     const char* at = static_cast<const char*>(row);
@@ -53,9 +53,9 @@ struct panel_ahead {
     AF_INLINE_MEMBER void operator()(const void* row) const { prefetch_panel(row); }
 };
 
-// M rows of A, four from a pointer: with one they would take ten index registers, and compilers
-// then keep other addresses in vector registers, where a move waits behind all products before it
-// (2 to 5 % of the time of products of 64 to 128 steps, gcc 12 on a Zen 4).
+// M rows of A, four from a pointer. With one pointer they would take ten index registers, and
+// compilers then keep other addresses in vector registers, where a move waits behind all products
+// before it (2 to 5 % of the time of products of 64 to 128 steps, gcc 12 on a Zen 4).
 template <int M, class T> struct row_pointers {
     const T* quad[(M + 3) / 4];
     int64_t row;
@@ -64,7 +64,7 @@ template <int M, class T> struct row_pointers {
         AF_UNROLL
         for (int i = 0; i < (M + 3) / 4; ++i) {
             quad[i] = a + 4 * i * a_row;
-            __asm__("" : "+r"(quad[i]));  // no longer known as a multiple
+            __asm__("" : "+r"(quad[i]));  // hides that it is a multiple
         }
     }
     AF_INLINE_MEMBER const T& operator[](int i) const { return quad[i / 4][i % 4 * row]; }
@@ -75,7 +75,7 @@ template <int M, class T> struct row_pointers {
 };
 
 // acc += A B for M rows and N vectors of a panel, whose rows are b_row words apart. A word of A is
-// a float, or a pair. `ahead` is given a row of B that comes later, each time.
+// a float, or a pair. `ahead` is called at each step with a row of B that comes later.
 template <int M, int N, class AHEAD>
 AF_INLINE void multiply(vf (&acc)[M][N], int64_t k, const float* a, int64_t a_row, int64_t a_k,
                         const float* b, int64_t b_row, AHEAD& ahead) {
@@ -126,12 +126,12 @@ template <int M, int N, into HOW, class T, class AHEAD>
 static AF_NOINLINE void micro(int64_t k, const T* a, int64_t a_row, int64_t a_k, const T* b,
                               int64_t b_row, float* c, int64_t ldc, float scale,
                               const float* alpha, AHEAD& ahead) {
-    // From 0: sums of a tile's products are added up, which loses less than one sum that runs
+    // Starts from 0: the sums of a tile's products are added up, which loses less than one sum
     // through all tiles.
     vf acc[M][N] = {};
     multiply(acc, k, a, a_row, a_k, b, b_row, ahead);
     if constexpr (HOW == into::store) {
-        // A branch costs less than products with 1, which most scales are.
+        // A branch costs less than products with 1, and most scales are 1.
         if (scale != 1.0f) {
             AF_UNROLL
             for (int i = 0; i < M; ++i)
@@ -164,7 +164,8 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
         rows -= done;
         if constexpr (HOW == into::rescale) alpha += done;
     };
-    // One or two rows would leave half of the units idle: 8 are two times 4, 9 are 4, 4 and 1.
+    // One or two rows would leave half of the units idle: 8 are split into two times 4, 9 into 4,
+    // 4 and 1.
     while (rows >= MR && !(MR == 6 && (rows == 8 || rows == 9))) {
         micro<MR, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
         step(MR);
@@ -186,8 +187,8 @@ static void panel_rows(int rows, int64_t k, const T* a, int64_t a_row, int64_t a
     if (rows == 1) micro<1, N, HOW>(k, a, a_row, a_k, b, b_row, c, ldc, scale, alpha, ahead);
 }
 
-// Products that one sum of floats takes before it is added to what is there: a sum's error grows
-// with its length.
+// Maximum number of products in one float sum before it is added to the result: a sum's error
+// grows with its length.
 constexpr int64_t longest_sum = 128;
 
 // panel_rows of a packed panel, whose sums take up to `longest` products. With into::store `scale`

@@ -34,7 +34,7 @@ AF_INLINE void tile_product(int64_t k, const uint16_t* a, int64_t a_row, const u
     }
 }
 
-// C = alpha[row] * C, only rows whose maximum moved: late in a row of kv tiles that is nearly none.
+// C = alpha[row] * C, for the rows whose maximum moved: late in a row of kv tiles, hardly any.
 AF_INLINE void rescale_rows(int rows, float* c, int64_t ldc, const float* alpha) {
     for (int r = 0; r < rows; r += 16) {
         uint32_t moved =

@@ -1,9 +1,9 @@
 // Runs the bytecode of bytecode.h on a tile.
 //
-// A program is decoded once a tile, a step becoming a function and addresses; then the sections
-// run: the first for all lanes at once, the second for AF_LANES rows, the third for a strip of
-// columns, and the last for each row of the strip. Programs were checked when they were made
-// (af_check_program); what depends on the call, types and ranks of captured tensors, is checked
+// A program is decoded once a tile: each step becomes a function and addresses. Then the sections
+// run: the first for all lanes at once, the second for AF_LANES rows, the third for a block of
+// columns, and the last for each row of that block. Programs were checked when they were made
+// (af_check_program); types and ranks of captured tensors, which depend on the call, are checked
 // here.
 #include "step_functions.h"
 
@@ -155,12 +155,12 @@ void interpret(const af_program* program, const af_tile* tile) {
     const af_operand* operands = reinterpret_cast<const af_operand*>(source + code.steps);
     const char* constants =
         reinterpret_cast<const char*>(operands + (code.operands + 1) / 2 * 2);
-    // As af_program_scratch counts.
+    // Counts as af_program_scratch does.
     step* steps = static_cast<step*>(tile->scratch);
     moving* moved = reinterpret_cast<moving*>(steps + code.steps);
     char* indices = reinterpret_cast<char*>(moved + code.steps * 4);
-    // Pairs are live where a mask program says so: if it has read outside anywhere, it runs again
-    // on its own live bits, and these count.
+    // Pairs are live where a mask program says so. If it has read outside anywhere, it runs again
+    // on its own live bits, and only their reads count.
     af_tile unsettled = *tile;
     af_error anywhere = {};
     unsettled.error = &anywhere;

@@ -35,8 +35,8 @@ struct trunc {
     AF_INLINE double of(double a) { return __builtin_copysign(floor::of(__builtin_fabs(a)), a); }
 };
 
-// Conversions. What a type can't hold wraps from an integer; from a float it is the smallest
-// value, as from NaN.
+// Conversions. A value outside of the type's range wraps from an integer; from a float it becomes
+// the smallest value, as NaN does.
 template <class D>
 struct to {
     template <class A>

@@ -1,7 +1,7 @@
-// What the operations of bytecode.h do with a lane: torch's meaning, without undefined behaviour.
+// Operations of bytecode.h on a lane: torch's meaning, without undefined behaviour.
 //
-// Integers wrap. Dividing one by 0 gives some value. A shift by less than 0 or by the width or
-// more gives 0, or the sign for shr. Minimum and maximum are NaN where an operand is.
+// Integers wrap. Division by 0 gives an arbitrary value. A shift by less than 0, or by the width or
+// more, gives 0, or the sign for shr. Minimum and maximum are NaN where an operand is.
 #pragma once
 #include "strips.h"
 
@@ -49,7 +49,7 @@ struct truediv {
         return a / b;
     }
 };
-// The same with their operands exchanged: for a first operand that is one value.
+// The same with operands exchanged, for a first operand that is one value.
 template <class F>
 struct exchanged {
     template <class T>
@@ -88,7 +88,7 @@ AF_INLINE T rest(T a, T b) {
 AF_INLINE float float_rest(float a, float b) { return __builtin_fmodf(a, b); }
 AF_INLINE double float_rest(double a, double b) { return __builtin_fmod(a, b); }
 
-// fmod of floats: where the quotient is small, in doubles, which hold it and the product.
+// fmod of floats: small quotients in doubles, which hold the quotient and the product exactly.
 constexpr double LARGEST_QUOTIENT = 268435456.0;  // 2^28
 AF_INLINE float small_rest(float a, float b) {
     const double x = double(a), y = double(b);
@@ -162,7 +162,7 @@ static void by_rest(const step& s, const strip& t) {
             x[j] = a[i + j];
             y[j] = b[ONE ? t.row : i + j];
             const double q = double(x[j]) / double(y[j]);
-            // NaN and infinity too.
+            // True for NaN and infinity too.
             large |= !(__builtin_fabs(q) < LARGEST_QUOTIENT && __builtin_fabsf(y[j]) < 3.4e38f);
             r[j] = small_rest(x[j], y[j]);
         }
@@ -194,7 +194,7 @@ struct pow {
 AF_INLINE float root(float a) { return __builtin_sqrtf(a); }
 AF_INLINE double root(double a) { return __builtin_sqrt(a); }
 
-// The exponent is a number of Python's, whose simple values take torch's exact paths.
+// A Python exponent: its simple values take torch's exact paths.
 template <class T>
 static void pow_number(const step& s, const strip& t) {
     T* d = lanes_of<T>(s.d);
@@ -269,7 +269,7 @@ struct shr {
     }
 };
 
-// The bits of a comparison's lanes, whose vector type clang doesn't take for vl's.
+// The bits of a comparison's lanes. clang doesn't accept the comparison's vector type as vl.
 template <class V>
 AF_INLINE uint32_t bits_where(V holds) {
     if constexpr (sizeof(holds[0]) == 8)

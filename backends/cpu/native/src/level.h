@@ -19,11 +19,10 @@ struct af_level {
 // True if decode, not forward, takes this problem. The same for every level.
 bool af_is_decode(const af_problem& problem);
 
-// True if this processor reads memory fastest where code reads whole rows one after the other
-// (measured: AMD's Zen 4); false if lines have to be asked for (Intel's Sapphire Rapids; others
-// weren't measured).
+// True if this processor reads memory fastest in whole rows, one after the other (measured: AMD's
+// Zen 4); false if lines have to be prefetched (Intel's Sapphire Rapids; others weren't measured).
 bool af_reads_best_in_order();
 
-// True if then it is even faster where code that finds a row in the first cache asks for a later
-// one (AMD's Zen 5; on Zen 4 such instructions wait for one another).
+// True if prefetching a later row whenever a row is found in L1 is faster still (AMD's Zen 5; on
+// Zen 4 such instructions wait for one another).
 bool af_asks_ahead_in_order();

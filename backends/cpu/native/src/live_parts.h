@@ -1,4 +1,4 @@
-// Which columns of a tile are worth computing.
+// Columns of a tile that are worth computing.
 #pragma once
 #include <string.h>
 
@@ -7,7 +7,7 @@
 
 namespace AF_LEVEL {
 
-// The columns of a tile of up to 1024 in which some pair of a few rows is live.
+// The columns of a tile of up to 1024 columns with a live pair in some of a few rows.
 template <int COLUMNS>
 struct live_columns {
     int parts;
@@ -16,7 +16,7 @@ struct live_columns {
     bool all;              // of every step
 };
 
-// In steps of 32 columns, of rows [first, first + rows).
+// Finds the parts in steps of 32 columns, for rows [first, first + rows).
 template <int COLUMNS>
 static live_columns<COLUMNS> live_columns_of(const live_tile& live, int first, int rows,
                                              int64_t columns) {
@@ -43,7 +43,7 @@ static live_columns<COLUMNS> live_columns_of(const live_tile& live, int first, i
     return of;
 }
 
-// All columns, all live.
+// All columns are live.
 template <int COLUMNS>
 static live_columns<COLUMNS> every_column(int64_t columns) {
     live_columns<COLUMNS> of = {};

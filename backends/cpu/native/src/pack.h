@@ -1,4 +1,4 @@
-// Operands for gemm.h out of strided matrices of any dtype; which rows hold NaN or infinity.
+// Operands for gemm.h from strided matrices of any dtype, and which rows are non-finite.
 //
 // pack_transposed: a source row becomes a column of panels (keys for scores, values for dP).
 // pack_straight:   a source row becomes a row of panels   (values for the output, keys for dQ).
@@ -24,13 +24,13 @@ AF_INLINE const char* address(const matrix& m, int64_t r, int64_t c) {
     return static_cast<const char*>(m.data) + (r * m.row + c * m.col) * size;
 }
 
-// Asks for rows that lie beside one another, into the second cache.
+// Prefetches neighbouring rows into L2.
 AF_INLINE void prefetch_rows(const void* rows, int64_t bytes) {
     const char* at = static_cast<const char*>(rows);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// Rows `first` on of (b, h) of a tensor.
+// Rows of (b, h) of a tensor, from `first` on.
 AF_INLINE matrix matrix_of(const af_tensor& t, int32_t dtype, int64_t b, int64_t h,
                            int64_t first) {
     matrix m = {t.data, 1, 1, dtype};
@@ -235,8 +235,8 @@ AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_
 }
 
 // n source rows of d elements -> out [panels of d][..][NR], `panel` words from one to the next;
-// rows n to n_padded are 0. If `bad` is given, bad[r] says whether row r holds NaN or infinity,
-// such rows are packed as 0, and the result is their number.
+// rows n to n_padded are 0. If `nonfinite` is given, nonfinite[r] says whether row r holds NaN or
+// infinity, such rows are packed as 0, and the result is their number.
 static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
                              int64_t panel, uint8_t* bad) {
     return specialised(m, [&](const matrix& x) AF_FLAT {
@@ -244,7 +244,8 @@ static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64
     });
 }
 
-// Two rows of NR bf16 elements, of which n are inside, as pairs; `odd` gathers what isn't finite.
+// Two rows of NR bf16 elements, of which n are inside, as pairs; `nonfinite` says which row has
+// NaN or infinity.
 AF_INLINE void join_rows(const matrix& m, int64_t r, int64_t rows, int64_t c, int64_t n,
                          uint32_t* to, bool (&odd)[2]) {
 #if defined(__AVX512BW__)

@@ -2,8 +2,8 @@
 // named, else on workers that sleep on a condition variable.
 //
 // This library links no OpenMP: a second runtime beside torch's spins on the cores that torch's
-// threads need. And torch's threads spin for some milliseconds after each of its operations, on the
-// cores that our workers need: with 16 threads that took longer than the attention between them.
+// threads need. In turn torch's threads spin for some milliseconds after each of its operations, on
+// the cores that our workers need: with 16 threads that took longer than the attention between them.
 #include "pool.h"
 
 #include "anyflex_cpu.h"
@@ -22,8 +22,9 @@ namespace {
 
 constexpr int most_segments = 64;
 
-// Neighbouring jobs read the same keys, often those that this thread has packed before: each
-// thread has a segment of them, which stays in its own cache, and helps others when it is through.
+// Segments of jobs, one per thread. Neighbouring jobs read the same keys, often keys that this
+// thread has packed before, so a thread works through its own segment, which stays in its cache,
+// and then helps others.
 struct region {
     region(void (*job)(void*, int64_t, int), void* context, int64_t jobs, int threads)
         : job_(job),
@@ -75,7 +76,7 @@ class pool {
         work.work(0);
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            wanted_ = 0;  // nothing is left for workers that have yet to wake
+            wanted_ = 0;  // workers that wake later find no work
             done_.wait(lock, [&] { return working_ == 0; });
             work_ = nullptr;
         }
@@ -102,7 +103,7 @@ class pool {
             try {
                 workers_.emplace_back([this, index, seen] { live(index, seen); });
             } catch (const std::system_error&) {
-                break;  // the system gives no more threads: work with what there is
+                break;  // the system gives no more threads: work with these
             }
         }
     }
@@ -124,7 +125,7 @@ class pool {
         }
     }
 
-    std::mutex taken_;  // by the thread that runs a region
+    std::mutex taken_;  // held by the thread that runs a region
     std::mutex mutex_;  // guards everything below
     std::condition_variable wake_, done_;
     std::vector<std::thread> workers_;
@@ -182,7 +183,7 @@ bool run_on_team(region& work, int threads) {
 }
 
 // A forked child has none of its parent's threads, and the parent's locks in any state: it starts
-// with a pool of its own, for no OpenMP runtime survives a fork.
+// with a pool of its own, because no OpenMP runtime survives a fork.
 void forget_threads() {
     the_team.store(nullptr);
     the_pool.store(nullptr);
@@ -213,7 +214,8 @@ void af_parallel(int64_t jobs, int threads, void (*job)(void*, int64_t, int), vo
 }
 
 void af_wait_a_little(int turn) {
-    // A thread that others wait for may not be running: after a microsecond or so it gets the core.
+    // The thread that others wait for may not be running: after a microsecond or so it gets the
+    // core.
     constexpr int turns = 64;
     if (turn >= turns) return std::this_thread::yield();
 #if defined(__x86_64__) || defined(_M_X64)

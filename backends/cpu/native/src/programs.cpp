@@ -1,6 +1,7 @@
-// Programs of bytecode, by code for every processor: the list of operations, what a program needs,
-// and whether it is well-formed. A program that passes can be interpreted on any tile whose
-// captured tensors and numbers are as many as given here: nothing outside is read or written.
+// Programs of bytecode, by code for every processor: the list of operations, the scratch that a
+// program needs, and whether it is well-formed. A well-formed program can be interpreted on any
+// tile with as many captured tensors and numbers as given here: it reads and writes nothing
+// outside.
 #include "bytecode.h"
 
 #include <cstring>
@@ -87,7 +88,7 @@ struct reader {
     bool is_scattering() const { return last && code->kind == AF_SCORE_BACKWARD; }
 };
 
-// The number of bytes that a header announces, or -1.
+// Returns the number of bytes that a header announces, or -1.
 int64_t announced(const void* bytes, int64_t size) {
     if (bytes == nullptr || reinterpret_cast<uintptr_t>(bytes) % 8 != 0) return -1;
     if (size < int64_t(sizeof(af_code))) return -1;

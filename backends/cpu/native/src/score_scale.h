@@ -1,11 +1,12 @@
-// Where the scale of scores is applied.
+// Scale of scores, and where it is applied.
 #pragma once
 #include "anyflex_cpu.h"
 
 namespace AF_LEVEL {
 
-// With a score program scores are stored scaled. Without one the scale waits for exp2, if it is
-// positive: it must keep the order of scores. And at most 1: what overflows must be stored so.
+// With a score program scores are stored scaled. Without one the scale waits for exp2 if it is
+// positive, because it must keep the order of scores, and at most 1, because an overflow must show
+// in the stored score.
 struct score_scale {
     float stored;   // scores are stored with it
     float factor;   // of a stored score on its way into exp2

@@ -1,8 +1,8 @@
 // One vector type `vf` of VL floats and its operations, for the level being compiled.
 //
-// Everything here is GNU vector extensions (gcc and clang), except what no extension spells:
-// bits to lanes, bf16 and half conversions, and a faster exp2 on AVX-512. No standard template is
-// included: an inline copy made for a level could be the one that the linker keeps.
+// Everything here is GNU vector extensions (gcc and clang), except what they can't express: bits to
+// lanes, bf16 and half conversions, and a faster exp2 on AVX-512. No standard template is included:
+// an inline copy made for a level could be the one that the linker keeps.
 #pragma once
 #include <stdint.h>
 
@@ -39,7 +39,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
-// The same, as loads and stores at any address see them.
+// The same types, for loads and stores at any address.
 typedef float vf_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef int32_t vi_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
 typedef uint32_t vu_any __attribute__((vector_size(VL * 4), aligned(4), may_alias));
@@ -65,7 +65,7 @@ AF_INLINE vf as_float(vu v) { return reinterpret_cast<vf>(v); }
 
 AF_INLINE vf magnitude(vf x) { return as_float(as_int(x) & 0x7fffffff); }
 
-// The larger; b where a is NaN is not promised, a NaN b is returned.
+// The larger of both. If a is NaN, the result is b or NaN; a NaN b is returned.
 AF_INLINE vf larger(vf a, vf b) {
 #if defined(__AVX512F__)
     return _mm512_max_ps(a, b);
@@ -93,14 +93,14 @@ constexpr bool is_fused = true;
 constexpr bool is_fused = false;
 #endif
 
-// x as it is rounded: the compiler may not fuse the product that it came from.
+// The rounded value of x: the compiler may not fuse the product that it came from.
 AF_INLINE vf rounded(vf x) {
     __asm__("" : "+m"(x));
     return x;
 }
 
-// While it lives, this thread's results that would be subnormal are 0 (or are not, for mods, which
-// see floats as everywhere). Weights far from a row's maximum are subnormal in masses, and each
+// While it lives, this thread's results that would be subnormal are 0 (or, for mods, are not: they
+// see floats as everywhere). Weights far from a row's maximum are often subnormal, and each
 // product with one would stop an x86 processor for 100 cycles.
 class subnormal_results {
    public:
@@ -147,7 +147,7 @@ AF_INLINE float largest_of(vf v) {
 // 2^x for x <= 128; 0 for -inf and, mostly, where 2^x is subnormal; NaN for NaN.
 // A polynomial over one octave (minimax in relative error on [0, 1)) and the exponent added.
 // Degrees 4 and 6 are exact at whole numbers: a row's largest score has weight 1, and so have all
-// that equal it. Degree 4 besides errs by nothing on average, so that sums of weights don't drift.
+// that equal it. The mean error of degree 4 is 0 too, so that sums of weights don't drift.
 template <int DEGREE = 6>
 AF_INLINE vf exp2(vf x) {
     static_assert(DEGREE == 6 || DEGREE == 4 || DEGREE == 3, "degrees that have coefficients");

@@ -10,16 +10,16 @@
 
 namespace AF_LEVEL {
 
-// Columns [begin, end) of a tile, multiples of 32, in which some pair is live.
+// Columns [begin, end) of a tile, multiples of 32, with some live pair.
 struct stretch {
     int32_t begin, end;
 };
 
 // Running state of rows; arrays have rows up to a multiple of 32.
 struct softmax_state {
-    float* top;    // maximum so far
+    float* top;    // largest score so far
     float* sum;    // [row][VL]
-    float* alpha;  // what the last tile multiplied earlier sums with
+    float* alpha;  // factor of earlier sums at the last tile
     uint8_t* nan;  // rows with a NaN score beside an infinite maximum; else NaN is in the sum
 };
 
@@ -69,7 +69,8 @@ struct softmax_tile {
     uint32_t whole_steps;  // bit c / 32: no row has a dead pair in these columns; read if masked
 };
 
-// Rows whose maximum is +inf are NaN; max_scores tells them from rows with a NaN score.
+// Notes the rows whose maximum is +inf: they are NaN, and max_scores tells them from rows with a
+// NaN score.
 template <bool MASKED>
 static AF_NOINLINE void note_nan(int rows, const softmax_tile& t, const softmax_state& state) {
     for (int r = 0; r < rows; ++r) {
@@ -89,13 +90,13 @@ static AF_NOINLINE void note_nan(int rows, const softmax_tile& t, const softmax_
     }
 }
 
-// Whether columns from c on must be looked up.
+// Whether live bits must be looked up for columns from c on.
 template <bool MASKED>
 AF_INLINE bool has_dead(const softmax_tile& t, int64_t c) {
     return MASKED && !(t.whole_steps >> (c / 32) & 1);
 }
 
-// Takes the maximum of each far row from its scores.
+// Subtracts the maximum of each far row from its scores.
 static AF_NOINLINE void subtract_tops(int rows, const softmax_tile& t, const softmax_state& state,
                                       vi far) {
     for (int r = 0; r < rows; ++r) {
@@ -108,7 +109,7 @@ static AF_NOINLINE void subtract_tops(int rows, const softmax_tile& t, const sof
     }
 }
 
-// Maxima: updates top, sets alpha and bases, of VL rows, of which `rows` are computed.
+// Row maxima: updates row_max, sets alpha and bases of VL rows, of which `rows` are computed.
 template <bool MASKED>
 static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& t,
                                     const softmax_state& state, float* bases) {

@@ -1,8 +1,8 @@
-// What a step of a program is when it runs: a function on lanes, and the ways to write one.
+// Steps of a program as they run: a function on lanes, and the ways to write one.
 //
-// Loops over lanes are plain loops on scalars that the compiler vectorises, but for what it can't:
-// comparisons to bits, bits to lanes, elementary functions. Registers of a step are the same one
-// or apart, never shifted against each other, so that no lane waits for another (ivdep).
+// Loops over lanes are plain scalar loops that the compiler vectorises, except comparisons to bits,
+// bits to lanes and elementary functions, which it can't. Registers of a step are the same one or
+// disjoint, never shifted against each other, so that no lane waits for another (ivdep).
 #pragma once
 #include "anyflex_cpu.h"
 #include "bytecode.h"
@@ -43,7 +43,7 @@ struct alignas(64) step {
     char* registers;
 };
 
-// An address in a step that follows the row: of scores, gradients or live bits.
+// An address in a step that advances with the row: of scores, gradients or live bits.
 struct moving {
     char** address;
     char* begin;
@@ -126,7 +126,7 @@ struct vector_of<int64_t> {
     typedef vl mask;
 };
 
-// The lowest bit of the number that is returned is that of lane 0.
+// The lowest bit of the returned number is that of lane 0.
 AF_INLINE uint32_t bits_of(vi mask) {
 #if defined(__AVX512F__)
     return _mm512_movepi32_mask(reinterpret_cast<__m512i>(mask));

@@ -33,7 +33,7 @@ class tile_queue {
         total_ += product.panels * product.steps;
     }
 
-    // Steps until `part` of `whole` are done.
+    // Runs steps until `part` of `whole` are done.
     AF_INLINE_MEMBER void keep_up(int part, int whole) {
         while (done_ * whole < total_ * part) step();
     }

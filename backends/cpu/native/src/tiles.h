@@ -18,12 +18,13 @@ AF_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 AF_INLINE int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 AF_INLINE int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
-// Waking a thread costs some 20 us: what occupies one for less than about 100 us it does alone.
+// Returns how many threads are worth waking. That costs some 20 us each, so one thread does alone
+// what takes it less than about 100 us.
 AF_INLINE int threads_worth(double microseconds, int threads) {
     return microseconds < 100 ? 1 : threads;
 }
 
-// Of the products of all pairs, dead ones too.
+// Estimated time of the products of all pairs, dead ones included.
 AF_INLINE double microseconds_of_products(const af_problem& p, bool tiles) {
     const double pairs = double(p.batch) * p.q_heads * p.q_length * p.kv_length;
     const double a_microsecond = tiles ? 4e5 : VL == 16 ? 1e5 : 2e4;
@@ -32,7 +33,7 @@ AF_INLINE double microseconds_of_products(const af_problem& p, bool tiles) {
 
 // The runs of one row of blocks, in columns (elements).
 //
-// Who writes into a mask's memory past torch's counter may have put anything there. Columns are
+// A mask's memory may have been overwritten with anything, past torch's version counter. Columns are
 // bounded where they are read, runs without a column are passed over, and no code relies on their
 // order: such a mask gives wrong numbers, and nothing is read outside of q, k and v.
 struct run_row {
@@ -50,7 +51,7 @@ struct run_row {
     }
 };
 
-// `block` is the row of blocks; `columns_of_block` and `length` are of the side that runs span.
+// `block` is the row of blocks; `columns_of_block` and `length` belong to the side that runs span.
 AF_INLINE run_row runs_of(const af_runs& runs, int64_t b, int64_t h, int64_t block,
                           int64_t columns_of_block, int64_t length) {
     const int64_t row = ((runs.batch == 1 ? 0 : b) * runs.heads + (runs.heads == 1 ? 0 : h)) *
@@ -61,7 +62,7 @@ AF_INLINE run_row runs_of(const af_runs& runs, int64_t b, int64_t h, int64_t blo
     return {runs.runs + 3 * first, last - first, columns_of_block, length};
 }
 
-// One FULL run over all columns: what a problem without a mask has.
+// One FULL run over all columns: the runs of a problem without a mask.
 AF_INLINE run_row whole_row(int64_t length) {
     static const int32_t whole[3] = {0, 1, 1};
     return {whole, length > 0 ? 1 : 0, length, length};
@@ -82,7 +83,7 @@ struct tile_span {
 // Walks the kv tiles of a row of runs.
 struct tile_walk {
     run_row row;
-    int64_t width;  // at most so many columns, a multiple of tile_step
+    int64_t width;  // at most this many columns, a multiple of tile_step
     int64_t next_run = 0;
     int64_t at = 0;  // columns below are done
 
@@ -110,7 +111,8 @@ struct tile_walk {
     }
 };
 
-// Columns that a row of runs covers, PARTIAL ones dearer by half: what a job costs.
+// Columns that a row of runs covers, with PARTIAL ones at 1.5 times their number: the cost of a
+// job.
 AF_INLINE int64_t cost_of(const run_row& row) {
     int64_t cost = 0;
     for (int64_t i = 0; i < row.count; ++i) {
@@ -130,7 +132,7 @@ AF_INLINE void set_bits(uint16_t* live, int64_t begin, int64_t end) {
     }
 }
 
-// What a mask program is asked about, and where its answer goes.
+// Live bits that a mask program writes, and room for one run of them.
 struct live_tile {
     uint16_t* live;  // [rows rounded up to 32][ld]
     uint16_t* spare;  // the same size and one word a row more

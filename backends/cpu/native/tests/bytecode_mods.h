@@ -1,4 +1,4 @@
-// The mods of mods.h as bytecode, and what puts it together.
+// The mods of mods.h as bytecode, and an assembler for it.
 #pragma once
 #include "bytecode.h"
 #include "mods.h"
@@ -44,7 +44,7 @@ struct assembler {
         std::memcpy(&held, &one, 4);
         operands.push_back(held);
     }
-    // Of 8 bytes each, so that they are aligned.
+    // Returns the program's bytes in words of 8, so that they are aligned.
     std::vector<uint64_t> code() const {
         af_code header = {AF_CODE_MAGIC, kind, slots, 0, {}, uint32_t(operands.size()),
                           uint32_t(constants.size())};

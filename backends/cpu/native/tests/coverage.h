@@ -1,4 +1,4 @@
-// What a run has found wrong, and what its problems have covered.
+// Failures of a run, and counts of what its problems have covered.
 #pragma once
 #include <atomic>
 #include <cinttypes>
@@ -13,14 +13,15 @@ inline std::atomic<int> failures{0};
 
 inline void compare(const char* what, int64_t number, double found, double wanted, double limit) {
     if (found == wanted || (std::isnan(found) && std::isnan(wanted))) return;
-    // Otherwise a limit that grows with what is wanted would let an infinite one be anything.
+    // Without this test a limit that grows with the wanted value would accept anything for an
+    // infinite one.
     if (std::isfinite(wanted) && std::fabs(found - wanted) <= limit) return;
     if (failures++ < 20)
         std::printf("problem %" PRId64 ": %s is %g, wanted %g (limit %g), level %s\n", number, what,
                     found, wanted, limit, af_isa());
 }
 
-// How many problems had what: a run that leaves one of them out proves less than it says.
+// How many problems had each property: a run that leaves one of them out proves less than it says.
 struct coverage {
     std::atomic<int64_t> interpreted{0}, loads{0}, scatters{0}, halves{0}, bf16s{0}, strides{0},
         grouped_decodes{0}, split_decodes{0}, decodes_in_lanes{0}, decodes_in_panels{0},

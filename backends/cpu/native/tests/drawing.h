@@ -1,4 +1,4 @@
-// What a random problem is: its lengths, mods and blocks.
+// Random problems: their lengths, mods and blocks.
 #pragma once
 #include <algorithm>
 #include <random>
@@ -28,7 +28,8 @@ class drawing {
     }
 
    private:
-    // What a problem is drawn for: chance alone would seldom bring together all that some need.
+    // Kinds of problems: chance alone would seldom combine all the properties that some cases
+    // need.
     enum { ANY, MANY_ROWS, STRIPES, BAD_KEYS };
 
     void draw_shape(int64_t kind) {
@@ -42,7 +43,7 @@ class drawing {
             n_.q_length = draw({40, 65});
         }
         if (kind == MANY_ROWS || kind == STRIPES) n_.kv_length = 300;
-        if (kind == MANY_ROWS) {  // of decoding: more than a panel's 32 lanes
+        if (kind == MANY_ROWS) {  // decoding: more than a panel's 32 lanes
             const int64_t group = draw({1, 2, 4});
             n_.q_heads = n_.kv_heads * group;
             n_.q_length = 40 / group;
@@ -81,7 +82,7 @@ class drawing {
             q_block_ = 8;
             kv_block_ = 16;
         }
-        // Half of the bad ones are dead among live ones.
+        // Half of the non-finite ones are dead among live ones.
         if (kind == BAD_KEYS) stretch = 1;
         const bool half = kind == BAD_KEYS || stretch > 1;
         const std::vector<int64_t> floats = {AF_T_F16, AF_T_BF16, AF_T_F32, AF_T_F64};

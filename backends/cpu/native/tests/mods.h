@@ -77,7 +77,8 @@ struct mods {
     bool by_head = false;
     int64_t ints[INTS] = {};
     captured_tensor slope, table, index, kept;
-    // Of the formula: gradients of slope and table, and the sizes that rounding is of.
+    // Results of the formula: gradients of slope and table, and the sum of the absolute terms,
+    // which rounding is relative to.
     std::vector<double> slope_grad{0}, slope_size{0}, table_grad, table_size;
     // Whether several threads have run the native functions below.
     mutable std::atomic<size_t> first_thread{0};
@@ -115,7 +116,7 @@ struct mods {
         const double t = std::tanh(s / cap);
         return 1 - t * t;
     }
-    // `size`: of what `grad` is a difference of.
+    // `size`: absolute terms of the difference that `grad` is.
     void learn(double grad, double size, int64_t h, int64_t q, int64_t k) {
         slope_grad[0] += grad * double(k - q);
         slope_size[0] += size * std::fabs(double(k - q));
@@ -131,7 +132,7 @@ struct mods {
     }
 };
 
-// What the functions below read: the program's code.
+// The mods of a program: its code.
 inline const mods& mods_of(const af_program* program) {
     const mods& m = *static_cast<const mods*>(program->code);
     m.note_thread();

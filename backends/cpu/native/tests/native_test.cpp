@@ -15,7 +15,7 @@ using native_test::compare;
 using native_test::coverage;
 using native_test::failures;
 
-// Arguments that no caller of ours sends get a status.
+// Checks that arguments which no caller of ours sends get a status.
 void refused() {
     af_error error;
     const auto expect = [](const char* what, int64_t found, int64_t wanted) {

@@ -103,7 +103,7 @@ class problem : drawing {
             covered.several_threads += mods_.several_threads;
             return;
         }
-        // Half of them: the others have the constant gradient 0 at lse.
+        // Half of the problems: the others have the constant gradient 0 at lse.
         std::vector<float> dlse(n_.rows(), 0);
         const bool with_dlse = draw({0, 1});
         std::normal_distribution<float> normal;
@@ -118,7 +118,7 @@ class problem : drawing {
         for (int64_t i = 0; i < n_.rows(); ++i) {
             compare("lse", number_, lse[i], w.lse[i],
                     (dtype == AF_F32 ? 1e-5 : 1e-4) * (1 + std::fabs(w.lse[i]) / 8));
-            // Nothing of it is rounded to 16 bits.
+            // Its values aren't rounded to 16 bits.
             compare("max_scores", number_, top[i], w.top[i], 1e-6 * (8 + std::fabs(w.top[i])));
         }
         for (int64_t i = 0; i < out.size; ++i) compare("out", number_, out.at(i), w.out[i], limit);
@@ -248,7 +248,7 @@ class problem : drawing {
                           const std::vector<double>& wanted) {
         const bool bf16 = found.dtype == AF_BF16;
         const double room = found.dtype == AF_F32 ? 2e-4 : bf16 ? 0.15 : 0.02;
-        // Of the last digit that the type holds.
+        // Relative error of one step in the last digit of the type.
         const double step = found.dtype == AF_F32 ? 0 : bf16 ? 1.0 / 256 : 1.0 / 1024;
         for (int64_t i = 0; i < found.size; ++i)
             compare(what, number_, found.at(i), wanted[i], room + step * std::fabs(wanted[i]));

@@ -28,7 +28,7 @@ inline void run_team(void (*function)(void*), void* context, unsigned threads, u
 // As omp_get_thread_num.
 inline int team_member() { return member; }
 
-// Calls that begin from now on run on a team's threads, or on the library's own.
+// Makes calls that begin from now on run on a team's threads, or on the library's own.
 inline void share_threads(bool of_a_team) {
     af_share_threads(of_a_team ? reinterpret_cast<void*>(&run_team) : nullptr,
                      reinterpret_cast<void*>(&team_member));

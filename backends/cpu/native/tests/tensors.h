@@ -51,7 +51,7 @@ inline uint16_t bf16(float x) {
 }
 inline float of_bf16(uint16_t x) { return of_bits(uint32_t(x) << 16); }
 
-// Towards 0 and with subnormals as 0: it only makes values that have 16 bits.
+// Rounds towards 0 and takes subnormals as 0: it only makes values that have 16 bits.
 inline uint16_t half(float x) {
     const uint32_t u = bits_of(x), size = u & 0x7fffffff;
     if (size >= bits_of(0x1p16f))
@@ -109,12 +109,13 @@ struct tensor {
         if (how == of_one_head) stride[1] = 0;
         int64_t last = first;
         for (int i = 0; i < 4; ++i) last += (shape[i] - 1) * stride[i];
-        // Exactly what the strides reach, so that a sanitizer sees the first element past it.
+        // Exactly the bytes that the strides reach, so that a sanitizer sees the first element
+        // past them.
         data.assign(size > 0 ? (last + 1) * bytes_of(dtype) : bytes_of(dtype), char(0xff));
         view = {data.data() + first * bytes_of(dtype),
                 {stride[0], stride[1], stride[2], stride[3]}};
     }
-    // `spoilt`: how many elements become NaN or infinite.
+    // `nonfinite`: how many elements become NaN or infinite.
     void fill(std::mt19937_64& random, int64_t spoilt) {
         std::normal_distribution<float> normal;
         const int64_t elements = int64_t(data.size()) / bytes_of(dtype);
@@ -138,7 +139,7 @@ struct tensor {
         return found;
     }
     double at(int64_t i) const { return got(data.data() + place(i) * bytes_of(dtype), dtype); }
-    // Bytes between the elements of an output that aren't as they were.
+    // Number of bytes between the elements of an output that were overwritten.
     int64_t written_between() const {
         std::vector<char> ours(data.size(), 0);
         for (int64_t i = 0; i < size; ++i)

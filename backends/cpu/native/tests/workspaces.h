@@ -1,4 +1,4 @@
-// What the library asks for as workspace beside what the headers of its plans state.
+// Workspace sizes of the library, and those that the headers of its plans state.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -72,7 +72,7 @@ inline workspace forward_workspace(const af_problem& p, const std::string& what)
             packed + live + p.threads * a_thread + jobs};
 }
 
-// Of the level in use, for problems of many sizes.
+// The workspaces of the level in use, for problems of many sizes.
 inline std::vector<workspace> workspaces(const std::string& level) {
     std::vector<workspace> found;
     for (const int32_t dtype : {AF_F32, AF_BF16})
