@@ -189,8 +189,8 @@ AF_API int32_t af_set_isa(const char* name);
 AF_API void af_share_threads(void* parallel, void* thread_number);
 
 // A workspace's size follows from dtype, threads, the seven sizes, has_mask, the mask's block
-// sizes, `wanted`, `kv_batch_is_shared` and the programs' scratch_bytes alone, never from pointers,
-// strides or runs.
+// sizes, `wanted`, `kv_batch_is_shared` and the programs' scratch_bytes alone, never from
+// pointers, strides or runs.
 AF_API int64_t af_forward_workspace(const af_problem* problem);
 AF_API int32_t af_forward(const af_forward_args* args, af_error* error);
 AF_API int64_t af_backward_workspace(const af_problem* problem, int64_t captured_elements);

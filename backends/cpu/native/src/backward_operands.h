@@ -68,13 +68,13 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
 // Products of bf16 round weights to 8 bits themselves, so their limit is higher.
 constexpr float large_lse = 16.0f, large_lse_of_pairs = 16384.0f;
 
-inline bool is_large(const backward_plan& plan, float lse, float top) {
+inline bool is_large(const backward_plan& plan, float lse, float row_max) {
     const float size = __builtin_fabsf(lse);
-    return size >= (plan.pairs ? large_lse_of_pairs : large_lse) && top - top == 0.0f;
+    return size >= (plan.pairs ? large_lse_of_pairs : large_lse) && row_max - row_max == 0.0f;
 }
 
 // The product, or modified score, that scales to the lse of a row.
-inline float top_of_lse(const af_problem& p, float lse) {
+inline float row_max_of_lse(const af_problem& p, float lse) {
     return p.score ? lse : static_cast<float>(lse / p.scale);
 }
 
@@ -95,17 +95,17 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
         const bool dead = r >= rows || args.lse[at + r] == -__builtin_inff();
         tile.dead[r] = dead;
         *tile.dead_rows += dead;
-        const float lse = dead ? 0.0f : args.lse[at + r], top = top_of_lse(p, lse);
-        tile.large[r] = !dead && is_large(plan, lse, top);
+        const float lse = dead ? 0.0f : args.lse[at + r], row_max = row_max_of_lse(p, lse);
+        tile.large[r] = !dead && is_large(plan, lse, row_max);
         *tile.large_rows += tile.large[r];
         tile.lse[r] = 0;
-        tile.top[r] = 0;
+        tile.row_max[r] = 0;
         tile.delta[r] = 0;
         if (dead) continue;
         tile.lse[r] = lse * log2_e;
         if (tile.large[r]) {
-            tile.top[r] = top;
-            const double product = p.score ? double(top) : top * p.scale;
+            tile.row_max[r] = row_max;
+            const double product = p.score ? double(row_max) : row_max * p.scale;
             tile.lse[r] = static_cast<float>((lse - product) * 1.4426950408889634);
         }
         tile.delta[r] = args.delta ? args.delta[at + r] : row_product(out, r, dout, r, ev);

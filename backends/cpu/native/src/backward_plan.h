@@ -17,8 +17,8 @@
 //                          + 44 bytes a job of the units in flight
 //
 // in which, with head dims E and Ev rounded up to 32, w bytes an element (2 where products are
-// bf16, else 4) and R rows of a kv tile (256 where products run on AMX tiles and E + Ev >= 192, else
-// 128)
+// bf16, else 4) and R rows of a kv tile (256 where products run on AMX tiles and E + Ev >= 192,
+// else 128)
 //
 //   operands of a q tile = 512 * (E + Ev) + 2112
 //   its dQ               = 512 * E + 1
@@ -78,8 +78,8 @@ struct q_tile {
     int64_t* bad_douts;
     uint8_t* large;      // [q_tile_rows] lse is too coarse: backward_row_sums.h
     int64_t* large_rows;
-    float* top;          // [q_tile_rows] subtracted from a large row's scores; 0 in others
-    float* lse;          // [q_tile_rows] in powers of two, relative to `top`
+    float* row_max;      // [q_tile_rows] subtracted from a large row's scores; 0 in others
+    float* lse;          // [q_tile_rows] in powers of two, relative to `row_max`
     float* delta;        // [q_tile_rows] sum(dout * out) - dlse
     uint32_t* query;     // [q_tile_rows][head_dim / word]: left side of the scores
     uint32_t* query_t;   // pairs: [head_dim][q_tile_rows / 2]: left side of dK
@@ -99,7 +99,7 @@ inline q_tile take_q_tile(arena& memory, const backward_plan& plan) {
     tile.bad_douts = tile.dead_rows + 2;
     tile.large_rows = tile.dead_rows + 3;
     tile.lse = memory.take<float>(q_tile_rows);
-    tile.top = memory.take<float>(q_tile_rows);
+    tile.row_max = memory.take<float>(q_tile_rows);
     tile.delta = memory.take<float>(q_tile_rows);
     tile.query = memory.take<uint32_t>(rows * plan.head_dim);
     tile.query_t = memory.take<uint32_t>(plan.pairs ? rows * plan.head_dim : 0);

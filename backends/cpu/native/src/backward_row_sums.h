@@ -1,11 +1,11 @@
 // Row maxima and row sums of rows with large scores, computed again.
 //
-// lse is a float. At 16 its rounding makes every weight exp(s - lse) of the row wrong by up to 1e-6,
-// at 1000 by 3e-5; a forward that summed its products in another order does the same. At 10^8 the
-// log of the row sum is lost, and at 3 * 10^38 the product overflows. Before the pass begins such
-// rows get a row maximum of their own, from the very scores that the pass will see, and an lse
-// relative to it. lse from outside may cover more keys than the call has: its rows keep the maximum
-// that lse itself gives.
+// lse is a float. At 16 its rounding makes every weight exp(s - lse) of the row wrong by up to
+// 1e-6, at 1000 by 3e-5; a forward that summed its products in another order does the same. At
+// 10^8 the log of the row sum is lost, and at 3 * 10^38 the product overflows. Before the pass
+// begins such rows get a row maximum of their own, from the very scores that the pass will see,
+// and an lse relative to it. lse from outside may cover more keys than the call has: its rows keep
+// the maximum that lse itself gives.
 #pragma once
 #include "backward_tile.h"
 
@@ -14,8 +14,8 @@ namespace AF_LEVEL {
 // Row maxima and row sums of a q tile's large rows. A maximum is stored times the sign of the
 // factor, so that it is the largest for a negative factor too.
 struct large_row_sums {
-    float top[q_tile_rows];
-    vf sum[q_tile_rows];
+    float row_max[q_tile_rows];
+    vf row_sum[q_tile_rows];
 };
 
 inline float sign_of_factor(const af_problem& p) { return p.score || p.scale > 0 ? 1.0f : -1.0f; }
@@ -41,26 +41,26 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
             const vf s = load(score + c) * sign;
             return t.living.whole ? s : where(lanes(live, c), s, splat(-infinity));
         };
-        vf most = splat(rows.top[r]);
+        vf most = splat(rows.row_max[r]);
         for (int64_t c = from; c < to; c += VL) most = larger(score_at(c), most);
-        const float top = largest_of(most);
-        if (top == -infinity) continue;
-        vf sum = rows.sum[r] * exp2((splat(rows.top[r]) - top) * size);
-        for (int64_t c = from; c < to; c += VL) sum += exp2((score_at(c) - top) * size);
-        rows.top[r] = top;
-        rows.sum[r] = sum;
+        const float row_max = largest_of(most);
+        if (row_max == -infinity) continue;
+        vf row_sum = rows.row_sum[r] * exp2((splat(rows.row_max[r]) - row_max) * size);
+        for (int64_t c = from; c < to; c += VL) row_sum += exp2((score_at(c) - row_max) * size);
+        rows.row_max[r] = row_max;
+        rows.row_sum[r] = row_sum;
     }
 }
 
 // Stores the maxima and sums of large rows. A non-finite query is 0 in the operands, so its row
 // keeps what it has.
-static void keep_tops(const tile_place& at, const large_row_sums& rows) {
+static void keep_row_max(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
     const float sign = sign_of_factor(at.args->problem);
     for (int64_t r = 0; r < q_tile_rows; ++r) {
-        if (!tile.large[r] || tile.bad_query[r] || rows.top[r] == -infinity) continue;
-        tile.top[r] = rows.top[r] * sign;
-        tile.lse[r] = __builtin_log2f(sum_of(rows.sum[r]));
+        if (!tile.large[r] || tile.bad_query[r] || rows.row_max[r] == -infinity) continue;
+        tile.row_max[r] = rows.row_max[r] * sign;
+        tile.lse[r] = __builtin_log2f(sum_of(rows.row_sum[r]));
     }
 }
 
@@ -72,8 +72,8 @@ template <bool PAIRS> static void sum_large_rows(tile_place at, tile_buffers& t)
     at.rows = smaller(p.q_length - at.q, q_tile_rows);
     large_row_sums rows;
     for (int64_t r = 0; r < q_tile_rows; ++r) {
-        rows.top[r] = -infinity;
-        rows.sum[r] = vf{};
+        rows.row_max[r] = -infinity;
+        rows.row_sum[r] = vf{};
     }
     if constexpr (PAIRS) pairs_begin();
     for (at.kv = 0; at.kv < p.kv_length; at.kv += plan.kv_rows) {
@@ -97,7 +97,7 @@ template <bool PAIRS> static void sum_large_rows(tile_place at, tile_buffers& t)
             }
     }
     if constexpr (PAIRS) pairs_end();
-    keep_tops(at, rows);
+    keep_row_max(at, rows);
 }
 
 }  // namespace AF_LEVEL

@@ -27,7 +27,7 @@ struct tile_buffers {
     kv_operands kv;
     tile_liveness found;    // by the mask
     tile_liveness living;   // without dead rows of one query head; may share found's bits
-    uint16_t* living_bits;  // without dead rows of one query head; may share found's bits
+    uint16_t* living_bits;  // [q_tile_rows][live_words]: bits of its own
     af_error* error;
 };
 
@@ -189,9 +189,9 @@ template <bool PAIRS, bool MASKED> struct probability {
 };
 
 // Operands of dV, dK and dQ from `score` and `grad` (dP) of a group of rows; columns [from, to).
-// score, as `subtract_tops` left it -> exp2(score * factor - lse) = P; grad -> P (dP - delta), which
-// also goes to `grad` where products are float. MASKED: with live bits. KEEP_GRAD: only to `grad`,
-// a program follows.
+// score, as `subtract_row_max` left it -> exp2(score * factor - lse) = P; grad -> P (dP - delta),
+// which also goes to `grad` where products are float. MASKED: with live bits. KEEP_GRAD: only to
+// `grad`, a program follows.
 template <bool PAIRS, bool MASKED, bool KEEP_GRAD>
 static void gradients_of_scores(const tile_place& at, const tile_buffers& t, int64_t first,
                                 int64_t from, int64_t to, float factor) {
@@ -387,14 +387,14 @@ inline float factor_of(const af_problem& p) {
 }
 
 // Subtracts the row maxima of a group's large rows.
-static void subtract_tops(const tile_place& at, const tile_buffers& t, int64_t first,
+static void subtract_row_max(const tile_place& at, const tile_buffers& t, int64_t first,
                           int64_t columns) {
     if (*at.operands.large_rows == 0) return;
     for (int64_t i = 0; i < group; ++i) {
         if (!at.operands.large[first + i]) continue;
-        const vf top = splat(at.operands.top[first + i]);
+        const vf row_max = splat(at.operands.row_max[first + i]);
         float* score = t.score + i * t.strip;
-        for (int64_t c = 0; c < columns; c += VL) store(score + c, load(score + c) - top);
+        for (int64_t c = 0; c < columns; c += VL) store(score + c, load(score + c) - row_max);
     }
 }
 
@@ -413,7 +413,7 @@ static void apply_mods(const tile_place& at, const tile_buffers& t, int64_t firs
         tile.score = t.score;
         run_program(p.score, tile);
     }
-    subtract_tops(at, t, first, to - from);
+    subtract_row_max(at, t, first, to - from);
     if (!derivative) {
         if (whole)
             gradients_of_scores<PAIRS, false, false>(at, t, first, from, to, factor);

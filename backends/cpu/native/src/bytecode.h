@@ -12,7 +12,8 @@
 // equal; what depends on q_idx alone once for AF_LANES rows, a lane a row; what depends on kv_idx
 // alone once a strip of AF_LANES columns, a lane a column; the rest for every row of a strip, a
 // lane a column. There an operand in capitals (see below) is one value: its register's lane of
-// that row. Registers of the first sections keep their values as long as their section isn't run again.
+// that row. Registers of the first sections keep their values as long as their section isn't run
+// again.
 #pragma once
 #include <stdint.h>
 

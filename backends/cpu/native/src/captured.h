@@ -1,8 +1,8 @@
 // Loads of captured tensors of any rank, type and stride, and the element that each index means.
 //
 // An index in -N..-1 counts from the end, then it is clamped: nothing outside is ever touched. A
-// live pair's index outside of [-N, N) is noted in the tile's error. A tensor without elements reads
-// as 0, and every live pair of it has read outside.
+// live pair's index outside of [-N, N) is noted in the tile's error. A tensor without elements
+// reads as 0, and every live pair of it has read outside.
 #pragma once
 #include <stddef.h>
 

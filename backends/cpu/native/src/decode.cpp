@@ -60,9 +60,9 @@ decode_buffers decode_buffers_of(const decode_run& run, int thread) {
     b.out = reinterpret_cast<float*>(take(d.out_bytes));
     b.before = reinterpret_cast<float*>(take(d.out_bytes));
     char* rows = take(d.row_bytes);
-    b.state.sum = reinterpret_cast<float*>(rows);
-    b.state.top = b.state.sum + d.rows_padded * VL;
-    b.state.alpha = b.state.top + d.rows_padded;
+    b.state.row_sum = reinterpret_cast<float*>(rows);
+    b.state.row_max = b.state.row_sum + d.rows_padded * VL;
+    b.state.alpha = b.state.row_max + d.rows_padded;
     b.state.nan = reinterpret_cast<uint8_t*>(b.state.alpha + d.rows_padded);
     b.scratch = take(d.scratch_bytes);
     b.error = reinterpret_cast<af_error*>(at);
@@ -246,7 +246,7 @@ void softmax_of_tile(const decode_run& run, const decode_buffers& b, const decod
                                    b.live.live + r * b.live.ld, b.live.ld, t.in.part, t.in.parts,
                                    t.in.whole_steps};
         const softmax_state& s = b.state;
-        const softmax_state state = {s.top + r, s.sum + r * VL, s.alpha + r, s.nan + r};
+        const softmax_state state = {s.row_max + r, s.row_sum + r * VL, s.alpha + r, s.nan + r};
         softmax_rows<MASKED, false>(rows - r < VL ? rows - r : VL, run.scale.factor, tile, state);
     }
 }
@@ -334,9 +334,9 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
                         round_up(d.rows, NR), b.panels);
     if (tiles || b.values_on_tiles) pairs_begin();
     memset(b.out, 0, d.rows * d.value_width * 4);
-    memset(b.state.sum, 0, d.rows_padded * VL * 4);
+    memset(b.state.row_sum, 0, d.rows_padded * VL * 4);
     memset(b.state.nan, 0, d.rows_padded);
-    for (int64_t r = 0; r < d.rows_padded; ++r) b.state.top[r] = -infinity;
+    for (int64_t r = 0; r < d.rows_padded; ++r) b.state.row_max[r] = -infinity;
 
     run_row row = key_runs(p, t.job.b, t.job.h, 0);
     row.length = smaller(row.length, t.job.end);
@@ -358,8 +358,8 @@ void decode_split(const decode_run& run, int64_t index, int thread) {
     if (tiles || b.values_on_tiles) pairs_end();
     float* record = run.records + index * d.rows * d.record;
     for (int64_t r = 0; r < d.rows; ++r, record += d.record) {
-        record[0] = b.state.top[r];
-        record[1] = sum_of(load(b.state.sum + r * VL));
+        record[0] = b.state.row_max[r];
+        record[1] = sum_of(load(b.state.row_sum + r * VL));
         record[2] = b.state.nan[r];
         memcpy(record + 4, b.out + r * d.value_width, d.value_width * 4);
     }
@@ -383,16 +383,16 @@ void combine(void* context, int64_t unit, int) {
     for (int64_t r = 0; r < d.rows; ++r) {
         float* first = run.records + (unit * d.splits * d.rows + r) * d.record;
         const int64_t step = d.rows * d.record;
-        float top = -infinity;
+        float row_max = -infinity;
         for (int64_t s = 0; s < d.splits; ++s)
-            top = first[s * step] > top ? first[s * step] : top;
+            row_max = first[s * step] > row_max ? first[s * step] : row_max;
         const vf factor = splat(run.scale.factor);
-        row_sums row = {top, 0.0f, false, first + 4};
+        row_sums row = {row_max, 0.0f, false, first + 4};
         for (int64_t s = 0; s < d.splits; ++s) {
             float* record = first + s * step;
-            const vf share = share_of(splat(record[0]), splat(top), factor);
+            const vf share = share_of(splat(record[0]), splat(row_max), factor);
             row.nan |= record[2] != 0.0f || (record[0] != infinity && record[1] != record[1]);
-            row.sum += share[0] * record[1];
+            row.row_sum += share[0] * record[1];
             for (int64_t e = 4; e < d.record; e += VL) {
                 const vf sum = s > 0 ? load(first + e) : vf{};
                 store(first + e, madd(share, load(record + e), sum));

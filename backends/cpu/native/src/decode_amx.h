@@ -1,8 +1,8 @@
 // The two products of decoding on AMX tiles, which take keys and values as they lie in memory.
 //
 // Both go over turns of 64 columns, 16 of each stream. A tile load waits for all of its lines, so
-// each product prefetches the lines of the turn after it: a few of every stream beside each tile, in
-// the order of their addresses, because that order triggers the hardware prefetcher.
+// each product prefetches the lines of the turn after it: a few of every stream beside each tile,
+// in the order of their addresses, because that order triggers the hardware prefetcher.
 #pragma once
 #include "decode_products.h"
 
@@ -148,8 +148,9 @@ static void score_tiles(const decode_query& q, int rows, const matrix& key, int6
 }
 
 // A row of values is a row of the right side as it lies in memory, but its pairs are neighbours in
-// that row and not two keys. So a weight stands beside a 0 twice: once for the even elements and once
-// for the odd ones. A weight is two bf16, its rounded value and the residual: 16 rows for each 4.
+// that row and not two keys. So a weight stands beside a 0 twice: once for the even elements and
+// once for the odd ones. A weight is two bf16, its rounded value and the residual: 16 rows for
+// each 4.
 constexpr int value_rows_a_tile = 4;
 constexpr int64_t value_dim_a_pass = 4 * 2 * VL;  // four tiles of sums
 

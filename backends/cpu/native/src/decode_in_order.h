@@ -2,12 +2,12 @@
 // rows are read one after the other.
 //
 // The prefetcher of an AMD Zen 4 follows code best that reads whole rows in order, without a loop
-// inside of a row and without prefetch instructions (except for rows apart). Reading lines of several
-// rows in turns, half rows, or one line per iteration is half as fast, and prefetch instructions wait
-// for one another. Intel's Sapphire Rapids is 1.1 times as fast with streams and prefetch
-// instructions. A Zen 5 follows whole rows too, but not those of float32 keys: their products leave
-// the prefetcher idle while the later query rows take keys from L1. There the code prefetches the
-// next turn's keys.
+// inside of a row and without prefetch instructions (except for rows apart). Reading lines of
+// several rows in turns, half rows, or one line per iteration is half as fast, and prefetch
+// instructions wait for one another. Intel's Sapphire Rapids is 1.1 times as fast with streams and
+// prefetch instructions. A Zen 5 follows whole rows too, but not those of float32 keys: their
+// products leave the prefetcher idle while the later query rows take keys from L1. There the code
+// prefetches the next turn's keys.
 #pragma once
 #include "decode_products.h"
 #include "level.h"
@@ -62,10 +62,9 @@ struct row_in_order {
 };
 
 // R query rows times VL / R keys: VL vectors of partial sums, which one reduction across lanes
-// ends. Query rows stay in registers if they have room, so that only keys wait in the load queue: a
-// query row read for each key would fill that queue, and memory would be asked for a few keys at a
-// time.
-// AHEAD: prefetch the same lines of the next turn, for rows that are neighbours.
+// ends. Query rows stay in registers if they have room, so that only keys wait in the load queue:
+// a query row read for each key would fill that queue, and memory would be asked for a few keys at
+// a time. AHEAD: prefetch the same lines of the next turn, for rows that are neighbours.
 template <int R, bool AHEAD, int DTYPE, int DIM>
 AF_INLINE vf dot_in_order(const decode_query& q, int row, row_in_order<DTYPE, DIM>& key) {
     constexpr int K = VL / R;

@@ -1,8 +1,9 @@
 // The two products of decoding on vectors for many query rows, by the passes of gemm.h.
 //
-// For few rows, decode_products.h sums scores across lanes. For more, a lane is a row: each element
-// of a key is a splat for a panel of rows, and nothing is summed across. Keys and values are read as
-// they lie in memory: packing them, as prefill does, would write as much as there is to read.
+// For few rows, decode_products.h sums scores across lanes. For more, a lane is a row: each
+// element of a key is a splat for a panel of rows, and nothing is summed across. Keys and values
+// are read as they lie in memory: packing them, as prefill does, would write as much as there is
+// to read.
 #pragma once
 #include "decode_products.h"
 

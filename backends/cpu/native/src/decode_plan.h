@@ -26,7 +26,7 @@ struct decode_plan {
     int64_t splits, split_keys;
     bool panels;  // decode_panels.h makes the products
     int64_t query_width, value_width;
-    int64_t record;  // floats of a row of a split: top, sum, nan, nothing, values
+    int64_t record;  // floats of a row of a split: row_max, row_sum, nan, nothing, values
     int64_t score_bytes, live_bytes, spare_bytes, query_bytes, pair_bytes, tile_bytes, panel_bytes,
         out_bytes, row_bytes, scratch_bytes, thread_bytes;
     int64_t record_bytes, total;

@@ -1,5 +1,5 @@
-// The two products of decoding, on vectors: few rows against keys and values as they lie in memory,
-// for all widths and strides.
+// The two products of decoding, on vectors: few rows against keys and values as they lie in
+// memory, for all widths and strides.
 //
 // Each element of K and V is read once and used for up to four rows while it is in a register;
 // nothing is packed, because packing would write as much as decoding reads.

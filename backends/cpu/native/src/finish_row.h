@@ -6,8 +6,9 @@ namespace AF_LEVEL {
 
 // A row's softmax.
 struct row_sums {
-    float top, sum;    // row_max: largest stored score. row_sum: sum of the weights relative to it
-    bool nan;          // a NaN score beside an infinite one; any other NaN is in the sum
+    float row_max;     // largest stored score
+    float row_sum;     // sum of the weights relative to it
+    bool nan;          // a NaN score beside an infinite one; any other NaN is in row_sum
     const float* out;  // [value width]: weighted values
 };
 
@@ -16,7 +17,7 @@ static void finish_row(const af_forward_args& args, const score_scale& scale, in
     const af_problem& p = args.problem;
     const int64_t size = p.dtype == AF_F32 ? 4 : 2;
     const int64_t index = (b * p.q_heads + h) * p.q_length + q;
-    const float inverse = row.sum == 0.0f ? 0.0f : 1.0f / row.sum;
+    const float inverse = row.row_sum == 0.0f ? 0.0f : 1.0f / row.row_sum;
     if (p.value_head_dim > 0) {
         const af_tensor& out = args.out;
         char* to = static_cast<char*>(out.data) +
@@ -26,11 +27,11 @@ static void finish_row(const af_forward_args& args, const score_scale& scale, in
             store_row(row.out, p.value_head_dim, inverse, AF_F32,
                       args.unrounded_out + index * p.value_head_dim);
     }
-    const bool none = row.sum == 0.0f;
-    if (args.lse) args.lse[index] = none ? -infinity : log_of_sum(row.top, row.sum, scale);
+    const bool none = row.row_sum == 0.0f;
+    if (args.lse) args.lse[index] = none ? -infinity : log_of_sum(row.row_max, row.row_sum, scale);
     if (args.max_scores) {
-        const bool nan = row.sum != row.sum && (row.top != infinity || row.nan);
-        const float natural = static_cast<float>(row.top * scale.natural);
+        const bool nan = row.row_sum != row.row_sum && (row.row_max != infinity || row.nan);
+        const float natural = static_cast<float>(row.row_max * scale.natural);
         args.max_scores[index] = nan ? __builtin_nanf("") : natural;
     }
 }

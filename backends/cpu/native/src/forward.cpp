@@ -1,8 +1,8 @@
 // Attention forward: q tiles over packed keys and values, wave by wave of kv heads.
 //
-// A job is a q tile of one head. For each kv tile of its row of runs it finds the live bits, if some
-// pair may be dead; then it goes strip by strip of 32 rows, so that scores stay near. Columns without
-// a live pair in a strip are left out.
+// A job is a q tile of one head. For each kv tile of its row of runs it finds the live bits, if
+// some pair may be dead; then it goes strip by strip of 32 rows, so that scores stay near. Columns
+// without a live pair in a strip are left out.
 #include <string.h>
 
 #include "finish_row.h"
@@ -39,8 +39,8 @@ forward_buffers buffers_of(const forward_run& run, int thread) {
     for (live_tile& live : b.live) live.spare = reinterpret_cast<uint16_t*>(spare);
     b.query = take(f.query_bytes);
     b.out = reinterpret_cast<float*>(take(f.out_bytes));
-    b.state.sum = reinterpret_cast<float*>(take(f.q_rows * VL * 4));
-    b.state.top = reinterpret_cast<float*>(take(f.q_rows * 4));
+    b.state.row_sum = reinterpret_cast<float*>(take(f.q_rows * VL * 4));
+    b.state.row_max = reinterpret_cast<float*>(take(f.q_rows * 4));
     b.state.alpha = nullptr;
     b.state.nan = reinterpret_cast<uint8_t*>(take(round_up(f.q_rows, 64)));
     b.scratch = take(f.scratch_bytes);
@@ -93,7 +93,7 @@ void pack(const forward_run& run, int64_t unit) {
 void finish(const forward_run& run, const forward_buffers& b, const forward_job& job) {
     for (int r = 0; r < job.rows; ++r)
         finish_row(*run.args, run.scale, job.b, job.h, job.q + r,
-                   {b.state.top[r], sum_of(load(b.state.sum + r * VL)), b.state.nan[r] != 0,
+                   {b.state.row_max[r], sum_of(load(b.state.row_sum + r * VL)), b.state.nan[r] != 0,
                     b.out + r * run.plan.value_width});
 }
 
@@ -193,9 +193,9 @@ void run_job(const forward_run& run, int64_t index, int thread) {
         copy_rows(query, rows, rows_padded, p.head_dim, f.query_width,
                   static_cast<float*>(b.query));
     memset(b.out, 0, rows_padded * f.value_width * 4);
-    memset(b.state.sum, 0, rows_padded * VL * 4);
+    memset(b.state.row_sum, 0, rows_padded * VL * 4);
     memset(b.state.nan, 0, rows_padded);
-    for (int64_t r = 0; r < rows_padded; ++r) b.state.top[r] = -infinity;
+    for (int64_t r = 0; r < rows_padded; ++r) b.state.row_max[r] = -infinity;
 
     if constexpr (PAIRS) pairs_begin();
     visit_tiles<PAIRS>(run, b, t);

@@ -1,9 +1,10 @@
 // How a forward problem is cut, and where everything lies in its workspace.
 //
-// Memory: packed heads, 64 bytes and 4 bytes a job of each, and a tile's buffers a thread. One thread
-// packs one head at a time; several pack as many as give each of them 64 jobs, at most 64 MiB. Live
-// bits that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head is K and V of
-// one (batch, kv head), rounded up to whole panels, floats or bf16, and a byte a key.
+// Memory: packed heads, 64 bytes and 4 bytes a job of each, and a tile's buffers a thread. One
+// thread packs one head at a time; several pack as many as give each of them 64 jobs, at most 64
+// MiB. Live bits that heads share take 16 KiB a q tile of 128 rows, at most 4 MiB. A packed head
+// is K and V of one (batch, kv head), rounded up to whole panels, floats or bf16, and a byte a
+// key.
 #pragma once
 #include "pack.h"
 #include "tiles.h"

@@ -225,10 +225,10 @@ AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
                                    s.in.part,
                                    s.in.parts,
                                    s.tile.any_bad ? 0 : s.in.whole_steps};
-        const softmax_state state = {b.state.top + at, b.state.sum + at * VL, s.alpha + r,
+        const softmax_state state = {b.state.row_max + at, b.state.row_sum + at * VL, s.alpha + r,
                                      b.state.nan + at};
         alignas(64) float bases[VL];
-        softmax_top<MASKED>(rows, run.scale.factor, tile, state, bases);
+        update_row_max<MASKED>(rows, run.scale.factor, tile, state, bases);
         for (int i = 0; i < rows; ++i) {
             softmax_row<MASKED, PAIRS>(i, factor, tile, state, bases);
             between(r + i + 1, s.rows);

@@ -1,7 +1,7 @@
 // Operations of bytecode.h on a lane: torch's meaning, without undefined behaviour.
 //
-// Integers wrap. Division by 0 gives an arbitrary value. A shift by less than 0, or by the width or
-// more, gives 0, or the sign for shr. Minimum and maximum are NaN where an operand is.
+// Integers wrap. Division by 0 gives an arbitrary value. A shift by less than 0, or by the width
+// or more, gives 0, or the sign for shr. Minimum and maximum are NaN where an operand is.
 #pragma once
 #include "strips.h"
 

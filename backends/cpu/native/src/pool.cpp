@@ -2,8 +2,9 @@
 // named, else on workers that sleep on a condition variable.
 //
 // This library links no OpenMP: a second runtime beside torch's spins on the cores that torch's
-// threads need. In turn torch's threads spin for some milliseconds after each of its operations, on
-// the cores that our workers need: with 16 threads that took longer than the attention between them.
+// threads need. In turn torch's threads spin for some milliseconds after each of its operations,
+// on the cores that our workers need: with 16 threads that took longer than the attention between
+// them.
 #include "pool.h"
 
 #include "anyflex_cpu.h"

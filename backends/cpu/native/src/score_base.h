@@ -1,11 +1,11 @@
 // Bases of score rows, which softmax weights are relative to.
 //
 // A weight is 2^(factor * (score - row_max)). One fused multiply-add gives its exponent where the
-// rounded product factor * row_max is the row's base: all weights of a row are then off by one factor,
-// 2^(rounding residual), which the softmax divides out. For large scores that factor is no longer near
-// 1, from 2^30 on no float holds it, and the product itself overflows for scores near the lowest
-// float, which masks are made of. Such a row is far: its maximum is subtracted from its scores before
-// they are multiplied, which loses nothing that the scores themselves have.
+// rounded product factor * row_max is the row's base: all weights of a row are then off by one
+// factor, 2^(rounding residual), which the softmax divides out. For large scores that factor is no
+// longer near 1, from 2^30 on no float holds it, and the product itself overflows for scores near
+// the lowest float, which masks are made of. Such a row is far: its maximum is subtracted from its
+// scores before they are multiplied, which loses nothing that the scores themselves have.
 //
 // Without fused multiply-add all rows subtract their maxima: it costs no more.
 #pragma once
@@ -18,16 +18,16 @@ constexpr float infinity = __builtin_inff();
 constexpr float far_away = 0x1p14f;
 
 // Whether `row_max` is finite and its product is far from 0.
-AF_INLINE vi is_far(vf top, vf factor) {
-    return (magnitude(top * factor) >= far_away) & (magnitude(top) < infinity);
+AF_INLINE vi is_far(vf row_max, vf factor) {
+    return (magnitude(row_max * factor) >= far_away) & (magnitude(row_max) < infinity);
 }
 
 // The base that is subtracted from a row's products, or from its scores where nothing is fused:
 // see `exponent`.
-AF_INLINE vf base_of(vf top, vf factor) {
-    if constexpr (!is_fused) return top == splat(-infinity) ? vf{} : top;
-    const vi none = is_far(top, factor) | (top == splat(-infinity));
-    return none ? vf{} : rounded(top * factor);
+AF_INLINE vf base_of(vf row_max, vf factor) {
+    if constexpr (!is_fused) return row_max == splat(-infinity) ? vf{} : row_max;
+    const vi none = is_far(row_max, factor) | (row_max == splat(-infinity));
+    return none ? vf{} : rounded(row_max * factor);
 }
 
 // The exponent of a score's weight. A far row's score comes with its maximum already subtracted.
@@ -36,9 +36,9 @@ AF_INLINE vf exponent(vf score, vf factor, vf base) {
 }
 
 // Rounding residual of the base of a row that isn't far.
-AF_INLINE vf excess_of(vf top, vf factor) {
+AF_INLINE vf excess_of(vf row_max, vf factor) {
     if constexpr (!is_fused) return vf{};
-    const vf base = rounded(top * factor), taken = -madd(top, factor, -base);
+    const vf base = rounded(row_max * factor), taken = -madd(row_max, factor, -base);
     return magnitude(base) < far_away ? taken : vf{};
 }
 
@@ -51,11 +51,11 @@ AF_INLINE vf share_of(vf old, vf now, vf factor) {
 
 // The logarithm of the sum of exp(score) of a row whose weights sum to `row_sum`, relative to
 // `row_max`.
-inline float log_of_sum(float top, float sum, const score_scale& scale) {
+inline float log_of_sum(float row_max, float row_sum, const score_scale& scale) {
     constexpr double log_2 = 0.6931471805599453;
-    const double excess = excess_of(splat(top), splat(scale.factor))[0];
+    const double excess = excess_of(splat(row_max), splat(scale.factor))[0];
     // The factor itself was rounded: weights are relative to the rounded one's product.
-    return static_cast<float>(top * scale.natural + excess * log_2 + __builtin_log(sum));
+    return static_cast<float>(row_max * scale.natural + excess * log_2 + __builtin_log(row_sum));
 }
 
 }  // namespace AF_LEVEL

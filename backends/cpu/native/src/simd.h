@@ -1,8 +1,8 @@
 // One vector type `vf` of VL floats and its operations, for the level being compiled.
 //
-// Everything here is GNU vector extensions (gcc and clang), except what they can't express: bits to
-// lanes, bf16 and half conversions, and a faster exp2 on AVX-512. No standard template is included:
-// an inline copy made for a level could be the one that the linker keeps.
+// Everything here is GNU vector extensions (gcc and clang), except what they can't express: bits
+// to lanes, bf16 and half conversions, and a faster exp2 on AVX-512. No standard template is
+// included: an inline copy made for a level could be the one that the linker keeps.
 #pragma once
 #include <stdint.h>
 

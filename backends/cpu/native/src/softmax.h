@@ -1,8 +1,9 @@
 // The online softmax of VL rows of a score tile (Milakov and Gimelshein, 2018).
 //
-// Scores are natural; weights are 2^(factor * score - base), so that one fused multiply-add precedes
-// exp2, with a row's base near factor * maximum (score_base.h). A row's sum stays a vector of VL partial
-// sums until the end: adding across lanes once a tile would cost as much as a vector of weights.
+// Scores are natural; weights are 2^(factor * score - base), so that one fused multiply-add
+// precedes exp2, with a row's base near factor * maximum (score_base.h). A row's sum stays a
+// vector of VL partial sums until the end: adding across lanes once a tile would cost as much as a
+// vector of weights.
 #pragma once
 #include "score_base.h"
 #include "gemm.h"
@@ -17,10 +18,10 @@ struct stretch {
 
 // Running state of rows; arrays have rows up to a multiple of 32.
 struct softmax_state {
-    float* top;    // largest score so far
-    float* sum;    // [row][VL]
-    float* alpha;  // factor of earlier sums at the last tile
-    uint8_t* nan;  // rows with a NaN score beside an infinite maximum; else NaN is in the sum
+    float* row_max;  // largest score so far
+    float* row_sum;  // [row][VL]
+    float* alpha;    // factor of earlier sums at the last tile
+    uint8_t* nan;    // rows with a NaN score beside an infinite maximum; else NaN is in the sum
 };
 
 AF_INLINE vf pick(vf a, vf b, bool add) { return add ? a + b : larger(a, b); }
@@ -74,9 +75,10 @@ struct softmax_tile {
 template <bool MASKED>
 static AF_NOINLINE void note_nan(int rows, const softmax_tile& t, const softmax_state& state) {
     for (int r = 0; r < rows; ++r) {
-        if (state.top[r] != infinity) continue;
+        if (state.row_max[r] != infinity) continue;
         bool found = false;
-        for (int l = 0; l < VL; ++l) found |= state.sum[r * VL + l] != state.sum[r * VL + l];
+        const float* row_sum = state.row_sum + r * VL;
+        for (int l = 0; l < VL; ++l) found |= row_sum[l] != row_sum[l];
         // Earlier tiles with this maximum made the sum NaN themselves.
         found &= state.alpha[r] != 1.0f;
         for (int i = 0; i < t.parts; ++i)
@@ -97,23 +99,23 @@ AF_INLINE bool has_dead(const softmax_tile& t, int64_t c) {
 }
 
 // Subtracts the maximum of each far row from its scores.
-static AF_NOINLINE void subtract_tops(int rows, const softmax_tile& t, const softmax_state& state,
-                                      vi far) {
+static AF_NOINLINE void subtract_row_max(int rows, const softmax_tile& t,
+                                         const softmax_state& state, vi far) {
     for (int r = 0; r < rows; ++r) {
         if (!far[r]) continue;
-        const vf top = splat(state.top[r]);
+        const vf row_max = splat(state.row_max[r]);
         float* s = t.score + r * t.ld;
         for (int i = 0; i < t.parts; ++i)
             for (int64_t c = t.part[i].begin; c < t.part[i].end; c += VL)
-                store(s + c, load(s + c) - top);
+                store(s + c, load(s + c) - row_max);
     }
 }
 
 // Row maxima: updates row_max, sets alpha and bases of VL rows, of which `rows` are computed.
 template <bool MASKED>
-static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& t,
-                                    const softmax_state& state, float* bases) {
-    vf top[VL];
+static AF_NOINLINE void update_row_max(int rows, float factor, const softmax_tile& t,
+                                       const softmax_state& state, float* bases) {
+    vf row_max[VL];
     for (int r = 0; r < VL; ++r) {
         vf a = splat(-infinity), b = a;
         if (r < rows) {
@@ -130,17 +132,17 @@ static AF_NOINLINE void softmax_top(int rows, float factor, const softmax_tile& 
                     b = larger(b, s1);
                 }
         }
-        top[r] = larger(a, b);
+        row_max[r] = larger(a, b);
     }
-    const vf old = load(state.top);
+    const vf old = load(state.row_max);
     // A NaN maximum is dropped here: the weight of its score makes the sum NaN.
-    const vf now = larger(across<false>(top), old);
+    const vf now = larger(across<false>(row_max), old);
     store(state.alpha, share_of(old, now, splat(factor)));
-    store(state.top, now);
+    store(state.row_max, now);
     store(bases, base_of(now, splat(factor)));
     const vi far = is_far(now, splat(factor));
     if (is_fused && __builtin_expect(any_bit(reinterpret_cast<vu>(far)), 0))
-        subtract_tops(rows, t, state, far);
+        subtract_row_max(rows, t, state, far);
     if (__builtin_expect(any_bit(reinterpret_cast<vu>(now == splat(infinity))), 0))
         note_nan<MASKED>(rows, t, state);
 }
@@ -175,15 +177,15 @@ AF_INLINE void softmax_row(int r, vf factor, const softmax_tile& t, const softma
                 store(s + c + VL, w1);
             }
         }
-    float* sum = state.sum + r * VL;
-    store(sum, load(sum) * splat(state.alpha[r]) + (sum0 + sum1));
+    float* row_sum = state.row_sum + r * VL;
+    store(row_sum, load(row_sum) * splat(state.alpha[r]) + (sum0 + sum1));
 }
 
 template <bool MASKED, bool PAIRS>
 static AF_NOINLINE void softmax_rows(int rows, float factor, const softmax_tile& t,
                                      const softmax_state& state) {
     alignas(64) float bases[VL];
-    softmax_top<MASKED>(rows, factor, t, state, bases);
+    update_row_max<MASKED>(rows, factor, t, state, bases);
     for (int r = 0; r < rows; ++r)
         softmax_row<MASKED, PAIRS>(r, splat(factor), t, state, bases);
 }

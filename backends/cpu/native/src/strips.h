@@ -1,8 +1,8 @@
 // Steps of a program as they run: a function on lanes, and the ways to write one.
 //
-// Loops over lanes are plain scalar loops that the compiler vectorises, except comparisons to bits,
-// bits to lanes and elementary functions, which it can't. Registers of a step are the same one or
-// disjoint, never shifted against each other, so that no lane waits for another (ivdep).
+// Loops over lanes are plain scalar loops that the compiler vectorises, except comparisons to
+// bits, bits to lanes and elementary functions, which it can't. Registers of a step are the same
+// one or disjoint, never shifted against each other, so that no lane waits for another (ivdep).
 #pragma once
 #include "anyflex_cpu.h"
 #include "bytecode.h"

@@ -2,7 +2,8 @@
 // be spread between them: the tile unit computes a step in 64 cycles while vector units do theirs.
 //
 // A step is a few dozen instructions. Alternating it with a vector row of like length lets
-// out-of-order execution overlap both; whole products one after the other would not fit its window.
+// out-of-order execution overlap both; whole products one after the other would not fit its
+// window.
 #pragma once
 #include "gemm.h"
 

@@ -33,9 +33,9 @@ AF_INLINE double microseconds_of_products(const af_problem& p, bool tiles) {
 
 // The runs of one row of blocks, in columns (elements).
 //
-// A mask's memory may have been overwritten with anything, past torch's version counter. Columns are
-// bounded where they are read, runs without a column are passed over, and no code relies on their
-// order: such a mask gives wrong numbers, and nothing is read outside of q, k and v.
+// A mask's memory may have been overwritten with anything, past torch's version counter. Columns
+// are bounded where they are read, runs without a column are passed over, and no code relies on
+// their order: such a mask gives wrong numbers, and nothing is read outside of q, k and v.
 struct run_row {
     const int32_t* run;  // [count][3]
     int64_t count;

@@ -21,7 +21,7 @@ struct shape {
 
 // All arrays are dense, in the order of their indices.
 struct wanted {
-    std::vector<double> out, lse, top, dq, dk, dv;
+    std::vector<double> out, lse, row_max, dq, dk, dv;
 
     bool has_nan() const {
         for (const auto* each : {&out, &dq, &dk, &dv})
@@ -40,7 +40,7 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
     wanted w;
     w.out.assign(n.rows() * V, 0);
     w.lse.assign(n.rows(), -INFINITY);
-    w.top.assign(n.rows(), -INFINITY);
+    w.row_max.assign(n.rows(), -INFINITY);
     w.dq.assign(n.rows() * E, 0);
     w.dk.assign(n.keys() * E, 0);
     w.dv.assign(n.keys() * V, 0);
@@ -50,7 +50,7 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
         for (int64_t h = 0; h < n.q_heads; ++h)
             for (int64_t q = 0; q < n.q_length; ++q) {
                 const int64_t row = n.row(b, h, q);
-                double top = -INFINITY, sum = 0, delta = 0;
+                double row_max = -INFINITY, row_sum = 0, delta = 0;
                 live.clear();
                 for (int64_t k = 0; k < n.kv_length; ++k) {
                     if (!mod.live(h, q, k)) continue;
@@ -61,14 +61,14 @@ inline wanted formula(const shape& n, const std::vector<double>& query,
                     raw[k] = dot * scale;
                     weight[k] = mod.value(raw[k], h, q, k);
                     // NaN wins, and stays.
-                    if (weight[k] > top || std::isnan(weight[k])) top = weight[k];
+                    if (weight[k] > row_max || std::isnan(weight[k])) row_max = weight[k];
                 }
-                w.top[row] = top;
-                if (top == -INFINITY) continue;
-                for (int64_t k : live) sum += weight[k] = std::exp(weight[k] - top);
-                w.lse[row] = top + std::log(sum);
+                w.row_max[row] = row_max;
+                if (row_max == -INFINITY) continue;
+                for (int64_t k : live) row_sum += weight[k] = std::exp(weight[k] - row_max);
+                w.lse[row] = row_max + std::log(row_sum);
                 for (int64_t k : live) {
-                    weight[k] /= sum;
+                    weight[k] /= row_sum;
                     for (int64_t e = 0; e < V; ++e)
                         w.out[row * V + e] += weight[k] * value[n.key(b, h, k) * V + e];
                 }

@@ -28,7 +28,7 @@ class problem : drawing {
         if (shared_) key.view.stride[0] = value.view.stride[0] = 0;
         tensor out(n_.batch, n_.q_heads, n_.q_length, n_.value_head_dim, dtype,
                    layout_of(row_layouts));
-        std::vector<float> lse(n_.rows(), poison), top(n_.rows(), poison);
+        std::vector<float> lse(n_.rows(), poison), max_scores(n_.rows(), poison);
         std::vector<float> unrounded(n_.rows() * n_.value_head_dim, poison);
 
         const bool interpreted = draw({0, 1, 1});
@@ -75,7 +75,7 @@ class problem : drawing {
         p.inputs = {captured, mods_.ints, &mods_.cap, {0, 0, 0, 0}};
         forward.out = out.view;
         forward.lse = lse.data();
-        forward.max_scores = top.data();
+        forward.max_scores = max_scores.data();
         forward.unrounded_out = unrounded.data();
         forward.workspace_bytes = af_forward_workspace(&p);
         memory workspace(forward.workspace_bytes);
@@ -119,7 +119,8 @@ class problem : drawing {
             compare("lse", number_, lse[i], w.lse[i],
                     (dtype == AF_F32 ? 1e-5 : 1e-4) * (1 + std::fabs(w.lse[i]) / 8));
             // Its values aren't rounded to 16 bits.
-            compare("max_scores", number_, top[i], w.top[i], 1e-6 * (8 + std::fabs(w.top[i])));
+            compare("max_scores", number_, max_scores[i], w.row_max[i],
+                    1e-6 * (8 + std::fabs(w.row_max[i])));
         }
         for (int64_t i = 0; i < out.size; ++i) compare("out", number_, out.at(i), w.out[i], limit);
 
