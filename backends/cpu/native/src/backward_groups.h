@@ -54,8 +54,8 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
     const af_problem& p = at.args->problem;
     const tile_liveness& live = t.living;
     if (!live.any) return;
-    const bool bad_q = *at.operands.bad_queries + *at.operands.bad_douts != 0;
-    const bool bad = bad_q || t.kv.bad_keys != 0;
+    const bool nonfinite_q = *at.operands.nonfinite_queries + *at.operands.nonfinite_douts != 0;
+    const bool nonfinite = nonfinite_q || t.kv.nonfinite_keys != 0;
     constexpr int64_t word = PAIRS ? 2 : 1;
     const int64_t value_k = PAIRS ? plan.value_dim : p.value_head_dim;
     const int64_t groups = ceil_div(at.rows, group);
@@ -84,7 +84,7 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
                 group, panels, value_k, at.operands.dout + first * dout_words, dout_words, 1,
                 t.kv.value_t + c * (value_k / word),
                 value_k / word * NR, t.grad, t.strip, ahead);
-            if (bad_q) bad_rows(at).products(at, t, first, c, end);
+            if (nonfinite_q) nonfinite_rows(at).products(at, t, first, c, end);
             apply_mods<PAIRS>(at, t, first, c, end);
         }
         ahead.rest();
@@ -96,7 +96,7 @@ template <bool PAIRS> static void backward_tile(const tile_place& at, const tile
                      PAIRS ? t.kv_rows / 2 : t.strip, 1, t.kv.key + from / word * NR,
                      t.kv_rows / word * NR, dq, plan.head_dim, panel_ahead());
         }
-        if (bad) bad_rows(at).sums<PAIRS>(at, t, first);
+        if (nonfinite) nonfinite_rows(at).sums<PAIRS>(at, t, first);
     }
     if (plan.wants_dk || plan.wants_dv) add_kv_gradients<PAIRS>(at, t);
 }

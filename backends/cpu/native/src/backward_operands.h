@@ -19,13 +19,13 @@ inline float row_product(const matrix& a, int64_t ar, const matrix& b, int64_t b
 }
 
 inline bool row_is_finite(const matrix& m, int64_t r, int64_t n) {
-    vu odd = {};
+    vu nonfinite = {};
     for (int64_t c = 0; c < n; c += VL) {
         const vf x = fetch(m, r, c, n - c);
-        odd |= as_uint(x - x);
+        nonfinite |= as_uint(x - x);
     }
     uint32_t any = 0;
-    for (int i = 0; i < VL; ++i) any |= odd[i];
+    for (int i = 0; i < VL; ++i) any |= nonfinite[i];
     return any == 0;
 }
 
@@ -44,9 +44,10 @@ inline void transpose_pairs(const uint16_t* from, int64_t columns, uint32_t* to)
         }
 }
 
-// One side of a q tile: rows without those that are dead or bad, and the transposed rows.
+// One side of a q tile: rows without those that are dead or non-finite, and the transposed rows.
 inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows, int64_t dim,
-                        int64_t dim_padded, const uint8_t* dead, uint8_t* bad, int64_t* bad_rows,
+                        int64_t dim_padded, const uint8_t* dead, uint8_t* nonfinite,
+                        int64_t* nonfinite_rows,
                         uint32_t* packed, uint32_t* transposed) {
     if (plan.pairs)
         copy_rows_pairs(m, rows, q_tile_rows, dim, dim_padded,
@@ -54,11 +55,11 @@ inline void pack_q_side(const backward_plan& plan, const matrix& m, int64_t rows
     else
         copy_rows(m, rows, q_tile_rows, dim, dim_padded, reinterpret_cast<float*>(packed));
     const int64_t words = dim_padded / plan.word;
-    *bad_rows = 0;
+    *nonfinite_rows = 0;
     for (int64_t r = 0; r < q_tile_rows; ++r) {
-        bad[r] = !dead[r] && !row_is_finite(m, r, dim);
-        *bad_rows += bad[r];
-        if (dead[r] || bad[r]) memset(packed + r * words, 0, words * 4);
+        nonfinite[r] = !dead[r] && !row_is_finite(m, r, dim);
+        *nonfinite_rows += nonfinite[r];
+        if (dead[r] || nonfinite[r]) memset(packed + r * words, 0, words * 4);
     }
     if (plan.pairs)
         transpose_pairs(reinterpret_cast<const uint16_t*>(packed), dim_padded, transposed);
@@ -111,10 +112,10 @@ inline void pack_q_tile(const af_backward_args& args, const backward_plan& plan,
         tile.delta[r] = args.delta ? args.delta[at + r] : row_product(out, r, dout, r, ev);
         if (args.dlse) tile.delta[r] -= args.dlse[at + r];
     }
-    pack_q_side(plan, query, rows, p.head_dim, plan.head_dim, tile.dead, tile.bad_query,
-                tile.bad_queries, tile.query, tile.query_t);
-    pack_q_side(plan, dout, rows, ev, plan.value_dim, tile.dead, tile.bad_dout, tile.bad_douts,
-                tile.dout, tile.dout_t);
+    pack_q_side(plan, query, rows, p.head_dim, plan.head_dim, tile.dead, tile.nonfinite_query,
+                tile.nonfinite_queries, tile.query, tile.query_t);
+    pack_q_side(plan, dout, rows, ev, plan.value_dim, tile.dead, tile.nonfinite_dout,
+                tile.nonfinite_douts, tile.dout, tile.dout_t);
     if (plan.pairs) return;
     // lse in powers of two was rounded again, so all weights of a row are off by one factor. dout
     // and delta, which the weights multiply, take the factor in. Products of bf16 are too coarse
@@ -134,8 +135,8 @@ struct kv_operands {
     uint32_t* key_t;    // [kv_rows / NR][head_dim / word][NR]: right side of the scores
     uint32_t* value_t;  // [kv_rows / NR][value_dim / word][NR]: right side of dP
     uint32_t* key;      // [head_dim / NR][kv_rows / word][NR]: right side of dQ
-    uint8_t* bad_key;   // [kv_rows] NaN or infinity in k: 0 in `key`
-    int64_t bad_keys;
+    uint8_t* nonfinite_key;  // [kv_rows] NaN or infinity in k: 0 in `key`
+    int64_t nonfinite_keys;
 };
 
 inline kv_operands take_kv_operands(arena& memory, const backward_plan& plan) {
@@ -144,8 +145,8 @@ inline kv_operands take_kv_operands(arena& memory, const backward_plan& plan) {
     kv.key_t = memory.take<uint32_t>(rows * plan.head_dim);
     kv.value_t = memory.take<uint32_t>(rows * plan.value_dim);
     kv.key = memory.take<uint32_t>(rows * plan.head_dim);
-    kv.bad_key = memory.take<uint8_t>(plan.kv_rows);
-    kv.bad_keys = 0;
+    kv.nonfinite_key = memory.take<uint8_t>(plan.kv_rows);
+    kv.nonfinite_keys = 0;
     return kv;
 }
 
@@ -163,12 +164,13 @@ inline void pack_kv_tile(const af_problem& p, const backward_plan& plan, const m
     pack_keys_transposed(p, plan, key, rows, kv);
     if (plan.pairs) {
         pack_transposed_pairs(value, rows, ev, plan.value_dim, plan.kv_rows, kv.value_t);
-        kv.bad_keys = pack_straight_pairs(key, rows, plan.kv_rows, e, kv.key,
-                                          plan.kv_rows / 2 * NR, kv.bad_key);
+        kv.nonfinite_keys = pack_straight_pairs(key, rows, plan.kv_rows, e, kv.key,
+                                                plan.kv_rows / 2 * NR, kv.nonfinite_key);
     } else {
         pack_transposed(value, rows, ev, plan.kv_rows, reinterpret_cast<float*>(kv.value_t));
-        kv.bad_keys = pack_straight(key, rows, plan.kv_rows, e, reinterpret_cast<float*>(kv.key),
-                                    plan.kv_rows * NR, kv.bad_key);
+        kv.nonfinite_keys =
+            pack_straight(key, rows, plan.kv_rows, e, reinterpret_cast<float*>(kv.key),
+                          plan.kv_rows * NR, kv.nonfinite_key);
     }
 }
 

@@ -71,11 +71,11 @@ struct backward_plan {
 // and non-finite rows are 0 in them.
 struct q_tile {
     uint8_t* dead;       // [q_tile_rows] lse is -inf, or past the end
-    uint8_t* bad_query;  // [q_tile_rows] NaN or infinity in q
-    uint8_t* bad_dout;   // [q_tile_rows] the same in dout
+    uint8_t* nonfinite_query;  // [q_tile_rows] NaN or infinity in q
+    uint8_t* nonfinite_dout;   // [q_tile_rows] the same in dout
     int64_t* dead_rows;  // how many
-    int64_t* bad_queries;
-    int64_t* bad_douts;
+    int64_t* nonfinite_queries;
+    int64_t* nonfinite_douts;
     uint8_t* large;      // [q_tile_rows] lse is too coarse: backward_row_sums.h
     int64_t* large_rows;
     float* row_max;      // [q_tile_rows] subtracted from a large row's scores; 0 in others
@@ -91,12 +91,12 @@ inline q_tile take_q_tile(arena& memory, const backward_plan& plan) {
     q_tile tile;
     const int64_t rows = q_tile_rows / plan.word;
     tile.dead = memory.take<uint8_t>(q_tile_rows);
-    tile.bad_query = memory.take<uint8_t>(q_tile_rows);
-    tile.bad_dout = memory.take<uint8_t>(q_tile_rows);
+    tile.nonfinite_query = memory.take<uint8_t>(q_tile_rows);
+    tile.nonfinite_dout = memory.take<uint8_t>(q_tile_rows);
     tile.large = memory.take<uint8_t>(q_tile_rows);
     tile.dead_rows = memory.take<int64_t>(4);
-    tile.bad_queries = tile.dead_rows + 1;
-    tile.bad_douts = tile.dead_rows + 2;
+    tile.nonfinite_queries = tile.dead_rows + 1;
+    tile.nonfinite_douts = tile.dead_rows + 2;
     tile.large_rows = tile.dead_rows + 3;
     tile.lse = memory.take<float>(q_tile_rows);
     tile.row_max = memory.take<float>(q_tile_rows);

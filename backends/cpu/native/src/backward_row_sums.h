@@ -58,7 +58,7 @@ static void keep_row_max(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
     const float sign = sign_of_factor(at.args->problem);
     for (int64_t r = 0; r < q_tile_rows; ++r) {
-        if (!tile.large[r] || tile.bad_query[r] || rows.row_max[r] == -infinity) continue;
+        if (!tile.large[r] || tile.nonfinite_query[r] || rows.row_max[r] == -infinity) continue;
         tile.row_max[r] = rows.row_max[r] * sign;
         tile.lse[r] = __builtin_log2f(sum_of(rows.row_sum[r]));
     }

@@ -277,10 +277,10 @@ static void clear_operands(const tile_buffers& t, int64_t first, int64_t from, i
 }
 
 // Non-finite rows are 0 in the operands; these functions add what live pairs with them contribute.
-struct bad_rows {
+struct nonfinite_rows {
     matrix query, key, value, dout;
 
-    bad_rows(const tile_place& at) {
+    nonfinite_rows(const tile_place& at) {
         const af_problem& p = at.args->problem;
         const int64_t kv_head = at.h / at.plan->q_per_kv;
         query = matrix_of(p.query, p.dtype, at.b, at.h, at.q);
@@ -297,9 +297,9 @@ struct bad_rows {
             for (int64_t c = from; c < smaller(end, at.keys); ++c) {
                 if (!t.living.is_live(r, c)) continue;
                 const int64_t to = (r - first) * t.strip + c - from;
-                if (at.operands.bad_query[r])
+                if (at.operands.nonfinite_query[r])
                     t.score[to] = row_product(query, r, key, c, p.head_dim);
-                if (at.operands.bad_dout[r])
+                if (at.operands.nonfinite_dout[r])
                     t.grad[to] = row_product(dout, r, value, c, p.value_head_dim);
             }
     }
@@ -319,13 +319,13 @@ struct bad_rows {
                     PAIRS ? uint32_t(t.grad_rows[i * t.kv_rows + c]) << 16 : 0;
                 const float ds = PAIRS ? as_float(splat(rounded))[0]
                                        : t.grad[i * t.strip + c - t.living.begin[first / group]];
-                if (at.dq && t.kv.bad_key[c])
+                if (at.dq && t.kv.nonfinite_key[c])
                     for (int64_t e = 0; e < p.head_dim; ++e)
                         at.dq[r * at.plan->head_dim + e] += ds * element(key, c, e);
-                if (at.plan->wants_dk && at.operands.bad_query[r])
+                if (at.plan->wants_dk && at.operands.nonfinite_query[r])
                     for (int64_t e = 0; e < p.head_dim; ++e)
                         t.dk[e * t.kv_rows + c] += ds * element(query, r, e);
-                if (at.plan->wants_dv && at.operands.bad_dout[r])
+                if (at.plan->wants_dv && at.operands.nonfinite_dout[r])
                     for (int64_t e = 0; e < p.value_head_dim; ++e)
                         t.dv[e * t.kv_rows + c] += prob * element(dout, r, e);
             }

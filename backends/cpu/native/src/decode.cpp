@@ -194,9 +194,9 @@ void scores_of_tile(const decode_run& run, const decode_buffers& b, const decode
 }
 
 bool finite(const float* x, int64_t n) {
-    vf odd = vf{};
-    for (int64_t i = 0; i < n; i += VL) odd += load(x + i) - load(x + i);
-    return sum_of(odd) == 0.0f;
+    vf nonfinite = vf{};
+    for (int64_t i = 0; i < n; i += VL) nonfinite += load(x + i) - load(x + i);
+    return sum_of(nonfinite) == 0.0f;
 }
 
 // The value product of a tile with non-finite values: adds live pairs only, one by one. Weights

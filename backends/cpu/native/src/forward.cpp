@@ -64,13 +64,13 @@ void pack_keys(const forward_run& run, int64_t unit, int64_t first) {
                               reinterpret_cast<uint32_t*>(to.key) + first * f.k / 2);
         pack_straight_pairs(value, n, columns, p.value_head_dim,
                             reinterpret_cast<uint32_t*>(to.value) + first / 2 * NR,
-                            f.keys / 2 * NR, to.bad + first);
+                            f.keys / 2 * NR, to.nonfinite + first);
     } else {
         pack_transposed(key, n, p.head_dim, columns,
                         reinterpret_cast<float*>(to.key) + first * f.k);
         pack_straight(value, n, columns, p.value_head_dim,
                       reinterpret_cast<float*>(to.value) + first * NR, f.keys * NR,
-                      to.bad + first);
+                      to.nonfinite + first);
     }
 }
 
@@ -93,8 +93,8 @@ void pack(const forward_run& run, int64_t unit) {
 void finish(const forward_run& run, const forward_buffers& b, const forward_job& job) {
     for (int r = 0; r < job.rows; ++r)
         finish_row(*run.args, run.scale, job.b, job.h, job.q + r,
-                   {b.state.row_max[r], sum_of(load(b.state.row_sum + r * VL)), b.state.nan[r] != 0,
-                    b.out + r * run.plan.value_width});
+                   {b.state.row_max[r], sum_of(load(b.state.row_sum + r * VL)),
+                    b.state.nan[r] != 0, b.out + r * run.plan.value_width});
 }
 
 // Writes the live bits of a tile, with this thread's buffers.
@@ -156,12 +156,13 @@ void visit_tiles(const forward_run& run, const forward_buffers& b, forward_tile&
     tile_walk walk = {row, tile_columns};
     int64_t partial = 0;
     while (walk.next(&t.span)) {
-        t.any_bad = memchr(t.head.bad + t.span.begin, 1, t.span.end - t.span.begin) != nullptr;
-        t.masked = !t.span.whole || t.any_bad;
+        t.any_nonfinite =
+            memchr(t.head.nonfinite + t.span.begin, 1, t.span.end - t.span.begin) != nullptr;
+        t.masked = !t.span.whole || t.any_nonfinite;
         live_tile live = strips.free_live();
         uint16_t* shared = t.span.whole ? nullptr : shared_live_at(run, t.job.tile, partial++);
         // A tile with a non-finite value row has live bits of its own for this head.
-        if (shared && !t.any_bad)
+        if (shared && !t.any_nonfinite)
             live.live = shared;
         else if (t.masked)
             find_live(run, b, t.job, row, t.span, live);

@@ -33,7 +33,7 @@ struct forward_run {
 // One packed head.
 struct packed_head {
     char *key, *value;
-    uint8_t* bad;  // [keys]: rows of value with NaN or infinity, packed as 0
+    uint8_t* nonfinite;  // [keys]: rows of value with NaN or infinity, packed as 0
 };
 
 // This thread's buffers.
@@ -53,8 +53,8 @@ struct forward_tile {
     forward_job job;
     tile_span span;
     packed_head head;
-    bool any_bad;  // a value row of the tile is non-finite
-    bool masked;   // live bits say which pairs are live
+    bool any_nonfinite;  // a value row of the tile is non-finite
+    bool masked;         // live bits say which pairs are live
 };
 
 struct forward_strip {
@@ -146,10 +146,10 @@ void value_product(const forward_run& run, const forward_buffers& b, const forwa
 
 // Marks the dead pairs of a strip whose tile has non-finite value rows: a score of -inf is a dead
 // pair, which only such tiles must know.
-inline void bury_bad(const forward_strip& s) {
+inline void exclude_nonfinite(const forward_strip& s) {
     const tile_span& span = s.tile.span;
     for (int64_t c = 0; c < span.end - span.begin; ++c) {
-        if (!s.tile.head.bad[span.begin + c]) continue;
+        if (!s.tile.head.nonfinite[span.begin + c]) continue;
         for (int r = 0; r < s.rows; ++r)
             if (s.score[r * tile_columns + c] == -infinity)
                 s.live.live[(s.first + r) * s.live.ld + c / 16] &=
@@ -159,12 +159,12 @@ inline void bury_bad(const forward_strip& s) {
 
 // Adds the contributions of live pairs with value rows that were packed as 0, one by one.
 template <bool PAIRS>
-void add_bad(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
+void add_nonfinite(const forward_run& run, const forward_buffers& b, const forward_strip& s) {
     const af_problem& p = *run.p;
     const tile_span& span = s.tile.span;
     const forward_job& job = s.tile.job;
     for (int64_t c = 0; c < span.end - span.begin; ++c) {
-        if (!s.tile.head.bad[span.begin + c]) continue;
+        if (!s.tile.head.nonfinite[span.begin + c]) continue;
         const matrix value =
             matrix_of(p.value, p.dtype, job.b, job.h / run.plan.group, span.begin + c);
         for (int r = 0; r < s.rows; ++r) {
@@ -206,7 +206,7 @@ inline void modify_scores(const forward_run& run, const forward_buffers& b,
         const subnormal_results kept(true);
         score->function(score, &tile);
     }
-    if (s.tile.any_bad) bury_bad(s);
+    if (s.tile.any_nonfinite) exclude_nonfinite(s);
 }
 
 // Runs the softmax of all rows; between(done, rows) is called after each row.
@@ -224,7 +224,7 @@ AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
                                    s.live.ld,
                                    s.in.part,
                                    s.in.parts,
-                                   s.tile.any_bad ? 0 : s.in.whole_steps};
+                                   s.tile.any_nonfinite ? 0 : s.in.whole_steps};
         const softmax_state state = {b.state.row_max + at, b.state.row_sum + at * VL, s.alpha + r,
                                      b.state.nan + at};
         alignas(64) float bases[VL];
@@ -239,7 +239,7 @@ AF_INLINE void softmax_strip(const forward_run& run, const forward_buffers& b,
 template <bool PAIRS, class F>
 void softmax_of(const forward_run& run, const forward_buffers& b, const forward_strip& s,
                 const F& between) {
-    if (s.in.all && !s.tile.any_bad)
+    if (s.in.all && !s.tile.any_nonfinite)
         softmax_strip<PAIRS, false>(run, b, s, between);
     else
         softmax_strip<PAIRS, true>(run, b, s, between);
@@ -261,7 +261,7 @@ class strips_in_turn {
         modify_scores(run_, b_, s);
         softmax_of<PAIRS>(run_, b_, s, [](int, int) {});
         value_product<PAIRS>(run_, b_, s);
-        if (t.any_bad) add_bad<PAIRS>(run_, b_, s);
+        if (t.any_nonfinite) add_nonfinite<PAIRS>(run_, b_, s);
     }
     void finish() {}
 
@@ -343,9 +343,9 @@ class strips_overlapped {
         softmax_of<true>(run_, b_, s, [&](int done, int rows) AF_FLAT { queue_.keep_up(done, rows); });
         queue_.drain();
         weighted_ = true;
-        if (!s.tile.any_bad) return;
+        if (!s.tile.any_nonfinite) return;
         value_product<true>(run_, b_, s);
-        add_bad<true>(run_, b_, s);
+        add_nonfinite<true>(run_, b_, s);
         weighted_ = false;
     }
 

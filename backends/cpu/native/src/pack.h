@@ -209,23 +209,23 @@ static void pack_transposed_pairs(const matrix& m, int64_t n, int64_t k, int64_t
 }
 
 AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_t d, float* out,
-                                   int64_t panel, uint8_t* bad) {
+                                   int64_t panel, uint8_t* nonfinite) {
     const int64_t panels = (d + NR - 1) / NR;
     int64_t found = 0;
     for (int64_t r = 0; r < n_padded; ++r) {
-        vu odd = vu{};
+        vu difference = vu{};
         for (int64_t j = 0; j < panels; ++j) {
             float* to = out + j * panel + r * NR;
             AF_UNROLL
             for (int c = 0; c < NR; c += VL) {
                 const vf x = r < n ? fetch(m, r, j * NR + c, d - j * NR - c) : vf{};
-                odd |= as_uint(x - x);
+                difference |= as_uint(x - x);
                 store(to + c, x);
             }
         }
-        if (!bad) continue;
-        const bool any = any_bit(odd);
-        bad[r] = any;
+        if (!nonfinite) continue;
+        const bool any = any_bit(difference);
+        nonfinite[r] = any;
         if (any) {
             ++found;
             for (int64_t j = 0; j < panels; ++j) memset(out + j * panel + r * NR, 0, NR * 4);
@@ -238,23 +238,23 @@ AF_INLINE int64_t pack_straight_of(matrix m, int64_t n, int64_t n_padded, int64_
 // rows n to n_padded are 0. If `nonfinite` is given, nonfinite[r] says whether row r holds NaN or
 // infinity, such rows are packed as 0, and the result is their number.
 static int64_t pack_straight(const matrix& m, int64_t n, int64_t n_padded, int64_t d, float* out,
-                             int64_t panel, uint8_t* bad) {
+                             int64_t panel, uint8_t* nonfinite) {
     return specialised(m, [&](const matrix& x) AF_FLAT {
-        return pack_straight_of(x, n, n_padded, d, out, panel, bad);
+        return pack_straight_of(x, n, n_padded, d, out, panel, nonfinite);
     });
 }
 
 // Two rows of NR bf16 elements, of which n are inside, as pairs; `nonfinite` says which row has
 // NaN or infinity.
 AF_INLINE void join_rows(const matrix& m, int64_t r, int64_t rows, int64_t c, int64_t n,
-                         uint32_t* to, bool (&odd)[2]) {
+                         uint32_t* to, bool (&is_nonfinite)[2]) {
 #if defined(__AVX512BW__)
     if (n >= NR && m.col == 1 && r + 1 < rows) {
         __m512i x[2];
         for (int i = 0; i < 2; ++i) {
             x[i] = _mm512_loadu_si512(address(m, r + i, c));
             const __m512i exponent = _mm512_and_si512(x[i], _mm512_set1_epi16(0x7f80));
-            odd[i] |= _mm512_cmpeq_epi16_mask(exponent, _mm512_set1_epi16(0x7f80)) != 0;
+            is_nonfinite[i] |= _mm512_cmpeq_epi16_mask(exponent, _mm512_set1_epi16(0x7f80)) != 0;
             // So that interleaving within 128 bits leaves columns in order.
             x[i] = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), x[i]);
         }
@@ -267,7 +267,7 @@ AF_INLINE void join_rows(const matrix& m, int64_t r, int64_t rows, int64_t c, in
         vf x[2];
         for (int i = 0; i < 2; ++i) {
             x[i] = r + i < rows ? fetch(m, r + i, c + k, n - k) : vf{};
-            odd[i] |= any_bit(as_uint(x[i] - x[i]));
+            is_nonfinite[i] |= any_bit(as_uint(x[i] - x[i]));
         }
         store(to + k, (as_uint(x[0]) >> 16) | as_uint(x[1]));
     }
@@ -275,17 +275,17 @@ AF_INLINE void join_rows(const matrix& m, int64_t r, int64_t rows, int64_t c, in
 
 // bf16 only. out [panels of d][n_padded / 2][NR]; n_padded is even.
 static int64_t pack_straight_pairs(const matrix& m, int64_t n, int64_t n_padded, int64_t d,
-                                   uint32_t* out, int64_t panel, uint8_t* bad) {
+                                   uint32_t* out, int64_t panel, uint8_t* nonfinite) {
     const int64_t panels = (d + NR - 1) / NR;
     int64_t found = 0;
     for (int64_t r = 0; r < n_padded; r += 2) {
-        bool odd[2] = {};
+        bool is_nonfinite[2] = {};
         for (int64_t j = 0; j < panels; ++j)
-            join_rows(m, r, n, j * NR, d - j * NR, out + j * panel + r / 2 * NR, odd);
-        if (!bad) continue;
+            join_rows(m, r, n, j * NR, d - j * NR, out + j * panel + r / 2 * NR, is_nonfinite);
+        if (!nonfinite) continue;
         for (int i = 0; i < 2; ++i) {
-            bad[r + i] = odd[i];
-            if (!odd[i]) continue;
+            nonfinite[r + i] = is_nonfinite[i];
+            if (!is_nonfinite[i]) continue;
             ++found;
             for (int64_t j = 0; j < panels; ++j)
                 for (int c = 0; c < NR; ++c)

@@ -26,7 +26,8 @@ struct coverage {
     std::atomic<int64_t> interpreted{0}, loads{0}, scatters{0}, halves{0}, bf16s{0}, strides{0},
         grouped_decodes{0}, split_decodes{0}, decodes_in_lanes{0}, decodes_in_panels{0},
         parted_backwards{0}, wide_tiles{0}, row_gaps{0}, column_gaps{0}, mixed_rows{0},
-        mixed_columns{0}, bad_seen{0}, bad_unseen{0}, reads_outside{0}, shared_batches{0},
+        mixed_columns{0}, nonfinite_seen{0}, nonfinite_unseen{0}, reads_outside{0},
+        shared_batches{0},
         masks_by_head{0}, several_threads{0}, calls_on_teams{0};
     bool has_tiles = false;  // some level has
 
@@ -48,8 +49,8 @@ struct coverage {
         visit("columns of a mask with gaps", column_gaps);
         visit("rows of a mask with FULL and PARTIAL runs", mixed_rows);
         visit("columns of a mask with FULL and PARTIAL runs", mixed_columns);
-        visit("NaN or infinity that rows see", bad_seen);
-        visit("NaN or infinity that no row sees", bad_unseen);
+        visit("NaN or infinity that rows see", nonfinite_seen);
+        visit("NaN or infinity that no row sees", nonfinite_unseen);
         visit("reads outside", reads_outside);
         visit("keys of one batch for all", shared_batches);
         visit("a mask a head", masks_by_head);

@@ -13,12 +13,12 @@ enum { QUERY, KEY, VALUE, DOUT, INPUTS };
 class drawing {
    protected:
     explicit drawing(uint64_t seed) : random_(seed) {
-        const int64_t kind = draw({MANY_ROWS, STRIPES, BAD_KEYS, ANY, ANY, ANY, ANY, ANY});
+        const int64_t kind = draw({MANY_ROWS, STRIPES, NONFINITE_KEYS, ANY, ANY, ANY, ANY, ANY});
         draw_shape(kind);
         draw_mods(kind);
-        spoilt_ = INPUTS;
-        if (draw({0, 0, 0, 1})) spoilt_ = draw({QUERY, KEY, VALUE, DOUT});
-        if (kind == BAD_KEYS) spoilt_ = draw({KEY, VALUE});
+        nonfinite_ = INPUTS;
+        if (draw({0, 0, 0, 1})) nonfinite_ = draw({QUERY, KEY, VALUE, DOUT});
+        if (kind == NONFINITE_KEYS) nonfinite_ = draw({KEY, VALUE});
     }
 
     int64_t draw(std::vector<int64_t> from) { return from[random_() % from.size()]; }
@@ -30,7 +30,7 @@ class drawing {
    private:
     // Kinds of problems: chance alone would seldom combine all the properties that some cases
     // need.
-    enum { ANY, MANY_ROWS, STRIPES, BAD_KEYS };
+    enum { ANY, MANY_ROWS, STRIPES, NONFINITE_KEYS };
 
     void draw_shape(int64_t kind) {
         n_.batch = draw({1, 2});
@@ -61,7 +61,7 @@ class drawing {
         mods_.cap = double(draw({0, 0, 3}));
         mods_.sloped = draw({0, 1});
         mods_.tabled = draw({0, 1});
-        mods_.masked = kind == STRIPES || kind == BAD_KEYS || draw({0, 1});
+        mods_.masked = kind == STRIPES || kind == NONFINITE_KEYS || draw({0, 1});
         mods_.by_head = mods_.masked && draw({0, 0, 1});
         mods_.ints[WINDOW] = draw({1, 20, 200, 3000, 3000});
         // The last query sees the last key, or the one of its own number.
@@ -70,7 +70,7 @@ class drawing {
         q_block_ = draw({16, 32, 48, 128});
         kv_block_ = draw({16, 48, 64, 128});
         int64_t stretch = draw({1, 1, 40, 200});
-        if (kind == STRIPES || kind == BAD_KEYS) {
+        if (kind == STRIPES || kind == NONFINITE_KEYS) {
             mods_.ints[WINDOW] = 3000;
             mods_.ints[SHIFT] = longer;
         }
@@ -83,8 +83,8 @@ class drawing {
             kv_block_ = 16;
         }
         // Half of the non-finite ones are dead among live ones.
-        if (kind == BAD_KEYS) stretch = 1;
-        const bool half = kind == BAD_KEYS || stretch > 1;
+        if (kind == NONFINITE_KEYS) stretch = 1;
+        const bool half = kind == NONFINITE_KEYS || stretch > 1;
         const std::vector<int64_t> floats = {AF_T_F16, AF_T_BF16, AF_T_F32, AF_T_F64};
         const std::vector<int64_t> integers = {AF_T_I8, AF_T_I16, AF_T_I32, AF_T_I64};
         const int64_t entries = draw({5, 16, 40});
@@ -120,7 +120,7 @@ class drawing {
     std::mt19937_64 random_;
     shape n_;
     bool shared_;
-    int64_t spoilt_;  // which input isn't finite everywhere; INPUTS: none
+    int64_t nonfinite_;  // which input isn't finite everywhere; INPUTS: none
     int64_t q_block_, kv_block_;
     mods mods_;
 };

@@ -24,7 +24,7 @@ class problem : drawing {
         tensor dout(n_.batch, n_.q_heads, n_.q_length, n_.value_head_dim, dtype, layouts[3]);
         tensor* const inputs[INPUTS] = {&query, &key, &value, &dout};
         for (int64_t i = 0; i < INPUTS; ++i)
-            inputs[i]->fill(random_, i == spoilt_ ? draw({1, 1, 3}) : 0);
+            inputs[i]->fill(random_, i == nonfinite_ ? draw({1, 1, 3}) : 0);
         if (shared_) key.view.stride[0] = value.view.stride[0] = 0;
         tensor out(n_.batch, n_.q_heads, n_.q_length, n_.value_head_dim, dtype,
                    layout_of(row_layouts));
@@ -111,9 +111,9 @@ class problem : drawing {
             for (float& each : dlse) each = normal(random_);
         const wanted w = formula(n_, query.values, of_all_batches(key), of_all_batches(value),
                                  dout.values, dlse, p.scale, mods_);
-        const bool spoilt = spoilt_ != INPUTS && inputs[spoilt_]->size > 0;
-        if (spoilt && n_.rows() > 0 && n_.kv_length > 0)
-            ++(w.has_nan() ? covered.bad_seen : covered.bad_unseen);
+        const bool nonfinite = nonfinite_ != INPUTS && inputs[nonfinite_]->size > 0;
+        if (nonfinite && n_.rows() > 0 && n_.kv_length > 0)
+            ++(w.has_nan() ? covered.nonfinite_seen : covered.nonfinite_unseen);
         const double limit = dtype == AF_F32 ? 2e-5 : dtype == AF_BF16 ? 4e-2 : 5e-3;
         for (int64_t i = 0; i < n_.rows(); ++i) {
             compare("lse", number_, lse[i], w.lse[i],

@@ -116,15 +116,15 @@ struct tensor {
                 {stride[0], stride[1], stride[2], stride[3]}};
     }
     // `nonfinite`: how many elements become NaN or infinite.
-    void fill(std::mt19937_64& random, int64_t spoilt) {
+    void fill(std::mt19937_64& random, int64_t nonfinite) {
         std::normal_distribution<float> normal;
         const int64_t elements = int64_t(data.size()) / bytes_of(dtype);
         for (int64_t i = 0; i < elements; ++i)
             put(data.data() + i * bytes_of(dtype), dtype, normal(random));
-        const float bad[] = {__builtin_nanf(""), __builtin_inff(), -__builtin_inff()};
-        for (int64_t i = 0; i < spoilt && size > 0; ++i) {
+        const float choices[] = {__builtin_nanf(""), __builtin_inff(), -__builtin_inff()};
+        for (int64_t i = 0; i < nonfinite && size > 0; ++i) {
             const int64_t at = place(int64_t(random() % uint64_t(size)));
-            put(data.data() + at * bytes_of(dtype), dtype, bad[random() % 3]);
+            put(data.data() + at * bytes_of(dtype), dtype, choices[random() % 3]);
         }
         values.resize(size);
         for (int64_t i = 0; i < size; ++i) values[i] = at(i);
