@@ -10,7 +10,7 @@
 //
 // The steps stand in four sections. What depends on neither index runs once a tile, with all lanes
 // equal; what depends on q_idx alone once for AF_LANES rows, a lane a row; what depends on kv_idx
-// alone once a strip of AF_LANES columns, a lane a column; the rest for every row of a strip, a
+// alone once a block of AF_LANES columns, a lane a column; the rest for every row of that block, a
 // lane a column. There an operand in capitals (see below) is one value: its register's lane of
 // that row. Registers of the first sections keep their values as long as their section isn't run
 // again.

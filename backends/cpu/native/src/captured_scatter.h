@@ -1,6 +1,6 @@
 // Additions to the gradients of captured tensors.
 #pragma once
-#include "captured.h"
+#include "captured_loads.h"
 
 namespace AF_LEVEL {
 
@@ -42,7 +42,7 @@ AF_INLINE void add_sixteen(double* grad, double* sums, const double* kept, const
 // Adds the values of live pairs to a captured tensor's gradient, dense and row-major, in a fixed
 // order.
 template <class T, bool ONE>
-static void scatter_lanes(const step& s, const strip& t) {
+static void scatter_lanes(const step& s, const lane_block& t) {
     constexpr int MOST_DIMS = 64;  // torch's
     const af_captured& tensor = t.tile->inputs->captured[s.code->immediate];
     double* const* grads = t.tile->captured_grad;

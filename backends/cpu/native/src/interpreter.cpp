@@ -39,7 +39,7 @@ struct machine {
     char* registers;
     int moved_count;
 
-    void section(int which, const strip& t) const {
+    void section(int which, const lane_block& t) const {
         const step* end = steps + code.ends[which];
         for (const step* s = steps + (which == 0 ? 0 : code.ends[which - 1]); s != end; ++s)
             s->run(*s, t);
@@ -52,11 +52,11 @@ struct machine {
         if (slot == AF_LIVE_ROW) {
             m.begin = reinterpret_cast<char*>(tile.live);
             m.row_bytes = tile.live_ld * 2;
-            m.strip_bytes = AF_LANES / 8;
+            m.block_bytes = AF_LANES / 8;
         } else {
             m.begin = reinterpret_cast<char*>(slot == AF_SCORE_ROW ? tile.score : tile.grad);
             m.row_bytes = tile.ld * 4;
-            m.strip_bytes = AF_LANES * 4;
+            m.block_bytes = AF_LANES * 4;
         }
         return m.begin;
     }
@@ -90,7 +90,7 @@ struct machine {
     void follow(int row, int first_column) const {
         for (int i = 0; i < moved_count; ++i) {
             const moving& m = moved[i];
-            *m.address = m.begin + row * m.row_bytes + first_column / AF_LANES * m.strip_bytes;
+            *m.address = m.begin + row * m.row_bytes + first_column / AF_LANES * m.block_bytes;
         }
     }
 };
@@ -114,8 +114,9 @@ void run_sections(const machine& m, char* indices, bool all_live) {
     const af_tile& tile = m.tile;
     const int rows = tile.rows, columns = tile.cols;
     const int longest = rows > columns ? rows : columns;
-    strip t = {whole_words(longest < AF_LANES ? longest : AF_LANES), 0, 0, 0, rows, columns,
-               UNIFORM, &tile, int32_t(m.code.kind), all_live, indices};
+    lane_block t = {whole_words(longest < AF_LANES ? longest : AF_LANES),
+                    0, 0, 0, rows, columns,
+                    UNIFORM, &tile, int32_t(m.code.kind), all_live, indices};
     m.section(0, t);
     for (t.first_row = 0; t.first_row < rows; t.first_row += AF_LANES) {
         t.rows = rows - t.first_row < AF_LANES ? rows - t.first_row : AF_LANES;

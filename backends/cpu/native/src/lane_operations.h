@@ -3,7 +3,7 @@
 // Integers wrap. Division by 0 gives an arbitrary value. A shift by less than 0, or by the width
 // or more, gives 0, or the sign for shr. Minimum and maximum are NaN where an operand is.
 #pragma once
-#include "strips.h"
+#include "lane_blocks.h"
 
 namespace AF_LEVEL {
 
@@ -152,7 +152,7 @@ struct floordiv {
 
 // floordiv, mod and fmod of floats.
 template <class F, bool ONE>
-static void by_rest(const step& s, const strip& t) {
+static void by_rest(const step& s, const lane_block& t) {
     float* d = lanes_of<float>(s.d);
     const float *a = lanes_of<float>(s.a), *b = lanes_of<float>(s.b);
     for (int i = 0; i < t.lanes; i += 16) {
@@ -196,7 +196,7 @@ AF_INLINE double root(double a) { return __builtin_sqrt(a); }
 
 // A Python exponent: its simple values take torch's exact paths.
 template <class T>
-static void pow_number(const step& s, const strip& t) {
+static void pow_number(const step& s, const lane_block& t) {
     T* d = lanes_of<T>(s.d);
     const T* a = lanes_of<T>(s.a);
     const T b = lanes_of<T>(s.b)[t.row];

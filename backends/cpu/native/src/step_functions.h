@@ -62,7 +62,7 @@ struct cos_lanes {
     AF_INLINE double of(double x) { return __builtin_cos(x); }
 };
 template <class F>
-void angles(const step& s, const strip& t) {
+void angles(const step& s, const lane_block& t) {
     float* d = lanes_of<float>(s.d);
     const float* a = lanes_of<float>(s.a);
     for (int i = 0; i < t.lanes; i += VL) {
@@ -75,26 +75,26 @@ void angles(const step& s, const strip& t) {
 }
 
 
-void bits_not(const step& s, const strip& t) {
+void bits_not(const step& s, const lane_block& t) {
     uint16_t* d = lanes_of<uint16_t>(s.d);
     const uint16_t* a = lanes_of<uint16_t>(s.a);
     for (int i = 0; i < t.lanes / 16; ++i) d[i] = uint16_t(~a[i]);
 }
-void bits_copy(const step& s, const strip& t) {
+void bits_copy(const step& s, const lane_block& t) {
     uint16_t* d = lanes_of<uint16_t>(s.d);
     const uint16_t* a = lanes_of<uint16_t>(s.a);
     for (int i = 0; i < t.lanes / 16; ++i) d[i] = a[i];
 }
-void bits_spread(const step& s, const strip& t) {
+void bits_spread(const step& s, const lane_block& t) {
     fill_bits(s.d, lanes_of<uint16_t>(s.a)[t.row / 16] >> (t.row % 16) & 1, t.lanes);
 }
 template <class T>
-void spread(const step& s, const strip& t) {
+void spread(const step& s, const lane_block& t) {
     fill(s.d, lanes_of<T>(s.a)[t.row], t.lanes);
 }
 // 1 or 0 for a bit.
 template <class T>
-void bits_to(const step& s, const strip& t) {
+void bits_to(const step& s, const lane_block& t) {
     T* d = lanes_of<T>(s.d);
     const uint16_t* a = lanes_of<uint16_t>(s.a);
     for (int i = 0; i < t.lanes; i += 16) {
@@ -105,18 +105,18 @@ void bits_to(const step& s, const strip& t) {
 
 // Constants are 8 bytes each: the value's own, in the first of them.
 template <class T>
-void constant(const step& s, const strip& t) {
+void constant(const step& s, const lane_block& t) {
     fill(s.d, *lanes_of<T>(s.b), t.lanes);
 }
-void constant_bits(const step& s, const strip& t) { fill_bits(s.d, *s.b != 0, t.lanes); }
-void int_number(const step& s, const strip& t) {
+void constant_bits(const step& s, const lane_block& t) { fill_bits(s.d, *s.b != 0, t.lanes); }
+void int_number(const step& s, const lane_block& t) {
     fill(s.d, t.tile->inputs->ints[s.code->immediate], t.lanes);
 }
-void float_number(const step& s, const strip& t) {
+void float_number(const step& s, const lane_block& t) {
     fill(s.d, t.tile->inputs->floats[s.code->immediate], t.lanes);
 }
 template <class T, int WHICH>
-void index_input(const step& s, const strip& t) {
+void index_input(const step& s, const lane_block& t) {
     const af_tile& tile = *t.tile;
     const int64_t begin[4] = {tile.b, tile.h, tile.q + t.first_row, tile.kv + t.first_column};
     const wraps<T> first = wraps<T>(begin[WHICH] + tile.inputs->offset[WHICH]);

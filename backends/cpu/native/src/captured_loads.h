@@ -6,11 +6,11 @@
 #pragma once
 #include <stddef.h>
 
-#include "strips.h"
+#include "lane_blocks.h"
 
 namespace AF_LEVEL {
 
-AF_INLINE bool is_live(const strip& t, int row, int column) {
+AF_INLINE bool is_live(const lane_block& t, int row, int column) {
     const af_tile& tile = *t.tile;
     if (column >= tile.cols || row >= tile.rows) return false;
     if (t.all_live || tile.live == nullptr) return true;
@@ -18,7 +18,7 @@ AF_INLINE bool is_live(const strip& t, int row, int column) {
 }
 
 // Whether the pair is live whose value stands in this lane.
-AF_INLINE bool is_live_lane(const strip& t, int lane) {
+AF_INLINE bool is_live_lane(const lane_block& t, int lane) {
     switch (t.where) {
         case PAIRS:
             return is_live(t, t.first_row + t.row, t.first_column + lane);
@@ -38,7 +38,7 @@ AF_INLINE bool is_live_lane(const strip& t, int lane) {
     }
 }
 
-AF_INLINE int lanes_in_use(const strip& t) {
+AF_INLINE int lanes_in_use(const lane_block& t) {
     return t.where == UNIFORM ? 1 : t.where == ROWS ? t.rows : t.columns;
 }
 
@@ -57,7 +57,7 @@ struct index_lanes {
 };
 
 // Notes the first live lane whose index is outside of [-size, size).
-static __attribute__((noinline)) void note_outside(const step& s, const strip& t, int dim,
+static __attribute__((noinline)) void note_outside(const step& s, const lane_block& t, int dim,
                                                    const index_lanes& index, int64_t size) {
     af_error* error = t.tile->error;
     if (error->code != AF_OK) return;
@@ -106,7 +106,7 @@ struct places {
 };
 
 // `strides` and `sizes` are those of the indexed tensor; none of the sizes is 0.
-static places find_places(const step& s, const strip& t, int rank, const int64_t* sizes,
+static places find_places(const step& s, const lane_block& t, int rank, const int64_t* sizes,
                           const int64_t* strides, bool note) {
     constexpr int64_t MOST = 2147483647;
     places found = {0, 0, false, true};
@@ -222,7 +222,7 @@ struct stored<half_bits> {
 
 // Lanes of type D from elements of type S.
 template <class S, class D>
-static void gather(D* d, const char* data, const places& at, const strip& t) {
+static void gather(D* d, const char* data, const places& at, const lane_block& t) {
     typedef typename stored<S>::type element;
     const element* from = reinterpret_cast<const element*>(data) + at.base;
     const int n = t.lanes & ~15;
@@ -247,7 +247,7 @@ static void gather(D* d, const char* data, const places& at, const strip& t) {
     }
 }
 
-AF_INLINE void note_empty(const step& s, const strip& t, const af_captured& tensor) {
+AF_INLINE void note_empty(const step& s, const lane_block& t, const af_captured& tensor) {
     const af_operand* operand = s.list;
     for (int dim = 0; dim < tensor.rank; ++dim, ++operand) {
         const index_lanes index = {s.registers + int64_t(operand->slot) * AF_LANES * 4, t.row, 0,
@@ -259,7 +259,7 @@ AF_INLINE void note_empty(const step& s, const strip& t, const af_captured& tens
 
 // Fills the lanes of one load. K is the kind of the register.
 template <char K>
-static void load_lanes(const step& s, const strip& t) {
+static void load_lanes(const step& s, const lane_block& t) {
     const af_captured& tensor = t.tile->inputs->captured[s.code->immediate];
     bool empty = false;
     for (int dim = 0; dim < tensor.rank; ++dim) empty |= tensor.size[dim] == 0;

@@ -18,13 +18,13 @@ namespace AF_LEVEL {
 
 enum section { UNIFORM, ROWS, COLUMNS, PAIRS };
 
-// Where a step runs: `lanes` is a multiple of 16, at most AF_LANES.
-struct strip {
+// The rows and columns that a step runs on: `lanes` is a multiple of 16, at most AF_LANES.
+struct lane_block {
     int32_t lanes;
     int32_t row;     // in the block of rows: the lane of operands that are one value
-    int32_t first_row, first_column;  // of the block, of the strip, in the tile
+    int32_t first_row, first_column;  // of the block, in the tile
     int32_t rows;    // in the block
-    int32_t columns; // in the strip
+    int32_t columns; // in the block
     section where;
     const af_tile* tile;
     int32_t kind;    // of the program
@@ -33,7 +33,7 @@ struct strip {
 };
 
 struct step;
-typedef void (*step_function)(const step&, const strip&);
+typedef void (*step_function)(const step&, const lane_block&);
 
 struct alignas(64) step {
     step_function run;
@@ -48,7 +48,7 @@ struct moving {
     char** address;
     char* begin;
     int64_t row_bytes;
-    int64_t strip_bytes;
+    int64_t block_bytes;
 };
 static_assert(sizeof(step) + 4 * sizeof(moving) == AF_STEP_SCRATCH, "what a step needs");
 
@@ -63,7 +63,7 @@ AF_INLINE const T* lanes_of(const char* p) {
 
 // D lane = F::of(A lane).
 template <class F, class D, class A>
-static void unary(const step& s, const strip& t) {
+static void unary(const step& s, const lane_block& t) {
     D* d = lanes_of<D>(s.d);
     const A* a = lanes_of<A>(s.a);
     const int n = t.lanes & ~15;
@@ -73,7 +73,7 @@ static void unary(const step& s, const strip& t) {
 
 // T lane = F::of(T lane, T lane), or with one value for all lanes.
 template <class F, class T>
-static void binary(const step& s, const strip& t) {
+static void binary(const step& s, const lane_block& t) {
     T* d = lanes_of<T>(s.d);
     const T *a = lanes_of<T>(s.a), *b = lanes_of<T>(s.b);
     const int n = t.lanes & ~15;
@@ -81,7 +81,7 @@ static void binary(const step& s, const strip& t) {
     for (int i = 0; i < n; ++i) d[i] = F::of(a[i], b[i]);
 }
 template <class F, class T>
-static void binary_one(const step& s, const strip& t) {
+static void binary_one(const step& s, const lane_block& t) {
     T* d = lanes_of<T>(s.d);
     const T* a = lanes_of<T>(s.a);
     const T b = lanes_of<T>(s.b)[t.row];
@@ -92,7 +92,7 @@ static void binary_one(const step& s, const strip& t) {
 
 // Float lanes through a function of vectors.
 template <class F>
-static void vectors(const step& s, const strip& t) {
+static void vectors(const step& s, const lane_block& t) {
     float* d = lanes_of<float>(s.d);
     const float* a = lanes_of<float>(s.a);
     for (int i = 0; i < t.lanes; i += VL) store(d + i, F::of(load(a + i)));
@@ -184,7 +184,7 @@ AF_INLINE typename vector_of<T>::type vector_at(const T* p) {
 
 // bits = F::of(lane, lane)
 template <class F, class T, bool ONE>
-static void comparison(const step& s, const strip& t) {
+static void comparison(const step& s, const lane_block& t) {
     typedef typename vector_of<T>::type vector;
     constexpr int WIDTH = int(sizeof(vector) / sizeof(T));
     uint16_t* d = lanes_of<uint16_t>(s.d);
@@ -203,7 +203,7 @@ static void comparison(const step& s, const strip& t) {
 
 // lane = bit ? lane : lane
 template <class T, bool ONE_X, bool ONE_Y>
-static void selection(const step& s, const strip& t) {
+static void selection(const step& s, const lane_block& t) {
     typedef typename vector_of<T>::type vector;
     typedef typename vector_of<T>::mask mask;
     constexpr int WIDTH = int(sizeof(vector) / sizeof(T));
@@ -226,7 +226,7 @@ static void selection(const step& s, const strip& t) {
 
 // Words of bits.
 template <class F>
-static void bitwise(const step& s, const strip& t) {
+static void bitwise(const step& s, const lane_block& t) {
     uint16_t* d = lanes_of<uint16_t>(s.d);
     const uint16_t *a = lanes_of<uint16_t>(s.a), *b = lanes_of<uint16_t>(s.b);
     const int n = t.lanes / 16;
