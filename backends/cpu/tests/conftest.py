@@ -1,4 +1,5 @@
-"""The backend under its name, the levels that this processor can run, and threads as they were."""
+"""Fixtures of the backend's tests: the backend under its name, the levels that this processor can
+run, and a restored number of threads."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ __all__ = ["assert_near", "dense_attention", "dense_gradients"]
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 STEPS = {torch.float32: 64, torch.bfloat16: 3, torch.float16: 3}
-"""How many roundings a result may be away, beside what its own dtype costs."""
+"""Number of roundings that a result may be off, beside the error of its own dtype."""
 
 
 def dense_attention(
@@ -59,7 +59,7 @@ def dense_gradients(
 
 
 def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype, what: str = "") -> None:
-    """Compare by the largest value: both sums of many terms."""
+    """Compare relative to the largest value: both are sums of many terms."""
     wanted = wanted.detach()
     assert torch.equal(found.isinf(), wanted.isinf()), what
     difference = (found.detach().double() - wanted).masked_fill(wanted.isinf(), 0).abs()

@@ -1,8 +1,8 @@
 """Draws one call from a number, makes it, and judges it: `python fuzz_calls.py FIRST COUNT`.
 
-Each call is right by a dense formula, or raises the error of anyflex's that it should. Anything
-else ends the process: a wrong result with a message, a crash by itself. The number under way is
-written into the file that a third argument names, before each call.
+Each call is right by a dense formula, or raises the anyflex error that it should. Anything else
+ends the process: a wrong result with a message, a crash by itself. The number of the running call
+is written into the file that a third argument names, before each call.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from anyflex_cpu.backend import CpuBackend
 __all__ = ["PATHS_TITLE", "Mistaken", "judge"]
 
 STEPS = 512
-"""Roundings of float32, in which everything is computed, that a result may be away: of the largest
-value, or of 1. This looks for what is wrong, the conformance kit for what is imprecise."""
+"""Number of float32 roundings, of the largest value or of 1, that a result may be off. The fuzzer
+looks for wrong results, the conformance kit for imprecise ones."""
 STEPS_OF_SCORES = 16
-"""Roundings of the largest score, where that is more: what a score is away, its weight is away as
-a share of itself."""
+"""Number of roundings of the largest score that a result may be off, where that is more: the error
+of a score is the relative error of its weight."""
 NARROW_STEPS = 16
-"""Roundings of the largest value to 16 bits, where a result or a factor of it has them."""
+"""Number of 16-bit roundings of the largest value, where a result or a factor of it has 16
+bits."""
 
 LARGE_SHARE = 0.08
-"""Of the calls that aren't wrong: a large one takes as long as several others."""
+"""Share of large calls among those that aren't wrong: a large one takes as long as several
+others."""
 PATHS_TITLE = "Ways that the right ones went:"
 
 
 class Mistaken(Exception):
-    """A result that the formula doesn't give, or an error that shouldn't be, or none."""
+    """A result that differs from the formula's, an unexpected error, or a missing one."""
 
 
 def results_of(call: Call, seed: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -81,12 +83,12 @@ def judge(seed: int) -> str:
     torch.set_num_threads(threads)
     loaded = library.load()
     levels = [loaded.available()[0], *loaded.available()]
-    # Whatever levels a processor has, what is drawn afterwards is the same.
+    # The draws that follow are the same whatever levels a processor has.
     loaded.set_isa(levels[int(draw.random() * len(levels))])
     if draw.random() < 0.3:
         return judge_wrong(draw, draw_call(draw))
     call = draw_call(draw, large=draw.random() < LARGE_SHARE)
-    # The formula alone wouldn't be worth waking threads.
+    # The formula's own work isn't worth waking threads.
     torch.set_num_threads(1)
     expected = expected_of(call, seed)
     torch.set_num_threads(threads)
@@ -101,7 +103,7 @@ def judge(seed: int) -> str:
     compare_all(results, gradients, expected, call)
     if draw.random() < 0.05:
         judge_twice(call, seed, [*results, *gradients])
-    return "right, with bad numbers" if call.spoilt else "right"
+    return "right, with non-finite inputs" if call.nonfinite else "right"
 
 
 def compare_all(
@@ -112,12 +114,12 @@ def compare_all(
     dtype = call.inputs["query"].dtype
     for place, found in enumerate(results):
         wanted, judged = expected.results[place], expected.judged[place]
-        # lse and max_scores are of float32, whatever the inputs are.
+        # lse and max_scores are float32, whatever the inputs are.
         limit = Limit(expected.largest_score, (found.dtype,))
         compare(found, wanted, judged, call, ("out", "lse", "max_scores")[place], limit)
     for place, found in enumerate(gradients):
         wanted, judged = expected.gradients[place], expected.judged[3 + place]
-        # A table's gradient has its type.
+        # A table's gradient has the table's type.
         limit = Limit(expected.largest_score, (dtype, found.dtype))
         parts = functools.partial(expected.parts, place)
         compare(found, wanted, judged, call, f"gradient {place}", limit, parts)
@@ -125,7 +127,7 @@ def compare_all(
 
 @dataclass(frozen=True)
 class Limit:
-    """How far a result may be away.
+    """Largest error that a result may have.
 
     Args:
         score: the largest one.
@@ -169,7 +171,7 @@ def compare(
 
 
 def judge_twice(call: Call, seed: int, wanted: list[Tensor]) -> None:
-    """Two Python threads make the call at once: same bits."""
+    """Make the call from two Python threads at once: both give the same bits."""
     found: list[list[Tensor]] = []
 
     def make() -> None:
@@ -211,7 +213,7 @@ def judge_wrong(draw: random.Random, call: Call) -> str:
 def main(first: int, count: int, progress: str | None) -> None:
     if not any(point.name == "cpu" for point in entry_points(group="anyflex.backends.v1")):
         register("cpu", CpuBackend)
-    # Some masks take longer to make than they could: not what this is about.
+    # Ignores the warning that a mask could be built faster, which isn't tested here.
     warnings.simplefilter("ignore", anyflex.PerformanceWarning)
     file = os.open(progress, os.O_WRONLY | os.O_CREAT) if progress else None
     kinds: Counter[str] = Counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fuzz_mods import MASKS, SCORES, Drawn, index
-from fuzz_tensors import laid_out, spoil
+from fuzz_tensors import laid_out, with_nonfinite
 from torch import Tensor
 
 import anyflex
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 16, 17, 17, 33, 40, 64, 65, 130)
 BLOCKS = ((16, 16), (32, 64), (128, 128), (1, 1), (16, 48))
 
-# Of large calls, which take ways that the others are too short for: `fuzz_paths.OF_LARGE`.
+# Kinds of large calls, which take paths that other calls are too short for: `fuzz_paths.OF_LARGE`.
 KEYS = (520, 777, 1024, 1025, 1300, 1700, 2049, 3000)
 FEW = (1, 1, 2, 3, 4, 4, 7, 16)
 """Queries of decoding."""
@@ -28,7 +28,8 @@ WIDE = (65, 80, 96, 128, 192, 200, 256, 512)
 LARGE_BLOCKS = ((16, 16), (32, 64), (128, 128), (64, 256), (16, 48))
 PAIRS = 370_000
 PRODUCTS = 50_000_000
-"""Of all pairs with all elements of keys and values: one core takes 50 ms for such a call."""
+"""Maximum number of products: pairs times elements of keys and values. One core takes 50 ms for
+such a call."""
 
 OF_BATCHES = ("lengths",)
 OF_HEADS = ("stripes", "any pairs")
@@ -42,11 +43,11 @@ class Call:
         inputs: query, key, value.
         kinds: names of the mods.
         score, mask: the mods, or None.
-        mask_size: batch and heads of the block mask, None for one for all.
+        mask_size: batch and heads of the block mask, None for one mask for all.
         learned: names of inputs, and positions of the score mod's tensors, that require a
             gradient.
         aux: whether the gradient arrives at lse too.
-        spoilt: some input holds NaN or infinity.
+        nonfinite: some input holds NaN or infinity.
     """
 
     inputs: dict[str, Tensor]
@@ -59,7 +60,7 @@ class Call:
     options: dict[str, Any] | None
     learned: frozenset[str]
     aux: bool
-    spoilt: bool
+    nonfinite: bool
 
     def __str__(self) -> str:
         inputs = [
@@ -73,7 +74,15 @@ class Call:
         ]
         facts = [
             f"{name}={getattr(self, name)}"
-            for name in ("mask_size", "block_size", "scale", "options", "learned", "aux", "spoilt")
+            for name in (
+                "mask_size",
+                "block_size",
+                "scale",
+                "options",
+                "learned",
+                "aux",
+                "nonfinite",
+            )
         ]
         return ", ".join(inputs + mods + facts)
 
@@ -114,7 +123,8 @@ def small_sizes(draw: random.Random) -> Shapes:
 
 
 def large_sizes(draw: random.Random) -> Shapes:
-    """Many keys and wide heads, for few queries or for as many as `PAIRS` and `PRODUCTS` allow."""
+    """Many keys and wide heads, for a few queries or for as many as `PAIRS` and `PRODUCTS`
+    allow."""
     decodes = draw.random() < 0.6
     while True:
         batch = draw.choice([1, 1, 2])
@@ -144,10 +154,10 @@ def draw_call(draw: random.Random, *, large: bool = False) -> Call:
         "key": laid_out(draw, (*of_keys, drawn.dim), dtype),
         "value": laid_out(draw, (*of_keys, drawn.value_dim), dtype),
     }
-    spoilt = draw.random() < 0.15
-    if spoilt:
+    nonfinite = draw.random() < 0.15
+    if nonfinite:
         name = draw.choice(list(inputs))
-        inputs[name] = spoil(draw, inputs[name])
+        inputs[name] = with_nonfinite(draw, inputs[name])
     sizes = (batch, heads, length, keys)
     score_kind = draw.choice(list(SCORES)) if draw.random() < 0.7 else ""
     score = SCORES[score_kind](draw, sizes) if score_kind else None
@@ -170,7 +180,7 @@ def draw_call(draw: random.Random, *, large: bool = False) -> Call:
         options=None if mods is None else {"cpu": {"mods": mods}},
         learned=frozenset(learned),
         aux=draw.random() < 0.4,
-        spoilt=spoilt,
+        nonfinite=nonfinite,
     )
 
 
@@ -183,7 +193,7 @@ def arguments_of(call: Call) -> tuple[dict[str, Any], list[Tensor]]:
     arguments: dict[str, Any] = {"scale": call.scale, "enable_gqa": True}
     arguments["kernel_options"] = call.options
     for name, tensor in call.inputs.items():
-        # A view keeps strides, which a leaf of its own might not.
+        # A view keeps its strides, which a copy as a leaf might not.
         if name in call.learned:
             leaf = tensor.detach().requires_grad_()
             leaves.append(leaf)

@@ -1,4 +1,5 @@
-"""What the dense formula says of a call that the fuzzer has drawn, and of which elements."""
+"""The dense formula's results for a call that the fuzzer has drawn, and the elements that they are
+compared on."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ __all__ = ["Expected", "expected_of"]
 
 @dataclass
 class Expected:
-    """What the formula says.
+    """Results of the formula.
 
     Args:
         results: out, lse and max_scores, in float64.
         gradients: of the leaves, in float64.
         parts: returns what gradient number n would be if no two parts of dS cancelled.
-        largest_score: of those that carry weight.
+        largest_score: the largest of the scores that carry weight.
         judged: for each result and gradient the elements that NaN and infinity in the inputs
             don't reach; broadcastable.
         must_fail: a live pair reads outside.
@@ -56,7 +57,7 @@ def expected_of(call: Call, seed: int) -> Expected:
         empty = any(tensor.numel() == 0 for tensor in tensors)
         for position in call.score.learned:
             if str(position) in call.learned:
-                # The function sees the table's own type, as anyflex's does.
+                # The function sees the table in the table's own type, as in anyflex.
                 leaf = tensors[position].detach().double().requires_grad_()
                 leaves.append(leaf)
                 tensors[position] = leaf
@@ -86,11 +87,11 @@ def expected_of(call: Call, seed: int) -> Expected:
     gradients = gradients_of(loss, leaves)
 
     def parts(place: int) -> Tensor:
-        """With P * (|dP| + |delta|) for dS = P * (dP - delta)."""
+        """P * (|dP| + |delta|), for dS = P * (dP - delta)."""
         values = value.expand(batch, -1, -1, -1).repeat_interleave(heads // key.shape[1], 1)
         delta = (out * dout).sum(-1, keepdim=True) - dlse[..., None]
         sizes = (dout.double() @ values.mT).abs() + delta.abs()
-        # A row without a live key has an out of NaN here.
+        # In the formula a row without a live key has an out of NaN.
         weights = (torch.exp(scores - finite_lse[..., None]) * sizes).masked_fill(~live, 0)
         return gradients_of(scores, leaves, weights.detach())[place]
 
@@ -122,10 +123,11 @@ def gradients_of(
 
 
 def judged_of(call: Call, live: Tensor, leaves: int) -> list[Tensor]:
-    """Elements of out, lse, max_scores and the leaves' gradients that no bad number reaches."""
+    """Elements of out, lse, max_scores and the leaves' gradients that no non-finite input
+    reaches."""
     rows = live.any(-1) | True
     everything = torch.ones((), dtype=torch.bool)
-    if not call.spoilt:
+    if not call.nonfinite:
         return [everything] * (3 + leaves)
     ratio = live.shape[1] // call.inputs["key"].shape[1]
 
@@ -136,7 +138,7 @@ def judged_of(call: Call, live: Tensor, leaves: int) -> list[Tensor]:
 
     bad_keys = (bad("key") | bad("value"))[:, :, None, :]
     rows = ~((bad_keys | bad("query")[..., None]) & live).any(-1)
-    # Gradients of keys mix rows, those of a table everything.
+    # Gradients of keys sum over rows, and those of a table over everything.
     keys = ~((~rows)[..., None] & live).any(-2)
     kv_batch, kv_heads = call.inputs["key"].shape[:2]
     keys = keys.unflatten(1, (kv_heads, ratio)).all(2)

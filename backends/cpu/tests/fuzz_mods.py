@@ -1,7 +1,7 @@
 """Score and mask functions that the fuzzer draws: written once for anyflex, once for the formula.
 
-A function gets its tensors through a `Reader`. anyflex's indexes; the formula's also notes which
-pairs read outside, and reads something inside there.
+A function gets its tensors through a `Reader`. anyflex's reader indexes; the formula's also notes
+which pairs read outside, and reads some element inside instead.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def reach(draw: random.Random, size: int) -> int:
-    """A table's size: mostly what is read, sometimes less, or nothing."""
+    """A table's size: mostly the size that is read, sometimes less, or 0."""
     return draw.choice([size, size, size, size + 3, size + 3, max(size - 1, 0), size // 2, 0])
 
 
@@ -97,8 +97,8 @@ def indices(draw: random.Random, size: int, low: int, high: int) -> Tensor:
 
 
 def wide(value: Any) -> Any:
-    """The formula's learned tables are float64 ones: arithmetic of 16 bits would round in anyflex
-    and not there."""
+    """Learned tables of the formula are float64: arithmetic of 16 bits would round in anyflex and
+    not in the formula."""
     return value.to(torch.float32)
 
 
@@ -222,7 +222,7 @@ def any_pairs(draw: random.Random, sizes: Sizes) -> Drawn:
 
 
 def any_blocks(draw: random.Random, sizes: Sizes) -> Drawn:
-    """Blocks of any place: rows of a block mask then have gaps, and FULL blocks between them."""
+    """Random blocks: rows of a block mask then have gaps, and FULL blocks between them."""
     rows, columns = draw.choice([(16, 32), (128, 64), (100, 200)])
 
     def make(read: Reader, t: list[Tensor]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""Which of its ways the native code takes, by what the library says of the problems it is given.
+"""Paths that the native code takes, derived from its answers about the problems it is given.
 
-Plans are those of the native code itself: a workspace has room for each split's records and for
-each part's sums, so that its size tells how many there are.
+The native code's own plans tell: a workspace has room for each split's records and for each part's
+sums, so that its size tells how many there are.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OF_LARGE = (
     "backward in several parts",
     "a mask with gaps over several tiles of keys",
 )
-"""What only large calls reach, at every level."""
+"""Paths that only large calls reach, at every level."""
 
-# Constants that the library doesn't tell.
+# Constants that the library doesn't export.
 TILES = {"prefill": 256, "decode": 512}  # keys: tile_columns, decode_columns in *_plan.h
 FEW_BYTES = 10**6  # of keys and values: decode_threads in decode.cpp, threads_worth in tiles.h
 
@@ -36,10 +36,10 @@ class Paths:
     """Listens to a library's calls.
 
     Args:
-        library: whose functions are replaced by ones that note, and call.
+        library: its functions are replaced by ones that note the call and then make it.
 
     Attributes:
-        taken: names of the ways that calls have gone, until it is cleared.
+        taken: names of the paths that calls have taken, until it is cleared.
     """
 
     def __init__(self, library: Library) -> None:
@@ -88,14 +88,14 @@ class Paths:
         yield "backward"
         if self._parts(p, p.kv_length) > 1:
             yield "backward in several parts"
-        # A part has two tiles at least: 512 keys of few heads are one part, or two where tiles
-        # have 128.
+        # A part has at least two tiles: 512 keys of few heads are one part, or two where tiles
+        # have 128 keys.
         if p.kv_length > 128 and self._parts(p, 512) == 1:
             yield "backward in tiles of 256 keys"
 
     def _is_split(self, p: structs.Problem) -> bool:
-        """The records are all that grows with the keys. A split has 1024 at least, and with fewer
-        than 256 a call may not be decoded."""
+        """Whether decoding is split: only the records grow with the keys. A split has at least
+        1024 keys, and a call with fewer than 256 may not be decoded."""
         few = min(p.kv_length, 256)
         return self._decode_bytes(p, p.kv_length) > self._decode_bytes(p, few)
 
@@ -104,11 +104,11 @@ class Paths:
         return self._library.forward_workspace(ctypes.addressof(other))
 
     def _parts(self, p: structs.Problem, keys: int) -> int:
-        """Each part has sums of dQ of its own; for one key there is one."""
+        """Number of parts: each part has its own sums of dQ; a call with one key has one part."""
         return self._sums_bytes(p, keys) // self._sums_bytes(p, 1)
 
     def _sums_bytes(self, p: structs.Problem, keys: int) -> int:
-        """What dQ adds to the workspace of one thread."""
+        """Bytes that the sums of dQ add to the workspace of one thread."""
         found = []
         for wanted in (0b111, 0b110):
             other = changed(p, kv_length=keys, threads=1, wanted=wanted)

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["laid_out", "spoil"]
+__all__ = ["laid_out", "with_nonfinite"]
 
 FAR_BYTES = 24 << 30
 NO_RESERVE = 0x4000  # MAP_NORESERVE, which mmap names since Python 3.11
@@ -52,13 +52,13 @@ def laid_out(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch
         memory = torch.empty(values.numel() + 1, dtype=dtype)
         return memory[1:].view(shape).copy_(values)
     if layout == "overlapping":
-        # Each row begins where the row before it has its second element.
+        # Each row begins at the second element of the row before it.
         memory = torch.randn(batch * heads * length + dim).to(dtype)
         return memory.as_strided(shape, (heads * length, length, 1, 1))
     if layout == "far apart" and values.numel():
         size = dtype.itemsize
         strides = ((8 << 30) // size, (1 << 30) // size, 4096 // size, 1)
-        # A row a page; batches are further apart than 32 bits of elements reach.
+        # One row per page; batches are further apart than 32 bits of elements reach.
         far = far_memory().view(dtype).as_strided(shape, strides)
         return far.copy_(values)
     return values
@@ -66,17 +66,17 @@ def laid_out(draw: random.Random, shape: tuple[int, int, int, int], dtype: torch
 
 @functools.cache
 def far_memory() -> Tensor:
-    """Address space that takes memory only where it is written to."""
+    """Address space that takes physical memory only where it is written to."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     return torch.frombuffer(mmap.mmap(-1, FAR_BYTES, flags=flags), dtype=torch.uint8)
 
 
-def spoil(draw: random.Random, tensor: Tensor) -> Tensor:
+def with_nonfinite(draw: random.Random, tensor: Tensor) -> Tensor:
     """A copy with NaN and infinity in up to three rows."""
-    spoilt = tensor.clone()
+    copy = tensor.clone()
     batch, heads, length, dim = tensor.shape
     for _ in range(draw.randint(1, 3)):
         if tensor.numel():
             at = (draw.randrange(batch), draw.randrange(heads), draw.randrange(length))
-            spoilt[at][draw.randrange(dim)] = draw.choice([torch.nan, torch.inf, -torch.inf])
-    return spoilt
+            copy[at][draw.randrange(dim)] = draw.choice([torch.nan, torch.inf, -torch.inf])
+    return copy

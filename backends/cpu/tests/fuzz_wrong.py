@@ -1,4 +1,4 @@
-"""Calls that are wrong in one way each: anyflex answers with the error that this way has, whatever
+"""Calls that are wrong in one way each: anyflex must answer with the error of that way, whatever
 the tensors are."""
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Change = Callable[[random.Random, Arguments], None]
 
 @dataclass(frozen=True)
 class Wrong:
-    """A way to be wrong.
+    """A way for a call to be wrong.
 
     Args:
         change: changes the arguments of a right call into those of a wrong one, or raises itself,
             where a block mask can't even be made.
-        errors: the types of which anyflex's answer is one; their subclasses mean something else.
+        errors: the types that anyflex's error may have; their subclasses mean something else.
     """
 
     change: Change
@@ -56,8 +56,8 @@ def refused_with(*errors: type[AnyflexError]) -> Callable[[Change], Change]:
 
 
 def is_refusal(error: AnyflexError, errors: tuple[type[AnyflexError], ...]) -> bool:
-    """Whether an error is of one of the types, and not what a plugin broke with: what the wall
-    around plugins catches is a check that is missing."""
+    """Whether an error has one of the types and isn't a plugin's failure: an error that the wall
+    around plugins catches is a missing check."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, PluginError):
@@ -181,7 +181,7 @@ def mask_of_lengths(draw: random.Random, a: Arguments) -> None:
 def mask_of_batches(draw: random.Random, a: Arguments) -> None:
     batch, heads, rows, _ = a["query"].shape
     more = draw.choice([(batch + 2, 1), (1, heads + 2), (batch + 2, heads + 2)])
-    # One that doesn't read them would serve any number of them.
+    # A mask mod that doesn't read them would serve any number of them.
     a["block_mask"] = anyflex.create_block_mask(
         lambda b, h, q, k: q + b + h >= k, *more, rows, a["key"].shape[2], BLOCK_SIZE=32
     )
@@ -194,7 +194,7 @@ def no_mask(draw: random.Random, a: Arguments) -> None:
 
 @refused_with(BlockMaskError)
 def mask_of_wrong_runs(draw: random.Random, a: Arguments) -> None:
-    """Numbers that lead a kernel outside, if anybody believed them."""
+    """Runs with numbers that would lead a kernel outside, if they weren't checked."""
     rows, keys = a["query"].shape[2], a["key"].shape[2]
     blocks = -(-rows // 16)
     counts = torch.randint(0, 3, (blocks,)).cumsum(0).int()

@@ -1,5 +1,5 @@
 """Native functions on one tile, with guarded memory around everything that they may write, and
-what torch says of the same pairs."""
+torch's results for the same pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NOTE = ctypes.CFUNCTYPE(
 
 
 class NoArtifacts:
-    """Keeps what is put, for one test."""
+    """Artifacts that keep what is put, for one test."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
@@ -38,7 +38,7 @@ class NoArtifacts:
 
 
 class Notes:
-    """Stands for the library's af_note_read_outside."""
+    """Stand-in for the library's af_note_read_outside."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, int, int, int]] = []
@@ -210,7 +210,7 @@ class NativeTile:
 
 
 def expected(tile: NativeTile, nodes: Sequence[Node], wanted: Sequence[int]) -> list[Tensor]:
-    """What torch says the nodes are, [rows, columns] each."""
+    """Values of the nodes by torch, [rows, columns] each."""
     values = evaluate(
         nodes,
         wanted,
@@ -225,7 +225,8 @@ def expected(tile: NativeTile, nodes: Sequence[Node], wanted: Sequence[int]) -> 
 def expected_gradients(
     tile: NativeTile, derivative: Derivative, live: Tensor
 ) -> tuple[Tensor, dict[int, Tensor], dict[int, Tensor]]:
-    """The gradient of the scores; the sums that the scatters add and the sums of their sizes."""
+    """The gradient of the scores; the sums that the scatters add; and the sums of the terms'
+    sizes."""
     wanted = [] if derivative.score is None else [derivative.score]
     for scatter in derivative.scatters:
         wanted += [scatter.value, *scatter.indices]

@@ -1,5 +1,5 @@
-"""Random typed graphs over all dtypes, of operations whose result is exact in every type: what a
-program computes is what torch computes, bit for bit."""
+"""Random typed graphs over all dtypes, of operations with exact results in every type: a program
+computes the same bits as torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RandomGraph:
     """A graph and the tensors and numbers that it reads.
 
     Args:
-        seed: of everything.
+        seed: decides everything that is drawn.
         output: dtype of the result, float32 or bool.
         size: number of operations.
-        learns: leave out what has a slope that isn't exact.
+        learns: leave out operations with an inexact slope.
     """
 
     def __init__(self, seed: int, output: torch.dtype, size: int, *, learns: bool = False) -> None:
@@ -66,7 +66,7 @@ class RandomGraph:
         return len(self.nodes) - 1
 
     def _any(self, dtype: torch.dtype) -> int:
-        """A value of a type, rather a late one, converted where there is none."""
+        """A value of a type, preferably a late one; converted where there is none of that type."""
         found = [i for i, node in enumerate(self.nodes) if node.dtype is dtype]
         if not found:
             return self._cast(self.draw.randrange(len(self.nodes)), dtype)
@@ -86,7 +86,7 @@ class RandomGraph:
         if source is dtype:
             return x
         if source.is_floating_point and type_class(dtype) == "int":
-            # What the type can't hold has no meaning.
+            # Values beyond the type's range have no defined result.
             low = 0.0 if dtype is torch.uint8 else -100.0
             bounds = [self._add("const", source, (), value) for value in (low, 100.0)]
             above = self._add("ge", torch.bool, (x, bounds[0]))
@@ -156,7 +156,7 @@ class RandomGraph:
         if name == "where":
             return self._add("where", dtype, (self._any(torch.bool), x, y))
         if name in ("floordiv", "mod", "fmod"):
-            # Division by 0 gives any value.
+            # Division by 0 gives an arbitrary value.
             one = self._add("const", dtype, (), 1)
             y = self._add("or", dtype, (y, one))
         if name in ("neg", "abs", "not", "sign", "floor", "ceil", "round", "trunc"):

@@ -1,6 +1,6 @@
 """Compiled mods in a process whose free memory lies in pieces, gigabytes apart.
 
-Parts of one piece of machine code reach each other by 32 bits. Where each gets its memory from the
+Parts of one piece of machine code reach each other by 32 bits. If each gets its memory from the
 system by itself, one can fill a hole between a model's weights and another lie beyond them.
 """
 

@@ -117,7 +117,7 @@ def test_results_and_gradients_are_the_formula_s(
     gradients = torch.autograd.grad(out, inputs, dout)
     wanted, wanted_lse = dense_attention(*inputs, score_mod, mask_mod)
     assert_near(out, wanted, dtype, f"out of {drawn}")
-    # Of bf16 products that are summed in float32.
+    # bf16 products, summed in float32.
     assert_near(aux.lse, wanted_lse, torch.float32, f"lse of {drawn}")
     wanted_gradients = dense_gradients(inputs, dout, score_mod, mask_mod)
     for name, found, expected in zip("qkv", gradients, wanted_gradients, strict=True):

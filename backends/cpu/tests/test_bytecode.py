@@ -1,4 +1,4 @@
-"""What mod graphs become: which steps, in which section, in which registers."""
+"""Bytecode of mod graphs: its steps, their sections, and their registers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP = struct.Struct("=6HI")
 
 
 def sections(code: bytes) -> list[list[str]]:
-    """Names of a program's steps: once a tile, a row, a column, a pair."""
+    """Names of a program's steps, by section: once a tile, a row, a column, a pair."""
     names = {number: name for name, number in operations().items()}
     _, _, _, steps, *ends, _, _ = HEADER.unpack_from(code)
     found = [names[STEP.unpack_from(code, HEADER.size + 16 * i)[0]] for i in range(steps)]

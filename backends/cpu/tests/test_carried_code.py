@@ -1,4 +1,5 @@
-"""A machine that loads what another has saved compiles no mod again, forward or backward."""
+"""A machine that loads artifacts saved on another one compiles no mod again, forward or
+backward."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_mods_that_were_saved_are_not_compiled_again(tmp_path: Path) -> None:
     assert compiled == 1
     for action in ("own", "torch"):
         assert in_a_process(action, tmp_path, tmp_path / action) == [0, *values]
-    # A warm process, which compiles nothing, saves the same.
+    # A warm process, which compiles nothing, saves the same artifacts.
     for name in ("own.zip", "torch.bin"):
         (tmp_path / name).unlink()
     assert in_a_process("again", tmp_path, tmp_path / "first") == [0, *values]

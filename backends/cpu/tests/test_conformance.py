@@ -10,7 +10,8 @@ from anyflex.testing import Conformance
 from anyflex_cpu.backend import CpuBackend
 
 WHOLE = os.environ.get("ANYFLEX_WHOLE_KIT") == "1"
-"""All cases with interpreted mods: minutes. Of compiled ones `make conformance-cpu` runs all."""
+"""Whether all cases run with interpreted mods, which takes minutes. `make conformance-cpu` runs
+all cases with compiled ones."""
 
 
 class TestConformance(Conformance):
@@ -20,7 +21,7 @@ class TestConformance(Conformance):
 
 
 class Interpreted(CpuBackend):
-    """The same with all mods interpreted."""
+    """The CPU backend with all mods interpreted."""
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
         options = (("mods", "interpreter"),)

@@ -1,4 +1,5 @@
-"""Decoding against a dense formula: all the rows and widths that its products take apart."""
+"""Decoding against a dense formula: all numbers of rows and all widths that its products treat
+apart."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 import anyflex
 
-# Not a whole number of turns of 64 keys, nor of tiles of 256.
+# Neither a multiple of a turn's 64 keys, nor of a tile's 256.
 KEYS = 1000
 WIDTHS = [(128, 128), (64, 256), (96, 32), (32, 160), (40, 128), (64, 72), (72, 64), (256, 96)]
 KV_HEADS = 2
@@ -18,8 +19,8 @@ KV_HEADS = 2
 def drawn(
     rows: int, widths: tuple[int, int], dtype: torch.dtype = torch.bfloat16
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with this many rows a key head, keys and values as projections leave
-    them."""
+    """Query, key and value with this many rows per KV head; keys and values are laid out as
+    projections leave them."""
     generator = torch.Generator().manual_seed(rows)
 
     def some(*shape: int) -> Tensor:
@@ -53,7 +54,7 @@ def test_decoding_rounds_nothing_but_its_result(
 def test_rows_beside_one_another_and_apart(width: int, dtype: torch.dtype, level: str) -> None:
     query, key, value = drawn(7, (width, width), dtype)
     wanted, _ = dense_attention(query, key, value)
-    # Which of the two are read in order, and which in streams, is the processor's matter.
+    # The level decides which of these are read in order, and which in streams.
     for read in (key, value), (key.contiguous(), value.contiguous()):
         out = anyflex.flex_attention(query, *read, enable_gqa=True, backend="cpu")
         assert_near(out, wanted, dtype)
@@ -75,13 +76,13 @@ def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def test_from_nine_rows_on_each_is_a_lane(
     widths: tuple[int, int], rows: int, dtype: torch.dtype, level: str
 ) -> None:
-    # Of 80 rows no head has more than four, of the others each has all.
+    # With 80 rows no head has more than four; with other numbers one head has them all.
     heads, length = (20, 4) if rows == 80 else (1, rows)
     _, key, value = drawn(1, widths, dtype)
     query = torch.randn(2, heads * KV_HEADS, length, widths[0]).to(dtype)
     assert "decode" in str(anyflex.explain(query, key, value, enable_gqa=True, backend="cpu"))
     wanted, _ = dense_attention(query, key, value)
-    # Rows apart, elements apart, all beside one another.
+    # Rows with gaps, elements with gaps, and contiguous ones.
     apart = tuple(each.mT.contiguous().mT for each in (key, value))
     for read in (key, value), apart, (key.contiguous(), value.contiguous()):
         out = anyflex.flex_attention(query, *read, enable_gqa=True, backend="cpu")

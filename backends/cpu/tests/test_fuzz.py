@@ -33,17 +33,17 @@ ENOUGH_CALLS = 400
 CALLS = int(os.environ.get("ANYFLEX_FUZZED_CALLS", ENOUGH_CALLS))
 CHUNK = 2000
 SECONDS = 900
-"""Of one process: a call that waits for ever is a failure too."""
+"""Time limit of one process in seconds: a call that never returns is a failure too."""
 SCRIPT = Path(__file__).parent / "fuzz_calls.py"
 
 
 def made(first: int, count: int, folder: Path, script: Path = SCRIPT) -> tuple[str, str]:
-    """Make calls in a process of their own; return what it counted, and what was wrong."""
+    """Make calls in a process of their own; return its counts, and its failures."""
     progress = folder / f"call-{first}"
     line = [sys.executable, "-X", "faulthandler", str(script), str(first), str(count)]
     environment = os.environ | {
         "ANYFLEX_CACHE_DIR": str(folder / "cache"),
-        # Where tests find the packages.
+        # Folders where tests find the packages.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     try:
@@ -78,10 +78,10 @@ def test_random_calls_are_right_or_refused(tmp_path: Path) -> None:
     print(dict(counts))
     print(fuzz_calls.PATHS_TITLE, dict(paths))
     assert sum(counts.values()) == CALLS
-    # Nothing is left out by chance, or by an error that passes for a refusal.
+    # No call may be left out by chance, or by an error that passes for a refusal.
     assert counts["right"] > CALLS * 0.4
     assert counts["wrong, refused"] > CALLS * 0.2
-    assert counts["right, with bad numbers"] > CALLS * 0.04
+    assert counts["right, with non-finite inputs"] > CALLS * 0.04
     # Calls are the same in every run: those of the default number reach each way.
     if CALLS >= ENOUGH_CALLS:
         assert [path for path in OF_LARGE if not paths[path]] == []
@@ -93,7 +93,7 @@ def numbers_in(printed: str) -> dict[str, int]:
 
 @pytest.fixture
 def paths(monkeypatch: pytest.MonkeyPatch, threads: None) -> Paths:
-    """Listens for one test; calls have two threads."""
+    """Paths that the library's calls take in one test, with two threads."""
     loaded = library.load()
     for name in ("forward", "backward"):
         monkeypatch.setattr(loaded, name, getattr(loaded, name))
@@ -113,7 +113,7 @@ def attend(length: int, keys: int, mask: anyflex.BlockMask | None = None, heads:
     [
         (1, 1024, set()),
         (1, 1025, {"decode in splits"}),
-        # 1 MB of keys and values.
+        # Keys and values of 1 MB.
         (1, 2000, {"decode in splits", "decode in splits on several threads"}),
     ],
 )
@@ -192,12 +192,12 @@ def broken_plugin() -> PluginError:
 def test_what_a_plugin_broke_with_is_no_refusal() -> None:
     assert is_refusal(ArgumentError("head dims differ"), (ArgumentError,))
     assert not is_refusal(broken_plugin(), (ArgumentError,))
-    # Nor where another error tells of it.
+    # An error of the right type isn't a refusal if its text or cause reports a broken plugin.
     assert not is_refusal(BackendRefused("cpu: plugin 'cpu' is broken"), (BackendRefused,))
     told = BackendRefused("backend='cpu' is refused")
     told.__cause__ = broken_plugin()
     assert not is_refusal(told, (BackendRefused,))
-    # A subclass says something else.
+    # A subclass means something else.
     assert not is_refusal(BlockMaskError("lengths differ"), (ArgumentError,))
 
 

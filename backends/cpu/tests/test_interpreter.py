@@ -256,7 +256,7 @@ def test_gradients_of_dead_pairs_stay_out(level: str) -> None:
     tile = Tile(11, 37, (0, 2, 0, 0), [torch.rand(4)], live=live)
     tile.score[:, :37] = torch.randn(11, 37)
     tile.grad[:, :37] = torch.randn(11, 37)
-    # Of a dead pair anything may arrive.
+    # Any gradient may arrive at a dead pair.
     tile.score[:, :37][~live] = torch.nan
     tile.grad[:, :37][~live] = torch.inf
     score, sums = expected_gradients(tile, derivative, live)

@@ -1,4 +1,4 @@
-"""Every operation in every type, at the values where meanings differ: what torch says."""
+"""Every operation in every type, at the values where definitions differ, against torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__: list[str] = []
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 I64 = torch.int64
 ELEMENTWISE = [name for name in OPERATIONS if OPERATIONS[name] in (1, 2) and name != "cast"]
-# Units in the last place: those of the interpreter, for float64 also those of torch. What is
-# rounded to a narrow type may lie on the other side of a tie.
+# Tolerance in units in the last place: the interpreter's error, for float64 also torch's. A value
+# that is rounded to a narrow type may lie on the other side of a tie.
 ULPS = {torch.float32: 2.0, torch.float64: 2.0, torch.float16: 0.51, torch.bfloat16: 0.51}
 
 
 def values_of(dtype: torch.dtype) -> Tensor:
-    """Values at which something happens."""
+    """Values at which some operation has a special case."""
     if dtype is torch.bool:
         return torch.tensor([False, True])
     if not dtype.is_floating_point:
@@ -70,7 +70,7 @@ def operand(values: Tensor, letter: str, first: bool) -> Tensor:
 
 
 def check_exactly(nodes: list[Node], tile: Tile) -> None:
-    """The last node, of a bool or an integer, is what torch says, in all bits."""
+    """Check that the last node, a bool or an integer, equals torch's in all bits."""
     (wanted,) = expected(tile, nodes, (len(nodes) - 1,))
     last = nodes[-1]
     answer = Node("load", last.dtype, (0, 1), len(tile.captured))
@@ -90,7 +90,7 @@ def check_exactly(nodes: list[Node], tile: Tile) -> None:
 
 
 def doubles(nodes: list[Node], tile: Tile) -> Tensor:
-    """The last node, a float of any type, as the program computes it: float64 [rows, columns]."""
+    """The last node, a float of any type, computed by the program: float64 [rows, columns]."""
     last = nodes[-1]
     value = len(nodes) - 1
     if last.dtype in (torch.float16, torch.bfloat16):
@@ -110,7 +110,7 @@ def doubles(nodes: list[Node], tile: Tile) -> Tensor:
 
 
 def check_closely(nodes: list[Node], tile: Tile, ulps: float) -> None:
-    """The last node, a float, is within `ulps` of what torch says in float64, rounded."""
+    """Check that the last node, a float, is within `ulps` of torch's float64 result, rounded."""
     last = nodes[-1]
     found = doubles(nodes, tile)
     (wanted,) = expected(tile, nodes, (len(nodes) - 1,))
@@ -137,7 +137,7 @@ def check_closely(nodes: list[Node], tile: Tile, ulps: float) -> None:
         # torch has no remainder where the quotient is too large for the type.
         first, second = (values.double() for values in expected(tile, nodes, last.arguments))
         same |= (first / second).abs().log2() > math.log2(limits.max)
-    # Rounded to the other side of the largest value.
+    # The value was rounded to the other side of the type's largest value.
     same |= (
         found.isinf() & (exact.abs() >= limits.max * (1 - 4 * limits.eps)) & (found * exact > 0)
     )
@@ -163,7 +163,7 @@ def test_an_operation_means_what_torch_says(name: str, level: str) -> None:
             if nodes[-1].dtype.is_floating_point:
                 check_closely(nodes, tile, ULPS[dtype])
             elif name in ("floordiv", "mod", "fmod"):
-                # Division by 0 gives any value.
+                # Division by 0 gives an arbitrary value.
                 for table in range(len(tables)):
                     if table == 1:
                         tables[1] = torch.where(tables[1] == 0, 1, tables[1])

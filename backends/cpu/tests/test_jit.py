@@ -84,7 +84,7 @@ def operands_of(operation: str, dtype: torch.dtype) -> tuple[Graph, list[int], l
     if arity == 1:
         table = numbers.repeat(-(-ROWS * COLUMNS // len(numbers)))[: ROWS * COLUMNS]
         return graph, [graph.add("load", dtype, q, k, attribute=0)], [table.view(ROWS, COLUMNS)]
-    # As pairs, not as rows and columns: both operands are vectors.
+    # The operands are read as pairs, not as rows and columns, so that both are vectors.
     count = len(numbers)
     x = numbers.view(-1, 1).expand(count, count).contiguous()
     y = numbers.view(1, -1).expand(count, count).contiguous()
@@ -100,8 +100,8 @@ def run_value(graph: ModGraph, tile: NativeTile, limits=LIMITS) -> Tensor:
 
 
 def parts(graph: Graph, result: int) -> tuple[ModGraph, range]:
-    """A score mod that gives back a value of any type in pieces that float32 holds, and the
-    numbers ``i0`` by which it does."""
+    """A score mod that returns a value of any type in pieces that float32 holds, and the numbers
+    ``i0`` that select a piece."""
     dtype = graph.nodes[result].dtype
     if dtype is torch.float64:
         high = graph.add("cast", F32, result)
@@ -161,7 +161,7 @@ OLDER = {
 
 @pytest.fixture
 def older(request, monkeypatch) -> None:
-    """An older processor than this one."""
+    """Features of an older processor than this one."""
     cpu, features = OLDER[request.param]
     names = features.split()
     if not set(names) <= host_target().enabled:
@@ -188,7 +188,7 @@ def test_an_operation_means_what_torch_says(operation: str, name: str) -> None:
     if operation in ("floordiv", "mod", "fmod") and type_class(dtype) == "int":
         x, y = tables
         low = torch.iinfo(dtype).min
-        # Any value there, and for the least integer over -1.
+        # The result is arbitrary for a divisor of 0, and for the least integer over -1.
         skip = (y == 0) | ((x == low) & (y == -1) & (low < 0))
     if operation in ("floordiv", "mod", "fmod") and dtype.is_floating_point:
         # Where the quotient has no bound torch's vectors give NaN; C's fmod is exact.
@@ -196,17 +196,18 @@ def test_an_operation_means_what_torch_says(operation: str, name: str) -> None:
         skip = (x / y).isinf() & x.isfinite() & (y != 0)
     exact = operation not in FUNCTIONS_WITH_ERROR
     ulps = 0.0 if exact or not dtype.is_floating_point else ULPS.get(name, 4.0)
-    # torch's own erf of small numbers is further off.
+    # torch's own erf of small numbers has a larger error.
     least = 1e-6 if operation == "erf" else 0.0
     check_equal(parts(graph, result), tables, ulps=ulps, least=least, skip=skip)
 
 
-# torch's sqrt too: on AMD's processors its library is a step off.
+# torch's sqrt isn't exact either: on AMD's processors its library is a step off.
 FUNCTIONS_WITH_ERROR = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh "
     "asinh acosh atanh sigmoid erf erfc pow atan2 truediv floordiv mod".split()
 )
-# One step of the type, in float32's: two correct functions may round to different sides.
+# One step of the narrow type, in float32 steps: two correct functions may round to different
+# sides.
 ULPS = {"bf16": 2.0**16, "f16": 2.0**13}
 
 
@@ -227,7 +228,7 @@ def test_a_cast_means_what_torch_says(source: str, target: str) -> None:
     result = graph.add("cast", DTYPES[target], x)
     skip = None
     if type_class(DTYPES[source]) == "float" and type_class(DTYPES[target]) == "int":
-        # C leaves these open, and torch's vectors and scalars differ.
+        # C leaves these results open, and torch's vectors and scalars differ.
         whole = table.double().trunc()
         limits = torch.iinfo(DTYPES[target])
         skip = ~((whole >= limits.min) & (whole <= limits.max))
@@ -421,7 +422,7 @@ def tables() -> dict[str, Tensor]:
 
 
 def converted(given: Tensor, dtype: torch.dtype) -> Tensor:
-    """Three times the view, in another type and of the same strides."""
+    """The view times three, in another type, with the same strides."""
     whole = (3 * (given._base if given._base is not None else given)).to(dtype)
     return whole.as_strided(given.shape, given.stride(), given.storage_offset())
 
@@ -445,7 +446,7 @@ def test_reads_of_any_stride_and_type(kind: str, dtype: str, limits) -> None:
     mods = None
     for way, given in tables().items():
         table = converted(given, DTYPES[dtype])
-        # Sizes and strides are read when it runs.
+        # Sizes and strides are read at run time.
         mods = mods or compiled(score=graph, captured=[table], limits=limits)
         for q0 in (0, 30, 60):
             tile = NativeTile(9, 50, places=(0, 0, q0, 7), captured=[table], live=live)
@@ -541,7 +542,7 @@ def gradients_of(graph: ModGraph, captured: list[Tensor], wanted: set[int], *, l
         tile.grad[:, :columns][~alive] = 0
         tile.want_gradients(sorted(wanted))
         score, sums, sizes = expected_gradients(tile, derivative, alive)
-        # What a dead pair's memory holds counts for nothing.
+        # The memory of a dead pair doesn't affect the result.
         tile.grad[:, :columns][~alive] = torch.nan
         tile.score[:, :columns][~alive] = torch.nan
         tile.run(mods.score_backward)
@@ -691,7 +692,7 @@ def test_memory_does_not_grow_with_the_mods_that_were_compiled() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True
     )
-    # In KiB: 20 a mod would be a leak of its engine.
+    # Growth in KiB: a leaked engine would be 20 a mod.
     assert int(done.stdout) < 80 * 20, done.stdout
 
 

@@ -1,4 +1,4 @@
-"""The two ways in which mods run, each the other's oracle: compiled in the process, and as
+"""Compiled and interpreted mods, each the oracle of the other: compiled in the process, and as
 bytecode in the library's interpreter."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F32 = torch.float32
 
 
 def tiles(mod: RandomGraph, seed: int, live: Tensor | None = None) -> tuple[Tile, NativeTile]:
-    """The same pairs for either."""
+    """The same tile twice, one for each."""
     rows, columns = SHAPES[seed % len(SHAPES)]
     places = (1, 2, seed % 10, seed // 3 % 10)
     offset = (0, 1, 0, 0) if seed % 2 else (1, 0, 5, 3)

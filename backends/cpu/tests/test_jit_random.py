@@ -41,7 +41,7 @@ def tile_of(seed: int, captured: list[Tensor], traced) -> NativeTile:
 
 
 def wrong(got: Tensor, wanted: Tensor, tolerance: float) -> float:
-    """The share of elements that differ."""
+    """Share of elements that differ."""
     same = (got == wanted) | (got.isnan() & wanted.isnan())
     close = (got - wanted).abs() <= tolerance * (1 + wanted.abs())
     return 1 - (same | close).double().mean().item()

@@ -1,7 +1,7 @@
 """Scores that leave a softmax in floats little room, at every level and in every dtype.
 
-Queries and keys are whole numbers and the scale is 1/8, so that float32 holds each score, and what
-the mods make of it, to the last bit: equal scores are equal.
+Queries and keys are whole numbers and the scale is 1/8, so that float32 holds each score, and each
+modified score, exactly: equal scores are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODS: dict[str, ScoreMod] = {
 
 
 def drawn(rows: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Query, key, value and the gradient that arrives at out."""
+    """Query, key, value and the incoming gradient of out."""
     generator = torch.Generator().manual_seed(rows)
     query, key = (
         torch.randint(-2, 3, (2, 2, length, WIDTH), generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""Finding and loading the library, levels by name, and what is said where it can't be had."""
+"""Finding and loading the library, levels by name, and the messages where it can't be loaded."""
 
 from __future__ import annotations
 

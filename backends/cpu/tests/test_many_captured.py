@@ -1,4 +1,5 @@
-"""Mods that read hundreds of tensors: code that LLVM gets through, and what is told past that."""
+"""Mods that read hundreds of tensors: LLVM compiles them up to a limit, and the message past it
+names the cure."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import anyflex
 from anyflex_cpu import library
 
 DRAWN = 2000
-"""Problems of a level and direction."""
+"""Number of problems drawn per level and direction."""
 BLOCKS = (None, None, (128, 128), (16, 64), (160, 32), (200, 48), (4096, 128), (1, 1))
 """Sizes of a block mask's blocks."""
 
@@ -49,7 +49,7 @@ def test_forward_and_decode_keep_to_the_formula(level: str) -> None:
         kinds["decode" if asked.decodes() else "prefill"] += 1
         found, formula = asked.forward(), asked.forward_formula()
         assert 0 <= found <= formula, vars(asked)
-        # The formula isn't a bound that says nothing, once there is much to hold.
+        # Once a workspace is large, the formula must be tight too.
         if formula > 16 * MIB and asked.has_whole_tiles() and asked.problem.value_head_dim > 1:
             assert found >= formula / 4, vars(asked)
     assert min(kinds.values()) > DRAWN / 8, kinds
@@ -154,7 +154,7 @@ def test_a_workspace_that_fits_nowhere_is_no_fault_of_the_plugin(
         return 2**55 if which == direction else plain(self, call, which, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CpuKernel, "_workspace_bytes", asked)
-    # Sizes that nothing else computes: they are kept.
+    # The computed sizes are cached, so these sizes must be unique to this test.
     query = torch.randn(1, 1, 9, 8 if direction == "forward" else 16, requires_grad=True)
     with pytest.raises(
         anyflex.AllocationError, match=rf"workspace: {2**55 + 64} bytes \(32 PiB\)"
@@ -191,7 +191,7 @@ print(gradients(int(sys.argv[1])) * 1024)
 
 
 def test_the_peak_of_a_large_backward_is_what_the_formula_says() -> None:
-    """Of all memory of a process of its own, as the operating system counts it."""
+    """Measures all memory of a process of its own, as the operating system counts it."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("this system doesn't let a process forget its peak")
     length = 8192
@@ -216,7 +216,7 @@ def test_the_peak_of_a_large_backward_is_what_the_formula_says() -> None:
     )
     found, formula = int(done.stdout), asked.backward_formula(0)
     gradients = 3 * 4 * length * 64
-    # Half of the score matrix, which would be 256 MiB, would be too much. The slack is for what
-    # Python and torch do beside.
+    # Half of the score matrix, 256 MiB in all, would be too much. The slack is for Python and
+    # torch.
     assert 0.5 * formula < found < formula + gradients + 16 * MIB
     assert formula < 96 * MIB

@@ -1,4 +1,4 @@
-"""The Python side's idea of the C ABI's layout, against what a C compiler says of the header."""
+"""Layout of the C ABI on the Python side, compared with a C compiler's for the header."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
             assert same(forward_and_backward(0), wanted)
 
 
-# Large enough for several threads, with sums that several jobs add to: dQ of many tiles of keys,
-# a table that many pairs read, splits of a long sequence.
+# Tensors that are large enough for several threads, with sums that several jobs add to: dQ of many
+# tiles of keys, a table that many pairs read, splits of a long sequence.
 def prefill(dtype: torch.dtype, mods: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -179,7 +179,8 @@ def test_a_call_lets_other_python_threads_run(monkeypatch: pytest.MonkeyPatch) -
     try:
         monkeypatch.setattr(loaded, "forward", counted)
         released = ticks_of_a_call()
-        # The same function through a handle that keeps the lock: a tick or two, as the call ends.
+        # The same function through a handle that keeps the lock: a tick or two, at the end of the
+        # call.
         held = ctypes.PyDLL(str(library.find()))
         plain = holding_the_lock
         kept = ticks_of_a_call()
@@ -197,7 +198,7 @@ def test_a_forked_child_computes_the_same() -> None:
     wanted = [anyflex.flex_attention(*some(2), softcap, backend="cpu")]
     child = os.fork()
     if child == 0:
-        # torch's own threads did not come along: only anyflex's operations run here.
+        # torch's own threads don't survive the fork: only anyflex's operations run here.
         found = [anyflex.flex_attention(*some(2), softcap, backend="cpu")]
         os._exit(0 if same(found, wanted) else 1)
     _, status = os.waitpid(child, 0)
@@ -274,7 +275,7 @@ def test_a_child_forked_while_calls_run_computes_the_same() -> None:
 
 
 class Attend(torch.autograd.Function):
-    """Attention inside of another operation's forward and backward."""
+    """Attention inside another operation's forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -318,7 +319,7 @@ def tasks():
 
 
 def printed_by(program: str) -> list[str]:
-    """What a program prints in a process of its own."""
+    """Lines that a program prints in a process of its own."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, "-c", FRESH + program],
@@ -348,14 +349,14 @@ def test_no_second_openmp_runtime_is_loaded() -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
 def test_the_pool_is_as_large_as_torch_says() -> None:
     found = printed_by(
-        # No operation of torch's that makes threads of its own.
+        # The program runs no torch operation that makes threads of its own.
         "torch.set_num_threads(1)\n"
         "query = torch.randn(1, 8, 600, 32)\n"
         "before = tasks()\n"
         "for count in (4, 2, 6):\n"
         "    torch.set_num_threads(count)\n"
         "    anyflex.flex_attention(query, query, query, backend='cpu')\n"
-        # Threads that are no longer wanted take their time to leave.
+        # Threads that are no longer wanted need time to leave.
         "    for _ in range(500):\n"
         "        if tasks() - before == count - 1: break\n"
         "        time.sleep(0.01)\n"

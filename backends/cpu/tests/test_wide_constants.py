@@ -1,5 +1,5 @@
-"""Integers divided by constants at the ends of their type and beyond: a constant wraps, as torch's
-do, in both ways in which mods run and in the reference."""
+"""Integers divided by constants at the ends of their type and beyond: a constant wraps as in
+torch, in compiled and interpreted mods and in the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def constants(dtype: torch.dtype) -> list[int]:
     found = sorted({sign * size for size in sizes for sign in (1, -1)})
     if bits == 64:
         found = [number for number in found if -half <= number < half]
-    return [number for number in found if number % whole]  # not those that wrap to 0
+    return [number for number in found if number % whole]  # without those that wrap to 0
 
 
 def values(dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ def values(dtype: torch.dtype) -> Tensor:
 
 def by_torch(operation: str, table: Tensor, number: int) -> Tensor:
     if operation == "trunc" and (number + 1) % (1 << torch.iinfo(table.dtype).bits) == 0:
-        return -table if table.dtype is not torch.uint8 else table // 255  # torch's traps for -1
+        return -table if table.dtype is not torch.uint8 else table // 255  # torch traps for -1
     return OPERATIONS[operation](table, number)
 
 

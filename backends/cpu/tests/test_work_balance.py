@@ -1,6 +1,6 @@
-"""Work follows the block mask: dear rows first, jobs of equal cost, live columns alone.
+"""Work follows the block mask: expensive rows first, jobs of equal cost, live columns alone.
 
-Seen by the tiles that mods are run on, never by time.
+Observed by the tiles that mods are run on, never by time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("threads", "watched")
 
 @pytest.fixture
 def watched() -> Iterator[None]:
-    """The watched backend, registered for one test: others leave the choice to the registry."""
+    """The watched backend, registered for one test: in other tests the registry chooses."""
     torch.set_num_threads(1)
     visits.clear()
     with isolated():
@@ -49,7 +49,7 @@ def first_seen(places: Iterator[int]) -> list[int]:
 
 
 def test_forward_takes_rows_in_the_order_of_their_cost(level: str) -> None:
-    # Blocks of 64 keys that each block of 128 queries sees: all FULL.
+    # Blocks of 64 keys that each block of 128 queries sees: all are FULL.
     seen = torch.tensor([3, 9, 1, 16, 7, 12, 5, 14])
     mask = anyflex.create_block_mask(
         lambda b, h, q, k: k < seen[q // 128] * 64, None, None, 1024, 1024, BLOCK_SIZE=(128, 64)
@@ -83,8 +83,8 @@ def test_backward_cuts_keys_into_jobs_by_their_cost(level: str) -> None:
     assert sorted(jobs.values()) == [2 * 128 * 128, 4 * 128 * 128, 16 * 128 * 128, 16 * 128 * 128]
 
 
-# 128 tiles of keys; of every 32, two are seen by all queries and 30 by 128 of them. Cut by number,
-# without a look at the mask, all dear ones would be in one of 16 equal shares.
+# 128 tiles of keys; of every 32, two are seen by all queries and 30 by 128 of them. Cut by number
+# alone, all expensive ones would be in one of 16 equal shares.
 KEYS, QUERIES = 128 * 128, 1024
 
 
@@ -113,7 +113,7 @@ def test_backward_takes_dear_keys_first(level: str) -> None:
     attend(mask, QUERIES, KEYS)
     order = first_seen(visit.kv // 128 for visit in visits if visit.backward)
     assert bool(dear[order[0] * 128]) and not bool(dear[order[-1] * 128])
-    # A job is a range of tiles; those with a dear one come before the others.
+    # A job is a range of tiles; jobs with an expensive one come first.
     last_dear = max(order.index(tile) for tile in range(128) if dear[tile * 128])
     assert last_dear < len(order) / 2
 
@@ -123,7 +123,7 @@ def live_pairs(mask: anyflex.BlockMask, length: int, keys: int) -> Tensor:
 
 
 BAND = (512, 16)
-"""Length, and how many keys a row sees: most of each listed block of 128 is dead."""
+"""Length, and number of keys that a row sees: most of each listed block of 128 is dead."""
 
 
 def band() -> anyflex.BlockMask:

@@ -1,4 +1,4 @@
-"""Running a program of bytecode on one tile, and what torch says of the same pairs."""
+"""Runs of a bytecode program on one tile, and torch's results for the same pairs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scratch_bytes(code: bytes) -> int:
 
 
 def checked(code: bytes, captured: int, ints: int, floats: int) -> int:
-    """What `af_check_program` says."""
+    """Result of `af_check_program`."""
     held = _aligned(code)
     arguments = (ctypes.c_void_p, *(ctypes.c_int64,) * 4)
     return _exported("af_check_program", ctypes.c_int32, *arguments)(
@@ -45,7 +45,7 @@ def checked(code: bytes, captured: int, ints: int, floats: int) -> int:
 
 
 def _aligned(code: bytes) -> Tensor:
-    """The bytes at an address that is a multiple of 64."""
+    """A copy of the bytes at an address that is a multiple of 64."""
     held = torch.empty(len(code) + 64, dtype=torch.uint8)
     start = -held.data_ptr() % 64
     held = held[start : start + len(code)]
@@ -66,7 +66,7 @@ class Tile:
     """A rectangle of pairs with its memory.
 
     Attributes:
-        score, grad: [rows, ld], what stands past the last column is NaN before a run.
+        score, grad: [rows, ld]; NaN past the last column before a run.
         live: bool [rows, columns], or None where all pairs are live.
         places: b, h, q, kv of the first pair.
         error: what the last run reported.
@@ -171,7 +171,7 @@ def _packed(live: Tensor, width: int) -> Tensor:
 
 
 def expected(tile: Tile, nodes: Sequence[Node], wanted: Sequence[int]) -> list[Tensor]:
-    """What torch says the nodes are, [rows, columns] each."""
+    """Values of the nodes by torch, [rows, columns] each."""
     values = evaluate(
         nodes,
         wanted,

@@ -1,4 +1,4 @@
-"""A backend that notes the rectangles of pairs that its mods are run on, in their order."""
+"""A backend that notes the rectangles of pairs that its mods run on, in their order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ __all__ = ["NAME", "PRODUCT", "STEP", "Visit", "WatchedBackend", "visits"]
 
 NAME = "cpu.watched"
 STEP = 32
-"""Columns that kernels skip together; forward's rows of a strip, backward's of a group."""
+"""Number of columns that kernels skip together; also forward's rows of a strip and backward's of a
+group."""
 PRODUCT = 4.0
-"""What scores are where query and key are ones, with 16 elements."""
+"""Score of a query and a key of ones, with 16 elements."""
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(structs.Tile))
 
 
@@ -47,7 +48,8 @@ class Visit(NamedTuple):
 
 
 visits: list[Visit] = []
-"""Of all calls, until it is cleared. Their order means something for calls on one thread."""
+"""Visits of all calls until the list is cleared. Their order is defined for calls on one
+thread."""
 
 
 class WatchedBackend(CpuBackend):
@@ -65,7 +67,8 @@ class WatchedBackend(CpuBackend):
 
 
 def _computed(tile: structs.Tile) -> tuple[int, ...]:
-    """Which columns hold `PRODUCT`. It is wiped out: what isn't computed again lacks it then."""
+    """First columns of the steps that hold `PRODUCT`. Each is then overwritten, so that a step
+    that isn't computed again lacks it."""
     floats = (ctypes.c_float * (tile.ld * (tile.rows - 1) + tile.cols)).from_address(tile.score)
     scores = torch.frombuffer(floats, dtype=torch.float32)
     scores = scores.as_strided((tile.rows, tile.cols), (tile.ld, 1))

@@ -1,4 +1,4 @@
-"""docs/cpu.md's formulas of a call's workspace, and what the library itself asks for."""
+"""The workspace formulas of docs/cpu.md, and the sizes that the library itself asks for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["GIB", "KIB", "MIB", "Asked"]
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 NOWHERE = ctypes.create_string_buffer(64)
-"""What sizes are asked about isn't read."""
+"""Address for tensors of problems that are only asked for sizes: it is never read."""
 
 
 def over(n: int, by: int) -> int:
-    """A quotient, rounded up."""
+    """n / by, rounded up."""
     return -(-n // by)
 
 
@@ -25,7 +25,7 @@ def up(n: int, step: int) -> int:
 
 
 class Asked:
-    """A problem, and what the library and the formula say of it.
+    """A problem, with the library's and the formula's sizes for it.
 
     The names and the formulas are those of docs/cpu.md, term by term; dimensions are rounded up to
     32 as there.
@@ -84,8 +84,8 @@ class Asked:
         return library.load().backward_workspace(ctypes.addressof(self.problem), learned)
 
     def has_whole_tiles(self) -> bool:
-        """The formula counts a thread's tile with 128 queries, or 32 rows of a group, also where
-        there are fewer."""
+        """Whether tiles are full: the formula counts a thread's tile with 128 queries, or 32 rows
+        of a group, also where there are fewer."""
         if self.decodes():
             return self.heads // self.kv_heads * self.length >= 16
         return min(self.length, self.blocks[0] if self.blocks else self.length) >= 128
@@ -115,7 +115,7 @@ class Asked:
         return packed + self.threads * tile + order + live
 
     def query_tiles(self) -> int:
-        """Of one head in prefill."""
+        """Number of q tiles of one head in prefill."""
         rows = 64 if self.value_dim > 256 else 128
         if self.blocks is None:
             return over(self.length, rows)

@@ -33,10 +33,10 @@ class Block:
     """Memory for one call at a time.
 
     Attributes:
-        memory: what is packed into.
-        address: of it.
+        memory: the bytes that arguments are packed into.
+        address: where `memory` begins.
         error: af_error.
-        error_address: of that.
+        error_address: where `error` is.
         tables: addresses of the captured tensors' table, ints and floats, 0 where there are none.
         dims: addresses of each captured tensor's sizes and strides.
         grads: addresses of the accumulators' addresses, float64 flags and sizes.
@@ -99,7 +99,8 @@ class Arguments:
             ints_at if self.ints else 0,
             floats_at if self.floats else 0,
         )
-        # Addresses, sizes, then the flags, whose 4 bytes each would misalign the others.
+        # Addresses first, then sizes, then the flags, whose 4 bytes each would misalign the
+        # others.
         self.grad_offsets = (
             (grads_at, grads_at + 16 * count, grads_at + 8 * count) if count else (0, 0, 0)
         )
@@ -134,7 +135,7 @@ class Arguments:
             *keys(value),
             call.scale,
         )
-        # Without mask and mods what the block was made with holds for every call.
+        # Without mask and mods the values from the block's creation hold for every call.
         if not self.plain:
             runs: tuple[int, ...] = _NO_RUNS
             transposed: tuple[int, ...] = _NO_RUNS
@@ -217,7 +218,7 @@ def shared_values(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last that the tensor addresses."""
+    """Number of elements from the first to the last that the tensor addresses."""
     return sum(map(mul, tensor.shape, tensor.stride()))
 
 

@@ -1,4 +1,4 @@
-"""The entry point: what the backend declares, whether it can run here, and how it compiles."""
+"""Entry point of the CPU backend: declarations, the probe of this machine, and compilation."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ class CpuBackend(Backend):
         return Accepted()
 
     def saved_bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """out before it is rounded: see `CpuKernel.saved_outputs`."""
+        """`CpuKernel.saved_outputs` in bytes: out before it is rounded."""
         return (0, 0) if dtype is torch.float32 else (4, 0)
 
     def fingerprint(self) -> str:
-        """What compiled mods depend on. `anyflex doctor` prints it."""
+        """Versions and processor features that compiled mods depend on. `anyflex doctor` prints
+        it."""
         from anyflex_cpu.programs import llvmlite_version, no_jit
 
         loaded = library.load()
@@ -79,7 +80,8 @@ class CpuBackend(Backend):
         return f"native library of ABI {library.ABI}, level {loaded.level}, {mods}"
 
     def notes(self) -> Sequence[str]:
-        """Tell of levels that aren't built, and of an llvmlite that can't be used."""
+        """Tell of levels that aren't built, and of an llvmlite that is installed and can't be
+        used."""
         from anyflex_cpu.programs import no_jit, unusable_jit
 
         notes = []

@@ -51,7 +51,7 @@ _EXCHANGED = {
     "gt": "lt",
     "ge": "le",
 }
-"""Operation -> the one that gives the same with its operands exchanged, "" for itself."""
+"""Operation -> the equivalent operation with exchanged operands, "" for itself."""
 
 
 def mask_program(
@@ -116,7 +116,7 @@ def score_backward_program(
 
 
 class _Context:
-    """What the rules work with."""
+    """State that the rules share: the steps so far, and the graph's types."""
 
     def __init__(
         self, nodes: Sequence[Node], roots: Sequence[int], limits: Limits, hoist: bool
@@ -126,7 +126,7 @@ class _Context:
         self.stages = Stages(nodes, roots)
         self.hoist = hoist
         self.kinds = _kinds(nodes, limits)
-        # Nodes are told apart by who they are: equal ones are merged before, or cost little.
+        # Nodes are compared by identity: equal ones are merged before, or cost little.
         self._positions = {id(node): position for position, node in enumerate(nodes)}
 
     def kind(self, node: Node) -> str:
@@ -149,11 +149,11 @@ class _Context:
         return value
 
     def unary(self, name: str, kind: str, x: Value) -> Value:
-        """`name` is the step's whole name."""
+        """Append a step on one operand; `name` is the step's whole name."""
         return self.emit(name, kind, (self.lanes(x, x.stage if self.hoist else PAIR),))
 
     def binary(self, name: str, kind: str, x: Value, y: Value) -> Value:
-        """`name` is the operation's; x and y are of one kind."""
+        """Append a step on two operands of one kind; `name` is the operation's."""
         stage = x.stage | y.stage if self.hoist else PAIR
         ending = f"_{x.kind}"
         if stage == PAIR and (x.kind == "p" or (x.is_one and y.is_one)):
@@ -208,7 +208,7 @@ class _Context:
 
 
 def _kinds(nodes: Sequence[Node], limits: Limits) -> list[str]:
-    """The kind of each node: int64 becomes int32 where it fits, as do the ints it is made of."""
+    """The kind of each node: int64 becomes int32 where it fits, and so do its int operands."""
     kinds: list[str] = []
     for node, found in zip(nodes, ranges(nodes, limits), strict=True):
         kind = _KINDS[node.dtype]
@@ -247,10 +247,10 @@ def _const(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
     if node.dtype is torch.bool:
         return context.steps.constant("p", bool(value))
     if node.dtype.is_floating_point:
-        # What the type can't hold is infinite in it.
+        # A number beyond the type's range becomes infinite.
         if abs(value) > torch.finfo(node.dtype).max:
             value = math.copysign(math.inf, value)
-        # Nearly always float32, and a tensor takes several times as long.
+        # Shortcut for float32, the usual type: making a tensor takes several times as long.
         if node.dtype is torch.float32:
             value = ctypes.c_float(value).value
         else:
@@ -291,7 +291,7 @@ def _by_power_of_two(context: _Context, node: Node, operands: Sequence[Value]) -
 
 
 def _float_power(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
-    """A Python exponent takes torch's exact paths: x ** 2 is x * x."""
+    """Power of floats. A Python exponent takes torch's exact paths: x ** 2 is x * x."""
     x, y = operands
     exponent = context.nodes[node.arguments[1]].operation
     name = "pow_number" if exponent in ("const", "number") else "pow"
@@ -345,7 +345,7 @@ def _cast(context: _Context, node: Node, operands: Sequence[Value]) -> Value:
     if kind == "p":
         return context.as_bool(value)
     if kind == "i" and value.kind == "d" and node.dtype is not torch.int32:
-        # As torch has it: through the widest integer, so that what is too large wraps.
+        # Converts as torch does, through the widest integer, so that values beyond the range wrap.
         value = context.to_kind(value, "l")
     value = context.to_kind(value, kind)
     return value if source is torch.bool else context.after(node.dtype, value)

@@ -39,7 +39,7 @@ def numbers(operations: str) -> dict[str, int]:
 
 
 class Value:
-    """What a step gives, in lanes or as the tile's memory. Equal to itself alone.
+    """Result of a step, in lanes or in the tile's memory. Compared by identity.
 
     Attributes:
         kind: ``p`` bits, ``i`` int32, ``l`` int64, ``f`` float, ``d`` double.
@@ -65,7 +65,7 @@ class Value:
 
     @property
     def is_one(self) -> bool:
-        """One value for all lanes of a row, seen from the innermost loop."""
+        """Whether it is one value for all lanes of a row, seen from the innermost loop."""
         return self.stage in (TILE, ROW)
 
     @property
@@ -78,7 +78,7 @@ SCORE_ROW, GRAD_ROW, LIVE_ROW = 0xFFFD, 0xFFFE, 0xFFFF
 
 
 class Index(NamedTuple):
-    """An index of a load or scatter; `step` is how much it grows a lane, if that is known."""
+    """An index of a load or scatter; `step` is its growth per lane, if that is known."""
 
     value: Value
     step: int | None
@@ -136,12 +136,12 @@ class Steps:
         return self.add(f"const_{kind}", kind, TILE, (), place)
 
     def scatter(self, value: Value, captured: int, indices: tuple[Index, ...]) -> None:
-        """Add a value a pair to the gradient of a captured tensor."""
+        """Add a value per pair to the gradient of a captured tensor."""
         name = f"scatter_{value.kind}" + ("S" if value.is_one else "")
         self._append(name, None, (value,), PAIR, captured, indices)
 
     def write(self, value: Value, slot: int) -> None:
-        """Make a value what stands in the tile's memory."""
+        """Store a value in the tile's memory."""
         if value.slot == slot:
             return
         pairs = self._stages[PAIR]
@@ -149,7 +149,8 @@ class Steps:
         if value.stage == PAIR and not value.is_special and born is not None:
             later = pairs[pairs.index(born) + 1 :]
             if not any(read.slot == slot for step in later for read in step.reads):
-                # In place of a copy. Who reads the value reads that memory.
+                # Renames the result's register, which saves a copy: readers of the value read that
+                # memory.
                 value.slot = slot
                 return
         name = "spread_" if value.is_one else "copy_"
@@ -174,7 +175,7 @@ class Steps:
         return step
 
     def encoded(self, kind: int, operations: dict[str, int]) -> bytes:
-        """Return the program, with registers given out."""
+        """Return the program, with registers allocated."""
         slots = self._give_registers()
         steps: list[bytes] = []
         operands: list[bytes] = []
@@ -204,7 +205,8 @@ class Steps:
         return b"".join((header, *steps, *operands, *self._constants))
 
     def _give_registers(self) -> int:
-        """Give each value a register that no living value has; return how many slots there are."""
+        """Allocate registers: no two values that live at once share one. Return the number of
+        slots."""
         free: dict[int, list[int]] = {1: [], 2: []}
         slots = 0
         for stage in self._stages:
@@ -217,7 +219,7 @@ class Steps:
                 result = step.result
                 if result is not None and not result.is_special:
                     width = _width(result)
-                    # Lanes of one size may be overwritten as they are read.
+                    # Lanes of one size may be overwritten while they are read.
                     for value in ended:
                         if _lane(value) == _lane(result):
                             free[width].append(value.slot)

@@ -1,7 +1,7 @@
-"""Reads of captured tensors: what is known of one in a function, bounded indices, gathers.
+"""Reads of captured tensors: facts about one in a function, bounded indices, gathers.
 
 An index in -N..-1 wraps once, then it is clamped, so that no value of it reads outside. A tensor
-without elements is replaced by one zero, of which all strides are 0.
+without elements is replaced by one zero with strides of 0.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def memory_type(dtype: torch.dtype) -> str:
 
 
 class Table(NamedTuple):
-    """A captured tensor in a function, all of one lane: base address; sizes, last indices (0 for
-    a size of 0) and strides as i64, one a dimension."""
+    """A captured tensor in a function, in one lane: base address; sizes, last indices (0 for a
+    size of 0) and strides as i64, one per dimension."""
 
     dtype: torch.dtype
     data: str
@@ -143,7 +143,7 @@ def gather(e: Emitter, table: Table, offset: Value) -> Value:
 
 
 def decode(e: Emitter, raw: Value, dtype: torch.dtype) -> Value:
-    """An element of memory as it is in registers."""
+    """Convert an element of memory to its type in registers."""
     if dtype is torch.bool:
         return e.compare("ne", raw, e.constant("i8", 0))
     if dtype in (torch.float16, torch.bfloat16):

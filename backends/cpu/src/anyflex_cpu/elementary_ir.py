@@ -71,7 +71,7 @@ _LOG_ERFC = (
 # number up to 4096 is exact even where multiply-add rounds twice.
 _LN2_HIGH = 0.693115234375
 _LN2_LOW = math.log(2) - _LN2_HIGH
-# Adding it leaves a whole number below 2^22, and 127 more, in the low bits.
+# Adding it leaves a whole number below 2^22, plus 127, in the low bits.
 _MAGIC = 1.5 * 2**23 + 127
 
 
@@ -80,7 +80,7 @@ def copy_sign(e: Emitter, magnitude: Value, sign: Value) -> Value:
 
 
 def _clamped(e: Emitter, x: Value, low: float, high: float) -> Value:
-    """NaN stays."""
+    """Clamp x to low..high; NaN stays."""
     bottom, top = e.constant("float", low), e.constant("float", high)
     x = e.select(e.compare("olt", x, bottom), bottom, x)
     return e.select(e.compare("ogt", x, top), top, x)
@@ -115,7 +115,8 @@ def _core(e: Emitter, r: Value) -> Value:
 
 
 def _scaled(e: Emitter, p: Value, n: Value, pattern: Value) -> Value:
-    """p 2^n, in two steps where the processor needs them: 2^n may overflow, or be denormal."""
+    """p 2^n, in two steps where the processor needs them, because 2^n may overflow or be
+    denormal."""
     if "avx512f" in e.module.features:
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         vector = e.full("float")
@@ -145,11 +146,11 @@ def exponential_less_1(e: Emitter, x: Value) -> Value:
     one = e.constant("float", 1.0)
     clamped = _clamped(e, x, -20.0, 89.0)
     _, pattern, r = _reduced(e, clamped)
-    # 2^(n - 1), for n may be 128: e^x - 1 = 2 (2^(n-1) (e^r - 1) + (2^(n-1) - 1/2)).
+    # 2^(n - 1), because n may be 128: e^x - 1 = 2 (2^(n-1) (e^r - 1) + (2^(n-1) - 1/2)).
     half = _power_of_2(e, e.sub(pattern, e.constant("i32", 1)))
     total = e.fma(_core(e, r), half, e.sub(half, e.constant("float", 0.5)))
     result = e.add(total, total)
-    # -0.0 stays what it is, and so do the denormals.
+    # Keeps -0.0 and the denormals as they are.
     tiny = e.compare("olt", e.intrinsic("fabs", x), e.constant("float", 1e-10))
     over = e.compare("ogt", x, e.constant("float", 88.8))
     result = e.select(over, e.add(x, e.constant("float", math.inf)), result)
@@ -159,11 +160,11 @@ def exponential_less_1(e: Emitter, x: Value) -> Value:
 def hyperbolic_tangent(e: Emitter, x: Value) -> Value:
     """t / (t + 1) with t = (e^(2 |x|) - 1) / 2: 2 ulp."""
     size = e.intrinsic("fabs", x)
-    # From here on it rounds to 1. NaN stays.
+    # Beyond it the result rounds to 1. NaN stays.
     top = e.constant("float", 9.02)
     size = e.select(e.compare("ogt", size, top), top, size)
     n, pattern = _to_whole(e, size, 2 / math.log(2))
-    # One step, for n is small, and where it isn't the error doesn't reach the result.
+    # One step is enough: n is small, or the error doesn't reach the result.
     r = e.fma(n, e.constant("float", -math.log(2) / 2), size)
     # (e^(2 r) - 1) / 2
     core = [2.0 * 2.0**k * coefficient for k, coefficient in enumerate(_EXP)]
@@ -199,7 +200,7 @@ def _log_core(e: Emitter, f: Value, n: Value, units: tuple[float, float, float])
     if unit == 1.0:
         tail = e.add(tail, e.mul(n, e.constant("float", low)))
         return e.fma(n, e.constant("float", high), e.add(f, tail))
-    # f unit and its rounding error apart, or log10(1 + f) loses digits.
+    # Takes f unit and its rounding error apart, or log10(1 + f) loses digits.
     unit_high = e.constant("float", unit)
     head = e.mul(f, unit_high)
     lost = e.fma(f, unit_high, e.negate(head)) if e.fused else e.constant("float", 0.0)
@@ -225,7 +226,7 @@ def _edges(e: Emitter, x: Value, result: Value) -> Value:
 
 def logarithm(e: Emitter, x: Value, kind: str) -> Value:
     """`kind` is log, log2 or log10."""
-    # Denormals are brought up by 2^24.
+    # Scales denormals up by 2^24.
     small = e.compare("olt", x, e.constant("float", 2.0**-126))
     raised = e.select(small, e.mul(x, e.constant("float", 2.0**24)), x)
     n, f = _split(e, raised)
@@ -237,7 +238,7 @@ def logarithm_of_1_plus(e: Emitter, x: Value) -> Value:
     one = e.constant("float", 1.0)
     u = e.add(one, x)
     n, f = _split(e, u)
-    # What 1 + x has lost, over 1 + x: log(1 + x) = log(u) + lost / u.
+    # Residual of 1 + x, over 1 + x: log(1 + x) = log(u) + lost / u.
     difference = e.sub(u, x)
     lost = e.add(e.sub(x, e.sub(u, difference)), e.sub(one, difference))
     result = e.add(_log_core(e, f, n, _UNITS["log"]), e.div(lost, u))
@@ -265,7 +266,7 @@ def _turned(e: Emitter, x: Value, quarters: int) -> Value:
 
 
 LARGEST_ANGLE = 2.0**28
-"""Beyond it sine and cosine don't hold."""
+"""Largest |x| for which sine and cosine hold."""
 
 
 def sine(e: Emitter, x: Value) -> Value:
@@ -283,7 +284,7 @@ def error_function(e: Emitter, x: Value) -> Value:
     near = e.fma(x, e.polynomial(square, _ERF), x)
     top = e.constant("float", 3.95)
     capped = e.select(e.compare("ogt", size, top), top, size)
-    # Not above 0, so that 1 - e^y needs no clamp but the lower one.
+    # At most 0, so that 1 - e^y needs the lower clamp alone.
     y = e.polynomial(capped, _LOG_ERFC)
     _, pattern, r = _reduced(e, y)
     power = _power_of_2(e, pattern)

@@ -1,4 +1,4 @@
-"""What the native library reports, as exceptions."""
+"""Status codes of the native library, as exceptions."""
 
 from __future__ import annotations
 

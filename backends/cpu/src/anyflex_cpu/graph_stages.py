@@ -1,5 +1,5 @@
-"""Where in a tile's loops each node of a graph is computed: once a tile, a row, a column, or for
-every pair; and which reads of captured tensors run along a row's columns."""
+"""Stages of a graph's nodes: whether each is computed once a tile, a row, a column, or for every
+pair; and which reads of captured tensors run along a row's columns."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stages:
         return sorted(needed)
 
     def column_roots(self) -> set[int]:
-        """COLUMN nodes that pairs, or the results, need."""
+        """COLUMN nodes that pairs, or the results, read."""
         found = {root for root in self.roots if self.of[root] == COLUMN}
         for position in self.needed:
             if self.of[position] == PAIR:
@@ -88,8 +88,8 @@ class Stages:
         return [p for p in self._reached(roots) if self.of[p] == COLUMN]
 
     def pairs(self) -> list[int]:
-        """What is computed in the innermost loop: PAIR nodes, and COLUMN nodes that are not kept,
-        in order."""
+        """Nodes that are computed in the innermost loop, in order: PAIR nodes, and COLUMN nodes
+        that aren't kept."""
         wanted: set[int] = set()
         stack = [root for root in self.roots if self.of[root] in (PAIR, COLUMN)]
         strips = set(self.strips)
@@ -107,7 +107,7 @@ class Stages:
         return sorted(wanted)
 
     def step(self, position: int) -> int | None:
-        """How much an integer node grows a column: 0, 1 or -1; None for anything else."""
+        """Growth of an integer node per column: 0, 1 or -1; None for anything else."""
         node = self.nodes[position]
         if self.of[position] in (TILE, ROW):
             return 0

@@ -1,8 +1,8 @@
-"""Which integers of a graph fit 32 bits, whatever the captured tensors hold.
+"""Integers of a graph that fit 32 bits, whatever the captured tensors hold.
 
-Ends of intervals, from the sizes that a call's indices stay below; what depends on a captured
-tensor of wide integers, or on a number that may change, isn't followed. Core's `int32_nodes` knows
-more, but it reads values, which a compiled spec must not depend on.
+Interval arithmetic on the sizes that a call's indices stay below. Values that depend on a captured
+tensor of wide integers, or on a number that may change, aren't followed. Core's `int32_nodes`
+knows more, but it reads values, which a compiled spec must not depend on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Range(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a call must keep to: b, h below the first and q_idx, kv_idx below the second, offsets
-    included, and captured tensors' last element within the third, in elements from the first."""
+    """Upper bounds that a call must keep to: b, h below the first and q_idx, kv_idx below the
+    second, offsets included, and captured tensors' last element within the third, in elements from
+    the first."""
 
     heads: int
     length: int
@@ -37,7 +38,7 @@ LIMITS = Limits(1 << 16, 1 << 24, 1 << 31)
 WIDE_LIMITS = Limits(1 << 62, 1 << 62, 1 << 62)
 
 _PAST = 1 << 10
-"""Lanes past the last column see indices up to so much higher."""
+"""Lanes past the last column see indices up to this much higher."""
 
 
 def fits_int32(found: Range | None) -> bool:
@@ -45,7 +46,7 @@ def fits_int32(found: Range | None) -> bool:
 
 
 def ranges(nodes: Sequence[Node], limits: Limits) -> list[Range | None]:
-    """Return each node's range; None where it isn't known, and for what is no integer.
+    """Return each node's range; None where it isn't known, and for other types than integers.
 
     A range always lies inside the node's type: nothing in it has wrapped.
     """
@@ -94,7 +95,7 @@ def _range(
 
 
 def _bounded(nodes: Sequence[Node], node: Node, operands: list[Range | None]) -> Range | None:
-    """Operations that bound their result although an operand isn't known."""
+    """Ranges of operations that bound their result although an operand isn't known."""
     if len(operands) != 2:
         return None
     x, y = operands
@@ -139,7 +140,7 @@ def _and(x: Range, y: Range) -> Range | None:
 
 
 def _joined(x: Range, y: Range) -> Range | None:
-    """or, xor, and: no result has more bits than the longer operand."""
+    """Range of or, xor, and: no result has more bits than the longer operand."""
     bits = max(max(end, ~end).bit_length() for side in (x, y) for end in side)
     return Range(0 if min(x.low, y.low) >= 0 else -(1 << bits), (1 << bits) - 1)
 

@@ -107,7 +107,7 @@ def _quotient(scope: Scope, node: Node, x: Value, y: Value) -> tuple[Value, Valu
         return e.op(name, x, y), y
     y = e.select(e.compare("eq", y, e.constant(x.type, 0)), one, y)
     if e.vector and x.type != "i64":
-        # Processors don't divide vectors of integers, but these quotients come out whole.
+        # Processors have no vector division of integers, but double quotients of these are exact.
         wide = "double" if x.type == "i32" else "float"
         to = "sitofp" if signed else "uitofp"
         ratio = e.div(e.convert(to, x, wide), e.convert(to, y, wide))
@@ -176,7 +176,7 @@ def _power(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     power = _called_power(e, x, y)
     if not _is_signed(scope, node):
         return power
-    # 1 and -1 have powers below 0; of the others they are 0.
+    # Negative exponents: powers of 1 and -1 are whole, all others round to 0.
     zero, one = e.constant(x.type, 0), e.constant(x.type, 1)
     odd = e.compare("ne", e.op("and", y, one), zero)
     of_minus_1 = e.select(odd, e.constant(x.type, -1), one)
@@ -186,7 +186,7 @@ def _power(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _called_power(e: Emitter, x: Value, y: Value) -> Value:
-    """A loop over the bits of the exponent, taken without sign."""
+    """x to a power by a loop over the bits of the exponent, taken without sign."""
     lanes = LANES if e.vector else 1
     name = f"af.power.{x.type}.{lanes}"
     if name not in e.module.functions:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["NativeFunction", "NativeMods", "TooLong", "compile_mods", "is_available"]
 
 _FORMAT = 3
-"""Changes with the code that is made from the same graph by the same llvmlite."""
+"""Format of the generated code: bumped when the same graph and llvmlite give other code."""
 
 
 def is_available() -> bool:
-    """Is llvmlite installed? It isn't imported."""
+    """Whether llvmlite is installed. It isn't imported."""
     return util.find_spec("llvmlite") is not None
 
 
@@ -36,8 +36,8 @@ class TooLong(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NativeFunction:
-    """Address of an af_tile_function, and the scratch memory that a tile must offer. The address
-    holds as long as this object lives."""
+    """Address of an af_tile_function, and the bytes of scratch memory that a tile must offer. The
+    address holds as long as this object lives."""
 
     address: int
     scratch_bytes: int
@@ -46,7 +46,7 @@ class NativeFunction:
 
 @dataclass(frozen=True, slots=True)
 class NativeMods:
-    """A spec's mods, each None where there is none."""
+    """A spec's mods, each None where the spec has none."""
 
     mask: NativeFunction | None = None
     score: NativeFunction | None = None

@@ -2,7 +2,7 @@
 
 llvmlite is imported by the first use of this module's functions and never before. All calls into
 LLVM are made under one lock. IR is verified before anything else sees it: LLVM's passes end the
-process on what isn't valid.
+process on invalid IR.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _lock = threading.RLock()
 
 
 class Target:
-    """What code is made for.
+    """Processor that code is compiled for.
 
     Args:
         cpu: LLVM's name of the processor.
@@ -80,7 +80,8 @@ def load_failure() -> str:
     with _lock:
         try:
             _binding()
-        # Its library may be missing or lack one that it needs, and its files be of two versions.
+        # Its library may be missing or lack another one that it needs, or its files be of two
+        # versions.
         except (ImportError, OSError, AttributeError, RuntimeError) as error:
             lines = str(error).strip().splitlines()
             return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -95,7 +96,7 @@ def _version() -> str:
 
 @functools.cache
 def host_target() -> Target:
-    """This machine, with all that it can do."""
+    """This machine, with all its features."""
     with _lock:
         binding = _binding()
         return Target(binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten())
@@ -108,7 +109,7 @@ def assemble(text: str, target: Target) -> bytes:
         text: a module in LLVM IR.
 
     Raises:
-        RuntimeError: LLVM refuses the text. It is a mistake in this package.
+        RuntimeError: LLVM refuses the text, which is a mistake in this package.
     """
     with _lock:
         binding = _binding()
@@ -140,7 +141,7 @@ class LoadedCode:
             self._engine = binding.create_mcjit_compiler(empty, _loader_machine())
             self._engine.add_object_file(binding.ObjectFileRef.from_data(code))
             self._engine.finalize_object()
-        # At the process's end its memory goes by itself.
+        # At the end of the process its memory is freed anyway.
         weakref.finalize(self, _close, self._engine).atexit = False
 
     def address(self, name: str) -> int:
@@ -162,10 +163,10 @@ def _close(engine: Any) -> None:
 
 
 def _addressing() -> dict[str, str]:
-    """How code reaches its constants and what it calls. Each lies in memory of its own, which the
-    loader gets wherever there is some: on x86 by addresses of 64 bits, since 32 may not reach.
-    (llvmlite's memory manager, which would keep them together, ends the process where it has
-    miscounted.) Elsewhere llvmlite keeps them together by default."""
+    """How code reaches its constants and the functions that it calls. Each lies in memory of its
+    own, anywhere that the loader gets some: on x86, addresses have 64 bits, since 32 may not
+    reach. (llvmlite's memory manager, which would keep them together, ends the process where it
+    has miscounted.) Elsewhere llvmlite keeps them together by default."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return {"reloc": "static", "codemodel": "large"}
     return {"reloc": "pic", "codemodel": "small"}
@@ -179,7 +180,8 @@ def _loader_machine() -> Any:
 
 
 if hasattr(os, "register_at_fork"):
-    # llvmlite has a lock of its own, which a child would inherit held: nobody compiles at a fork.
+    # llvmlite has a lock of its own, which a child would inherit held: a fork waits until no
+    # thread compiles.
     os.register_at_fork(
         before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
     )

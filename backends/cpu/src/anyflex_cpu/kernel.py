@@ -1,4 +1,4 @@
-"""A compiled spec: hands each call to the native library, and raises what it reports."""
+"""Compiled specs: hands each call to the native library, and raises what it reports."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _BACKWARD_AT = structs.BACKWARD.offset
 _UNWANTED = (0, 0, 0, 0, 0)
 _SIZES_KEPT = 1024
 _ALIGNMENT = 64
-"""Of the workspace, which torch's own memory has and the contract doesn't promise."""
+"""Alignment of the workspace in bytes. torch's own memory has it, but the contract doesn't promise
+it."""
 
 
 class CpuKernel(Kernel):
-    """Holds what is fixed by a spec. A call under way has a block of memory of its own.
+    """Holds what is fixed by a spec. Each running call has a block of memory of its own.
 
     Args:
         spec: what `CpuBackend.supports` accepted.
@@ -43,7 +44,7 @@ class CpuKernel(Kernel):
         self.programs = programs
         self.arguments = Arguments(spec, programs)
         self._learned = tuple(i for i, facts in enumerate(spec.captured) if facts.needs_grad)
-        # Its operations are atomic: no lock is needed.
+        # append and pop of a deque are atomic: no lock is needed.
         self._blocks: deque[Block] = deque()
         self._sizes: dict[object, tuple[TensorSpec, ...]] = {}
 
@@ -128,7 +129,7 @@ class CpuKernel(Kernel):
         """Fill `grads`."""
         block = self._block()
         threads = torch.get_num_threads()
-        # These names keep alive what a copy was needed of.
+        # These names keep copies alive until the call ends.
         lse = saved.lse.contiguous()
         dlse, delta = _rows(grad.dlse), _rows(grad.delta)
         learned = len(call.captured) if self._learned else 0
@@ -169,7 +170,8 @@ class CpuKernel(Kernel):
             return Block(self.arguments)
 
     def _larger(self, workspace: Tensor, call: Call, direction: str, threads: int) -> Tensor:
-        """The number of threads, or the level, has changed since core asked for the size."""
+        """A larger workspace, for when the number of threads, or the level, has changed since core
+        asked for the size."""
         learned = self._learned_elements(call)
         size = self._workspace_bytes(call, direction, threads, learned)
         if size + _ALIGNMENT <= workspace.numel():
@@ -185,7 +187,7 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
 
 
 def _aligned(workspace: Tensor) -> tuple[int, int]:
-    """Address and size of what lies in the tensor from the first multiple of the alignment on."""
+    """Address and size of the part of the tensor from the first multiple of the alignment on."""
     begin = workspace.data_ptr()
     address = (begin + _ALIGNMENT - 1) & -_ALIGNMENT
     return address, begin + workspace.numel() - address

@@ -1,5 +1,5 @@
-"""Functions of the C mathematics library in compiled mods: called for one lane, in a loop over 16,
-and vector arithmetic with such a loop where it doesn't hold."""
+"""Functions of the C mathematics library in compiled mods: called lane by lane in a loop over 16,
+or vector arithmetic with such a loop as fallback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FAST_NAMES = {"sin": sine, "cos": cosine}
 
 
 def library_function(e: Emitter, name: str, *operands: Value) -> Value:
-    """Call libm's function of that name (that of double) on floats or doubles."""
+    """Call libm's function of that name (the name of the double version) on floats or doubles."""
     type_ = operands[0].type
     full = name + ("f" if type_ == "float" else "")
     e.module.declare(full, type_, [type_] * len(operands))
@@ -73,7 +73,7 @@ def _guarded(
     fast: Callable[..., Value],
     *operands: Value,
 ) -> Value:
-    """A call of a function that takes `fast` where `holds` is true of all lanes."""
+    """Evaluate `fast` where `holds` is true of all lanes, else call the function lane by lane."""
     lanes = f"af.guarded.{name}"
     module = e.module
     if lanes not in module.functions:
@@ -124,7 +124,7 @@ def _looped(
     index = Value("%lane", "i64", False)
     addresses = [one.address(place, type_, index) for place in places]
     result = one.call(name, type_, *(one.load(a, type_, size) for a in addresses))
-    # The first operand's place takes the result: it has been read.
+    # The result overwrites the first operand, which has been read.
     one.store(result, addresses[0], size)
     one.line("%next = add i64 %lane, 1")
     one.line(f"%more = icmp ult i64 %next, {LANES}")

@@ -1,4 +1,4 @@
-"""The native library: where it is, loading it once, and which instruction-set level it runs."""
+"""The native library: finding it, loading it once, and choosing the instruction-set level."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ __all__ = [
 ]
 
 ISA_VARIABLE = "ANYFLEX_CPU_ISA"
-"""Names the instruction-set level to run; the best one if unset. Read when the library loads."""
+"""Variable that names the instruction-set level to run; unset: the best one. Read when the library
+loads."""
 
 NAMES = ("libanyflex_cpu.so", "anyflex_cpu.dll")
-"""What the library is called, on Windows the second."""
+"""File names of the library; the second is that on Windows."""
 
 NEWER_COMPILER = "install a newer compiler (gcc 12 and clang 14 know all) and anyflex-cpu again"
-"""The cure where the library was built without a level."""
+"""Cure for a library that was built without a level."""
 
 
 class LibraryError(RuntimeError):
@@ -113,11 +114,12 @@ class Library:
         return function
 
     def _share_threads(self) -> None:
-        """Run on torch's own OpenMP threads. Where the process shows none (macOS, Windows) the
+        """Run on torch's own OpenMP threads. Where the process exports none (macOS, Windows) the
         library makes its own."""
         if os.name == "nt":
             return
-        # What torch has loaded for everybody; another package's private copy isn't there.
+        # Finds the runtime that torch has loaded globally; another package's private copy isn't
+        # found.
         process = ctypes.CDLL(None)
         try:
             found = [process[name] for name in ("GOMP_parallel", "omp_get_thread_num")]
@@ -178,7 +180,7 @@ def _text(value: object) -> str:
 
 def find() -> Path | None:
     """Return the library's file, or None where the package was installed without one."""
-    # An editable installation has two folders: the sources', and the one with what was built.
+    # An editable installation has two folders: the sources', and the one with the built files.
     for folder in anyflex_cpu.__path__:
         for name in NAMES:
             path = Path(folder, name)

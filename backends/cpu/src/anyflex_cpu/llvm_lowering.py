@@ -1,4 +1,4 @@
-"""The table from operations to LLVM IR.
+"""Table from operations to LLVM IR.
 
 Values are of these types: bool i1; integers their own width, int64 also i32 where it is proven to
 fit; float16 and bfloat16 float, rounded after each operation, as torch does; the others their own.
@@ -42,14 +42,14 @@ def carrier(dtype: torch.dtype) -> str:
 
 
 class Scope(Protocol):
-    """What rules read beside their operands: where a node is being lowered."""
+    """Context that rules read beside their operands: where a node is being lowered."""
 
     emitter: Emitter
     nodes: Sequence[Node]
     result_type: str
 
     def range(self, position: int) -> Range | None:
-        """What is known of an integer node."""
+        """Known range of an integer node."""
 
     def leaf(self, node: Node) -> Value:
         """The value of an input, number or constant."""
@@ -90,10 +90,10 @@ def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
     divisor = torch.full((), divisor, dtype=node.dtype, device="cpu").item()
     if not 2.0**-60 < abs(divisor) < 2.0**60:
         return e.div(x, y)
-    # Multiplying by the reciprocal in two pieces rounds as a division does, but for quotients
+    # Multiplying by the reciprocal in two pieces rounds as a division does, except for quotients
     # within 2^-48 of the middle of two floats (Brisebarre and Muller, Correctly rounded
-    # multiplication by arbitrary precision constants, 2008). It takes a tenth of the time.
-    # Both pieces have one sign, or an infinity would become NaN.
+    # multiplication by arbitrary precision constants, 2008). It takes a tenth of the time. Both
+    # pieces have one sign, or an infinity would become NaN.
     high, low = _pieces(1 / divisor)
     if low == 0.0:
         return e.mul(x, e.constant("float", high))
@@ -101,7 +101,7 @@ def _divide(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _pieces(value: float) -> tuple[float, float]:
-    """(the float next to `value` towards 0, what is left)."""
+    """(the float next to `value` towards 0, the residual)."""
     bits = struct.unpack("<q", struct.pack("<d", value))[0]
     high = float(struct.unpack("<d", struct.pack("<q", bits & ~0x1FFFFFFF))[0])
     return high, value - high
@@ -113,7 +113,7 @@ def _extremum(wins: str) -> _Rule:
         x, y = operands
         number = _constant(scope, node.arguments[1])
         if number is not None and number == number:
-            # One instruction, and x wherever it is NaN.
+            # One instruction; the result is x wherever x is NaN.
             return e.select(e.compare(wins, y, x), y, x)
         best = e.select(e.compare(wins, x, y), x, y)
         return e.select(e.compare("uno", x, x), x, best)
@@ -170,7 +170,7 @@ def _fmod(scope: Scope, node: Node, operands: Sequence[Value]) -> Value:
 
 
 def _unlike(e: Emitter, remainder: Value, y: Value) -> Value:
-    """The remainder isn't 0 and has not the divisor's sign."""
+    """Whether the remainder isn't 0 and has another sign than the divisor."""
     zero = e.constant(y.type, 0.0)
     below = e.compare("olt", remainder, zero)
     differ = e.op("xor", below, e.compare("olt", y, zero))

@@ -1,4 +1,4 @@
-"""LLVM IR as text: values, blocks, functions, a module's declarations, and what appends
+"""LLVM IR as text: values, blocks, functions, a module's declarations, and emitters of
 instructions. Text, because parsing it takes less time than llvmlite's own builder does."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import NamedTuple
 __all__ = ["FLOATS", "LANES", "PIECE", "WIDTHS", "Block", "Emitter", "Function", "Module", "Value"]
 
 LANES = 16
-"""Elements of a vector: the bits of one word of live pairs."""
+"""Elements of a vector: as many as one word of live bits has."""
 
 PIECE = 500
-"""Instructions that a block has at most; some masks and scores that read a table or two have 200
-in their longest."""
+"""Maximum number of instructions of a block; some masks and scores that read a table or two have
+200 in their longest."""
 
 _NEVER = "never"
 _FROM = re.compile(r"%([\w.]+)\]")
@@ -65,7 +65,7 @@ class Module:
 
 
 class Block:
-    """A label and its instructions; what begins and what ends it may be known late."""
+    """A label and its instructions; its first and its last ones may be added late."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -100,7 +100,7 @@ class Function:
 
     def finish(self) -> None:
         lines = [f"{self.header} {self.module.attributes} {{"]
-        # What comes from a block that was cut comes from its last piece.
+        # A value defined in a block that was cut comes from the block's last piece.
         last = {
             block.label: _piece(block.label, pieces - 1)
             for block in self.blocks
@@ -119,10 +119,10 @@ class Function:
         self.module.functions[self.name] = "\n".join(lines)
 
     def _cut(self, block: Block) -> list[str]:
-        """A long block's instructions in pieces: LLVM schedules a block in a time that grows with
-        the square of its length and worse, and joins what one unconditional branch divides. So
-        each piece ends in a branch that is never taken, on what LLVM can't know."""
-        # Only those of the function's first piece have a fixed place on the stack.
+        """A long block's instructions in pieces. LLVM's scheduling time grows faster than the
+        square of a block's length, and it joins blocks that one unconditional branch divides. So
+        each piece ends in a branch that is never taken, on a condition that LLVM can't know."""
+        # Only allocas of the function's first piece have a fixed place on the stack.
         lines = sorted(block.lines, key=lambda line: " = alloca " not in line)
         cut = lines[:PIECE]
         for number in range(1, _pieces(block)):
@@ -161,7 +161,7 @@ class Emitter:
 
     @property
     def fused(self) -> bool:
-        """Multiply-add is one instruction. (AArch64 always has it.)"""
+        """Whether multiply-add is one instruction. (AArch64 always has it.)"""
         return "fma" in self.module.features or "neon" in self.module.features
 
     def full(self, type_: str) -> str:
@@ -177,7 +177,7 @@ class Emitter:
         return Value(name, type_, self.vector)
 
     def constant(self, type_: str, value: float) -> Value:
-        """A number: rounded to float, wrapped to an integer type."""
+        """A constant: rounded to float, or wrapped to an integer type."""
         if type_ == "float":
             text = _float_text(_rounded(value))
         elif type_ == "double":
@@ -190,7 +190,8 @@ class Emitter:
         return Value(f"splat ({type_} {text})" if self.vector else text, type_, self.vector)
 
     def op(self, name: str, x: Value, y: Value) -> Value:
-        """Two operands of one type, the result too: ``"fadd"``, ``"shl"``."""
+        """Apply an instruction to two operands of one type, which the result has too: ``"fadd"``,
+        ``"shl"``."""
         return self.put(f"{name} {x.full_type} {x.text}, {y.text}", x.type)
 
     def add(self, x: Value, y: Value) -> Value:
@@ -210,7 +211,7 @@ class Emitter:
         return self.intrinsic("fma" if self.fused else "fmuladd", x, y, z)
 
     def polynomial(self, x: Value, coefficients: Sequence[float]) -> Value:
-        """Horner's scheme; coefficients from the constant term up."""
+        """Evaluate a polynomial by Horner's scheme; coefficients from the constant term up."""
         total = self.constant(x.type, coefficients[-1])
         for coefficient in coefficients[-2::-1]:
             total = self.fma(total, x, self.constant(x.type, coefficient))
@@ -233,11 +234,11 @@ class Emitter:
         return self.op("xor", x, self.constant(x.type, -1 if x.type != "i1" else 1))
 
     def convert(self, name: str, x: Value, type_: str) -> Value:
-        """``"sext"``, ``"bitcast"``, ``"fpext"`` and their like, lane by lane."""
+        """Convert lane by lane: ``"sext"``, ``"bitcast"``, ``"fpext"`` and their like."""
         return self.put(f"{name} {x} to {self.full(type_)}", type_)
 
     def resize(self, x: Value, type_: str, *, signed: bool = True) -> Value:
-        """An integer of another width: cut, or extended."""
+        """An integer of another width: truncated, or extended."""
         if WIDTHS[x.type] == WIDTHS[type_]:
             return x
         if WIDTHS[x.type] > WIDTHS[type_]:
@@ -245,11 +246,12 @@ class Emitter:
         return self.convert("sext" if signed else "zext", x, type_)
 
     def to_integer(self, x: Value, type_: str) -> Value:
-        """Truncated; any value where the type can't hold it: LLVM's would be poison."""
+        """Truncate to an integer. A value out of range gives an arbitrary one, where LLVM's own is
+        poison."""
         return self.put(f"freeze {self.convert('fptosi', x, type_)}", type_)
 
     def intrinsic(self, name: str, *operands: Value, extra: str = "") -> Value:
-        """An intrinsic whose operands and result have one type."""
+        """Call an intrinsic whose operands and result have one type."""
         x = operands[0]
         suffix = _SUFFIXES.get(x.type, x.type)
         full = f"llvm.{name}.v{LANES}{suffix}" if self.vector else f"llvm.{name}.{suffix}"
@@ -259,7 +261,7 @@ class Emitter:
         return self.put(f"call {x.full_type} @{full}({arguments})", x.type)
 
     def spread(self, x: Value) -> Value:
-        """One lane's value in all `LANES` of a vector; for an emitter of one lane."""
+        """Broadcast one lane's value to all `LANES` of a vector; for an emitter of one lane."""
         wide = f"<{LANES} x {x.type}>"
         first, spread = self.function.fresh(), self.function.fresh()
         self.line(f"{first} = insertelement {wide} poison, {x}, i32 0")
@@ -274,7 +276,7 @@ class Emitter:
         )
 
     def call(self, name: str, type_: str, *operands: Value) -> Value:
-        """A function of the module, or one outside that was declared."""
+        """Call a function of the module, or an external one that was declared."""
         arguments = ", ".join(map(str, operands))
         return self.put(f"call {self.full(type_)} @{name}({arguments})", type_)
 

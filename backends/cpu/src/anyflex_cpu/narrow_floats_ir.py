@@ -1,6 +1,6 @@
 """float16 and bfloat16 in float registers: rounding to them, and reading them from memory.
 
-Where the processor converts neither, arithmetic does: LLVM would call functions that not every
+A processor that converts neither gets arithmetic: LLVM would call functions that not every
 process has.
 """
 
@@ -16,20 +16,20 @@ __all__ = ["from_memory", "round_to"]
 
 
 def _converts(e: Emitter) -> bool:
-    """The processor converts float16."""
+    """Whether the processor converts float16."""
     return bool({"f16c", "avx512fp16", "neon"} & e.module.features)
 
 
 def round_to(e: Emitter, x: Value, dtype: torch.dtype) -> Value:
     """Round a float to a narrower type, to nearest, halves to even."""
     if dtype is torch.bfloat16:
-        # By hand: the processor's own conversion takes denormals for 0.
+        # Rounds by arithmetic: the processor's own conversion takes denormals for 0.
         return e.select(e.compare("uno", x, x), x, _without_low_bits(e, x, 16))
     if _converts(e):
         return e.convert("fpext", e.convert("fptrunc", x, "half"), "float")
     size = e.intrinsic("fabs", x)
     half = e.constant("float", 0.5)
-    # Denormals are whole multiples of 2^-24, which is what is left beside 0.5.
+    # Denormals are whole multiples of 2^-24: adding 0.5 rounds to such a multiple.
     small = e.sub(e.add(size, half), half)
     rounded = _without_low_bits(e, size, 13)
     over = e.compare("ogt", rounded, e.constant("float", 65504.0))
@@ -40,7 +40,7 @@ def round_to(e: Emitter, x: Value, dtype: torch.dtype) -> Value:
 
 
 def _without_low_bits(e: Emitter, x: Value, count: int) -> Value:
-    """Not for NaN."""
+    """Clear the lowest `count` bits, rounding to even. Not for NaN."""
     bits = e.convert("bitcast", x, "i32")
     odd = e.op("and", e.op("lshr", bits, e.constant("i32", count)), e.constant("i32", 1))
     up = e.add(bits, e.add(odd, e.constant("i32", (1 << (count - 1)) - 1)))
@@ -48,7 +48,7 @@ def _without_low_bits(e: Emitter, x: Value, count: int) -> Value:
 
 
 def from_memory(e: Emitter, raw: Value, dtype: torch.dtype) -> Value:
-    """The float that 16 bits are."""
+    """Convert 16 bits to the float that they represent."""
     if dtype is torch.bfloat16:
         high = e.op("shl", e.convert("zext", raw, "i32"), e.constant("i32", 16))
         return e.convert("bitcast", high, "float")

@@ -29,16 +29,16 @@ from anyflex_cpu.narrow_floats_ir import round_to
 
 __all__ = ["Fact", "NodeLowering"]
 
-# Of these the low bits of the operands give the low bits of the result.
+# Operations whose low result bits depend on the low bits of the operands alone.
 _LOW_BITS = frozenset("add sub mul neg and or xor not where".split())
 _COMPARISONS = frozenset("eq ne lt le gt ge".split())
-# Their results are among their operands, or whole numbers: no rounding is needed.
+# Operations whose results are among their operands, or whole numbers: no rounding is needed.
 _EXACT = frozenset("input number const load where neg abs minimum maximum detach sign".split())
 _INPUTS = {"b": 0, "h": 1, "q_idx": 2, "kv_idx": 3}
 
 
 class Fact(NamedTuple):
-    """What is fixed about a captured tensor."""
+    """Fixed properties of a captured tensor."""
 
     dtype: torch.dtype
     rank: int
@@ -108,7 +108,7 @@ class NodeLowering:
         return self.ranges[position]
 
     def carrier(self, position: int) -> str:
-        """The type that the node's value has."""
+        """Type of the node's value."""
         node = self.nodes[position]
         if node.dtype is torch.int64 and fits_int32(self.ranges[position]):
             return "i32"
@@ -138,7 +138,7 @@ class NodeLowering:
                 self.lower(position)
 
     def operand(self, position: int) -> Value:
-        """A node's value as the emitter takes it."""
+        """A node's value, broadcast as the emitter needs it."""
         scalar = self.scalars.get(position)
         if scalar is None:
             return self.values[position]
@@ -180,8 +180,8 @@ class NodeLowering:
         return [x if x.type == "i1" else self.emitter.resize(x, kind) for x in operands]
 
     def _narrowed(self, node: Node) -> list[Value] | None:
-        """A comparison of an index with a number that may be any int64: the number is clamped
-        once, and the lanes are compared as int32."""
+        """Lower a comparison of an index with a number that may be any int64: the number is
+        clamped once, and the lanes are compared as int32."""
         if node.operation not in _COMPARISONS or not self.emitter.vector:
             return None
         kinds = [self.carrier(a) for a in node.arguments]
@@ -202,7 +202,7 @@ class NodeLowering:
         other = self.operand(narrow)
         return [other if kind == "i32" else spread for kind in kinds]
 
-    # What follows is what the table's rules call.
+    # Methods that the table's rules call.
 
     def leaf(self, node: Node) -> Value:
         if node.operation == "const":
@@ -241,7 +241,7 @@ class NodeLowering:
         if type_class(node.dtype) == "float":
             if abs(value) > torch.finfo(node.dtype).max:
                 value = math.copysign(math.inf, value)
-            # As torch rounds it.
+            # Rounds as torch does.
             value = torch.full((), value, dtype=node.dtype, device="cpu").item()
         return self.emitter.constant(type_, value)
 
@@ -273,7 +273,7 @@ class NodeLowering:
         return value
 
     def table(self, position: int) -> Table:
-        """What the function knows of a captured tensor."""
+        """A captured tensor's table in the function."""
         if position not in self._tables:
             if not self._captured:
                 offset = structs.ModInputs.captured.offset

@@ -1,5 +1,5 @@
-"""Finding the first live pair that reads outside of a captured tensor: a plain loop over a tile's
-pairs that the fast loops call once they have met such an index, on a live pair or not."""
+"""Search for the first live pair that reads outside of a captured tensor: a plain loop over a
+tile's pairs that the fast loops call once they have met such an index, on a live pair or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anyflex_cpu.node_ir import Fact, NodeLowering
 __all__ = ["NOTE", "add_search"]
 
 NOTE = "af_note_read_outside"
-"""Of the native library: keeps the first read outside."""
+"""Name of the native library's function that keeps the first read outside."""
 
 
 def add_search(
@@ -32,12 +32,12 @@ def add_search(
     `loads` has an index outside.
 
     Args:
-        mod: 0 for a score mod, of which the tile still holds the unmodified scores if an index
-            depends on them, 1 for a mask.
+        mod: 0 for a score mod, 1 for a mask. If an index of a score mod depends on scores, the
+            tile must still hold the unmodified ones.
     """
     module.declare(NOTE, "void", ["ptr", "i32", "i32", "i32", "i64"])
     header = f"define internal void @{name}(ptr %program, ptr %tile)"
-    # Not optimised: it hardly ever runs, and every first call would wait for it.
+    # Not optimised: it hardly ever runs, and every first call would wait for the passes.
     function = Function(module, name, f"{header} noinline optnone cold")
     entry, row, pair, leave = (function.block(x) for x in ("entry", "row", "pair", "leave"))
     tile = Emitter(function, entry, vector=False)
@@ -70,7 +70,7 @@ def add_search(
 
     e.block = _if_live(e, tile, row_e, r, c, next_pair)
     stages = Stages(nodes, loads)
-    # All in the innermost block, one pair at a time.
+    # The whole innermost block, one pair at a time.
     stages.of = [PAIR] * len(nodes)
     stages.streams = {}
     lowering = NodeLowering(nodes, stages, facts, limits, tile, row_e, inputs, first)

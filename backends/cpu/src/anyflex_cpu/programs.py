@@ -32,9 +32,9 @@ __all__ = [
 OLDEST_LLVMLITE = (0, 45)
 
 LONGEST = 4_000_000
-"""Characters of LLVM IR that are compiled unasked. LLVM's time grows faster than they do: a score
-mod that adds 300 tables [q_idx, kv_idx] has 2.2 million and takes 3 to 5 s, one of 600 has twice
-as many and takes 20; the interpreter's bytecode is there at once."""
+"""Maximum number of characters of LLVM IR that are compiled unasked. LLVM's time grows faster than
+they do: a score mod that adds 300 tables [q_idx, kv_idx] has 2.2 million and takes 3 to 5 s, one
+of 600 has twice as many and takes 20; the interpreter's bytecode is there at once."""
 
 
 def no_jit() -> str:
@@ -49,7 +49,7 @@ def no_jit() -> str:
 
 
 def unusable_jit() -> str:
-    """As `no_jit`, once llvmlite is loaded."""
+    """As `no_jit`, but loads llvmlite, and so finds an installation that doesn't load."""
     if reason := no_jit():
         return reason
     from anyflex_cpu.jit_engine import load_failure
@@ -60,7 +60,7 @@ def unusable_jit() -> str:
 
 @functools.cache
 def _warn_of_llvmlite(reason: str) -> None:
-    """Log once that an llvmlite that is installed isn't used: nobody asked for that."""
+    """Log once that an installed llvmlite isn't used: nobody asked for that."""
     logging.getLogger("anyflex").warning(
         "anyflex-cpu interprets mods, which is slower than to compile them: %s. Install llvmlite "
         "again, or uninstall it",
@@ -80,7 +80,7 @@ def llvmlite_version() -> str | None:
 
 
 class Mods:
-    """A spec's graphs, as programs are made of them.
+    """A spec's graphs, ready to become programs.
 
     Args:
         mask: of PARTIAL blocks, or None.
@@ -116,8 +116,8 @@ def mods_of(spec: Spec) -> Mods:
 
 
 def number_slots(spec: Spec) -> tuple[int, int]:
-    """Return how many of a call's ints and floats the mods may read. A call can have more: some
-    have become constants."""
+    """Return how many of a call's ints and floats the mods may read. A call can have more, because
+    some have become constants."""
     last = {"i": -1, "f": -1}
     for graph in (spec.score_graph, spec.mask_graph):
         for node in () if graph is None else graph.nodes:
@@ -128,8 +128,8 @@ def number_slots(spec: Spec) -> tuple[int, int]:
 
 
 class _Made(Protocol):
-    """The af_programs of mask, score and score's derivative; `addresses` has 0 for none. They live
-    as long as the object."""
+    """The af_programs of mask, score and score's derivative; an address is 0 where there is no
+    program. They live as long as the object."""
 
     addresses: tuple[int, int, int]
 
@@ -190,7 +190,7 @@ class Programs:
                     LONGEST if self._option == "auto" else None,
                 )
             except TooLong as error:
-                # Not only for these limits: what `how` and `reason` tell is of all calls.
+                # `how` and `reason` describe calls of all sizes, so the limits don't matter here.
                 self.how, self.reason = "interpreted", str(error)
         return Interpreted(self._spec, self._mods, self._library, limits)
 
@@ -222,7 +222,7 @@ class Interpreted:
         self.addresses = (mask, score, backward)
 
     def _held_at(self, code: bytes, library: Library) -> int:
-        # Words, because bytecode is aligned to them.
+        # 8-byte words, because bytecode is aligned to them.
         words = (ctypes.c_int64 * -(-len(code) // 8)).from_buffer_copy(code)
         at = ctypes.addressof(words)
         if not library.check_program(at, len(code), *self._slots):

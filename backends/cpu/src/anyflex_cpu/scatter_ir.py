@@ -1,8 +1,8 @@
-"""Adding live pairs' gradients to the captured tensors' double accumulators.
+"""Scatters: adding live pairs' gradients to the captured tensors' double accumulators.
 
 A read that is the same for a whole row is summed over the lanes first. Where neighbouring columns
-read neighbouring elements, 16 sums are one vector addition. Any other way the lanes are added one
-by one, in order: two of them may share an element.
+read neighbouring elements, 16 sums are one vector addition. Otherwise the lanes are added one
+by one, in order, because two of them may share an element.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Scatters:
             self._add_lanes(scatter, value)
 
     def _target(self, position: int) -> tuple[str, list[Value]]:
-        """(address of an accumulator, its strides). What isn't wanted, or has no elements, is
-        replaced by one number of the stack, with strides 0."""
+        """(address of an accumulator, its strides). An accumulator that isn't wanted, or has no
+        elements, is replaced by one number on the stack, with strides 0."""
         if position not in self._targets:
             e = self.loops.tile
             sums = self.loops.field("captured_grad", "ptr").text
@@ -76,7 +76,7 @@ class Scatters:
         return self._targets[position]
 
     def _add_row(self, scatter: Scatter, value: Value) -> None:
-        """The same element for all columns: sums of the lanes, added up at the row's end."""
+        """Add to one element for all columns: sums of the lanes, added up at the row's end."""
         loops = self.loops
         target = self._fixed_address(scatter, range(len(scatter.indices)))
         sums = loops.carried(value.full_type, "zeroinitializer")
@@ -105,8 +105,8 @@ class Scatters:
         return row.address(address, "double", offset)
 
     def _add_stream(self, scatter: Scatter, value: Value, which: int, step: int) -> None:
-        """Neighbours to neighbours: into the accumulator itself, or where the row's indices leave
-        it, into a strip of zeros that is scattered and cleared at the row's end."""
+        """Add neighbours to neighbours: into the accumulator itself, or, where the row's indices
+        leave it, into a strip of zeros that is scattered and cleared at the row's end."""
         loops, row = self.loops, self.loops.row
         table = self.lowering.table(scatter.captured)
         _, strides = self._target(scatter.captured)
@@ -123,7 +123,8 @@ class Scatters:
         tile.line(
             f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {8 * CHUNK}, i1 false)"
         )
-        # Backwards, column 0 stands at the strip's end. Vectors begin at their lowest element.
+        # With a step of -1, column 0 stands at the strip's end. Vectors begin at their lowest
+        # element.
         origin = tile.constant("i64", 0 if step > 0 else CHUNK - 1)
         of_column_0 = tile.address(strip.address, "double", origin)
         lowest = row.constant("i64", 0 if step > 0 else 1 - LANES)
@@ -144,7 +145,7 @@ class Scatters:
         )
 
     def _add_lanes(self, scatter: Scatter, value: Value) -> None:
-        """Offsets and values by way of memory to a loop over the live lanes."""
+        """Store offsets and values in memory, and add them in a loop over the live lanes."""
         loops, pair, lane = self.loops, self.loops.pair, self.loops.lane
         table = self.lowering.table(scatter.captured)
         address, strides = self._target(scatter.captured)
@@ -192,7 +193,8 @@ def _define_add_lanes(loops: TileLoops) -> None:
 
 
 def _define_add_strip(loops: TileLoops) -> None:
-    """Columns 0 to count - 1 of a strip, one by one, each cleared."""
+    """Define the function that adds columns 0 to count - 1 of a strip, one by one, and clears
+    each."""
     module = loops.pair.module
     if _ADD_STRIP in module.functions:
         return

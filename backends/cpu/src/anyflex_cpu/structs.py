@@ -1,7 +1,8 @@
 """The C ABI's structs (native/include/anyflex_cpu.h): as ctypes classes, and in parts to pack.
 
 A call packs its arguments into one block with `struct`, which takes a tenth of the time that
-assigning ctypes fields does; the classes say what is where, for tests and for what is made once.
+assigning ctypes fields does; the classes state the layout, for tests and for objects that are made
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 ABI = 2
-"""AF_ABI of the header that this file was written for."""
+"""ABI version of the header that this file was written for: its AF_ABI."""
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """af_dtype."""
@@ -262,7 +263,7 @@ class Part:
 
     Attributes:
         offset: of the first field, in bytes.
-        packer: what packs and unpacks it.
+        packer: the `struct.Struct` of the part.
     """
 
     __slots__ = ("offset", "packer")
@@ -276,9 +277,9 @@ class Part:
 
 
 TENSORS = Part(Problem, "dtype", "has_mask")
-"""Of af_problem, what any two calls differ in."""
+"""Fields of af_problem that differ between calls."""
 MODS = Part(Problem, "has_mask")
-"""The rest of it, which is the same for all calls without mask and mods."""
+"""Fields of af_problem that are the same for all calls without mask and mods."""
 FORWARD = Part(ForwardArgs, "out")
 """af_forward_args after its problem."""
 BACKWARD = Part(BackwardArgs, "out")

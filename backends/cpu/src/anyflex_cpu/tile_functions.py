@@ -1,6 +1,6 @@
 """The three kinds of program: a mask's live bits, a score mod in place, a score mod's gradient.
 
-Each is added to a module under a name; returned is what it needs of a tile's scratch memory.
+Each is added to a module under a name, and returns the bytes of scratch memory that it needs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _close(
     add_search(module, search, graph.nodes, loads, facts, limits, mod)
     indices = {argument for load in loads for argument in graph.nodes[load].arguments}
     if indices & loops.stages.reads_score:
-        # Afterwards the scores that the indices depend on are gone.
+        # The scores that the indices depend on are overwritten after this.
         call = f"call void @{search}(ptr %program, ptr %tile)"
         loops.entry.lines.append(call)
         loops.close()
@@ -115,8 +115,8 @@ def _close(
 def add_score_backward(
     module: Module, name: str, derivative: Derivative, facts: Sequence[Fact], limits: Limits
 ) -> int:
-    """Add the program of a score mod's derivative: the gradient in place, and what the captured
-    tensors' gradients are added up from. It notes no read outside: forward has."""
+    """Add the program of a score mod's derivative: it replaces the gradient, and adds to the
+    captured tensors' gradients. It notes no read outside, because forward has."""
     nodes = derivative.nodes
     roots = [] if derivative.score is None else [derivative.score]
     for scatter in derivative.scatters:

@@ -1,9 +1,9 @@
 """The loops of a mod on tiles, as an LLVM function: chunks of columns, rows, and columns.
 
-What depends on columns alone is computed once a chunk into strips in the tile's scratch memory;
-what depends on rows alone once a row, as scalars; the rest on vectors of 16 pairs. A read whose
-index moves by one a column is one contiguous load: where the row's indices leave the tensor, or
-its elements aren't neighbours, they are first gathered into a strip.
+Values that depend on columns alone are computed once a chunk into strips in the tile's scratch
+memory; those that depend on rows alone once a row, as scalars; the rest on vectors of 16 pairs. A
+read whose index moves by one a column is one contiguous load: where the row's indices leave the
+tensor, or its elements aren't neighbours, they are first gathered into a strip.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from anyflex_cpu.node_ir import Fact, NodeLowering
 __all__ = ["CHUNK", "Strip", "TileLoops"]
 
 CHUNK = 512
-"""Columns whose strips are kept at once: 2 KiB each, so that some of them stay in L1."""
+"""Columns of a chunk, whose strips are kept at once: 2 KiB each, so that some of them stay in
+L1."""
 
 _ONES = "@af.ones"
 _T = structs.Tile
 
 
 class Strip(NamedTuple):
-    """A place in scratch memory: its address, and the type of a column's element."""
+    """A row of scratch memory, with one element per column of a chunk: its address, and the
+    element's type."""
 
     address: str
     type: str
@@ -44,14 +46,14 @@ class TileLoops:
         nodes, roots: the graph and the results' positions.
         facts: of all captured tensors.
         limits: what calls keep to.
-        checks: note that an index was outside.
+        checks: whether to note that an index was outside.
 
     Attributes:
         pair: emitter of the innermost block, `LANES` pairs of a row.
         lowering: its `values` hold, after `lower_pairs`, what `pair` needs.
         column: column of the tile that lane 0 of `pair` is, i64.
         valid: which lanes of `pair` are columns of the tile.
-        scratch_bytes: of the strips that were asked for.
+        scratch_bytes: sum over the strips that were asked for.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class TileLoops:
             self._open_stream(position, which, step)
         self._open_pairs()
 
-    # The tile.
+    # Values of the tile.
 
     def _field(self, member: str, type_: str) -> Value:
         return field(self.tile, "%tile", getattr(_T, member).offset, type_)
@@ -120,14 +122,14 @@ class TileLoops:
         return self._field(member, type_)
 
     def strip(self, type_: str, elements: int = CHUNK) -> Strip:
-        """A new place in scratch memory for a chunk's columns."""
+        """Allocate a strip in scratch memory for a chunk's columns."""
         e = self.tile
         address = e.address(self.scratch, "i8", e.constant("i64", self.scratch_bytes))
         size = elements * max(1, WIDTHS[type_] // 8)
         self.scratch_bytes += -(-size // 64) * 64
         return Strip(address, type_)
 
-    # A chunk of columns, and its strips.
+    # Chunks of columns, and their strips.
 
     def _open_chunk(self) -> None:
         e = self.chunk
@@ -202,7 +204,7 @@ class TileLoops:
         word = e.op("lshr", column, e.constant("i64", 4))
         return e.address(base, "i16", word)
 
-    # A row.
+    # Rows.
 
     def _open_row(self) -> None:
         self.row_number = Value(self.function.fresh(), "i64", False)
@@ -216,7 +218,8 @@ class TileLoops:
         return e.address(base, type_, e.add(offset, start))
 
     def live_row(self) -> str:
-        """Address of the row's live bits at the chunk's first column; all ones without any."""
+        """Address of the row's live bits at the chunk's first column; all ones if the tile has
+        none."""
         e = self.tile
         e.module.globals[_ONES] = (
             f"{_ONES} = internal constant [{CHUNK // LANES} x i16] "
@@ -233,7 +236,7 @@ class TileLoops:
         return row.address(base.text, "i16", row.add(row.mul(self.row_number, stride), words))
 
     def _open_stream(self, position: int, which: int, step: int) -> None:
-        """Find where a row's elements lie one after the other, or copy them there."""
+        """Find where a row's elements are neighbours, or copy them to a strip."""
         node = self.stages.nodes[position]
         assert isinstance(node.attribute, int)
         table = self.lowering.table(node.attribute)
@@ -242,7 +245,7 @@ class TileLoops:
         first, start, inside = self.moving(node.arguments[which], table.sizes[which], step)
         one = e.constant("i64", 1)
         inside = e.op("and", inside, e.compare("eq", table.strides[which], one))
-        # The other indices, and whether they are outside.
+        # Bounds the other indices, and finds whether they are outside.
         offset = start
         for dim, argument in enumerate(node.arguments):
             if dim != which:
@@ -250,7 +253,7 @@ class TileLoops:
         lowest = offset if step > 0 else e.sub(offset, e.constant("i64", LANES - 1))
         direct = e.address(table.data, type_, lowest)
         strip = self.strip(type_)
-        # Backwards, the strip is filled from its end.
+        # With a step of -1, the strip is filled from its end.
         begin = 0 if step > 0 else CHUNK - LANES
         copied = self.tile.address(strip.address, type_, self.tile.constant("i64", begin))
         slow, done = self.function.block("copy"), self.function.block("row")
@@ -307,7 +310,7 @@ class TileLoops:
             for dim, argument in enumerate(node.arguments)
             if dim != which
         }
-        # The numbers of the tensor are spread in the first block, and offsets in `slow`.
+        # The tensor's numbers are broadcast in the first block, and offsets in `slow`.
         head, column, kv = self._columns_loop("copied", before)
         e = Emitter(self.function, head, vector=True)
         one = Emitter(self.function, head, vector=False)
@@ -334,7 +337,7 @@ class TileLoops:
     # Pairs.
 
     def _open_pairs(self) -> None:
-        # Nothing may be appended to the row's last block but what loops don't change.
+        # Loops may only append values that they don't change to the row's last block.
         head, column, kv = self._columns_loop("pairs", self.row)
         self.column, self._pair_kv, self._pair_head = column, kv, head
         self.pair = Emitter(self.function, head, vector=True)
@@ -347,8 +350,8 @@ class TileLoops:
         return self.pair.compare("slt", self._pair_kv, self._kv_end)
 
     def carried(self, value: str, start: str) -> Value:
-        """A value that a pair's block hands to the next: `value` names it there; the last one's
-        name ends in ``.next`` and may be read in `row_end`. `value` is its full type."""
+        """A value that a pair's block passes on to the next: `value` names it there; the last
+        one's name ends in ``.next`` and may be read in `row_end`. `value` is its full type."""
         name = self.function.fresh()
         before = self.row.block.label
         self._pair_head.phis.append(

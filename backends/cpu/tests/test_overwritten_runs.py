@@ -1,4 +1,4 @@
-"""Block masks whose memory was written past torch's count of changes: no call may crash."""
+"""Block masks whose memory was overwritten past torch's version counter: no call may crash."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 import anyflex
 
-# In a process of its own: what this is about ends it. The sizes are a decoding step, whole tiles
-# and ragged ones.
+# Program of a process of its own, because a failure crashes it. The sizes are a decoding step,
+# whole tiles and ragged ones.
 CALLS = """
 import sys
 import torch
@@ -21,29 +21,29 @@ from anyflex_cpu import library
 library.load().set_isa(sys.argv[1])
 
 
-def spoil(mask, spoilt):
+def overwrite(mask, way):
     offsets, runs = mask.offsets.data, mask.runs.data
     generator = torch.Generator().manual_seed(0)
-    if spoilt == "beyond":
+    if way == "beyond":
         runs.add_(500)
-    elif spoilt == "far":
+    elif way == "far":
         mask.runs.numpy()[:] = 2**30
-    elif spoilt == "before":
+    elif way == "before":
         runs.fill_(-5)
-    elif spoilt == "wide":
+    elif way == "wide":
         runs.copy_(torch.tensor([-(2**31), 2**31 - 1, 2]))
-    elif spoilt == "backwards":
+    elif way == "backwards":
         runs.copy_(runs.flip(1))
-    elif spoilt == "anything":
+    elif way == "anything":
         runs.copy_(torch.randint(-3, 9, runs.shape, generator=generator))
-    elif spoilt == "doubled":
+    elif way == "doubled":
         runs.copy_(torch.tensor([0, 9, 1]))
-    elif spoilt == "late rows":
+    elif way == "late rows":
         offsets.add_(10**6)
-    elif spoilt == "early rows":
+    elif way == "early rows":
         offsets.sub_(10**6)
     else:
-        assert spoilt == "long rows"
+        assert way == "long rows"
         flat = offsets.view(-1)
         flat.fill_(-(2**31))
         flat[1::2] = 2**31 - 1
@@ -57,28 +57,28 @@ def by_head(b, h, q, k):
     return mixed(b, h, q, k) | (h == 1)
 
 
-def call(spoilt, lengths, block, heads, dtype, when):
+def call(way, lengths, block, heads, dtype, when):
     torch.manual_seed(0)
     query = torch.randn(1, 2, lengths[0], 32, dtype=dtype, requires_grad=True)
     key = torch.randn(1, 2, lengths[1], 32, dtype=dtype, requires_grad=True)
     mod = mixed if heads is None else by_head
     mask = anyflex.create_block_mask(mod, None, heads, *lengths, BLOCK_SIZE=block)
     if when == "forward":
-        spoil(mask, spoilt)
+        overwrite(mask, way)
     out = anyflex.flex_attention(query, key, key, block_mask=mask, backend="cpu")
     if when == "backward":
-        # What backward reads is spoilt directly: deriving it is another matter.
+        # Overwrites the transposed runs that backward reads, which are derived before.
         mask.views().transposed()
-        spoil(mask.views().transposed(), spoilt)
+        overwrite(mask.views().transposed(), way)
     elif when == "deriving":
-        spoil(mask, spoilt)
+        overwrite(mask, way)
     try:
         torch.autograd.grad(out.sum(), (query, key))
     except anyflex.BlockMaskError:
         assert when != "backward"
 
 
-SPOILT = (
+WAYS = (
     "beyond",
     "far",
     "before",
@@ -90,8 +90,8 @@ SPOILT = (
     "early rows",
     "long rows",
 )
-for spoilt in SPOILT:
-    print(spoilt, flush=True)
+for way in WAYS:
+    print(way, flush=True)
     for lengths, block in (
         ((1, 900), 128),
         ((3, 900), 128),
@@ -103,7 +103,7 @@ for spoilt in SPOILT:
         for heads in (None, 2):
             for dtype in (torch.float32, torch.bfloat16):
                 for when in ("forward", "backward", "deriving"):
-                    call(spoilt, lengths, block, heads, dtype, when)
+                    call(way, lengths, block, heads, dtype, when)
 print("no crash")
 """
 
