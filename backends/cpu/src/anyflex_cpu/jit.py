@@ -78,7 +78,7 @@ def compile_mods(
         TooLong: the mods' IR is longer than `longest`.
     """
     from anyflex_cpu.jit_engine import LoadedCode, host_target
-    from anyflex_cpu.outside_ir import NOTE
+    from anyflex_cpu.out_of_bounds_ir import NOTE
 
     target = host_target()
     name = _artifact_name(target, limits)

@@ -12,9 +12,9 @@ from torch import Tensor
 from anyflex.plugin import Call, GradInputs, Grads, Kernel, Outputs, Saved, Spec, TensorSpec
 from anyflex_cpu import structs
 from anyflex_cpu.arguments import Arguments, Block, tensor_values
-from anyflex_cpu.failures import TOO_SMALL, raise_for
 from anyflex_cpu.library import Library
 from anyflex_cpu.programs import Programs
+from anyflex_cpu.status_codes import TOO_SMALL, raise_for
 
 __all__ = ["CpuKernel"]
 

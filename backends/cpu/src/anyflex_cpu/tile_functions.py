@@ -13,7 +13,7 @@ from anyflex.plugin import Derivative, ModGraph, Node
 from anyflex_cpu.index_ranges import Limits
 from anyflex_cpu.llvm_text import FLOATS, Module, Value
 from anyflex_cpu.node_ir import Fact
-from anyflex_cpu.outside_ir import add_search
+from anyflex_cpu.out_of_bounds_ir import add_search
 from anyflex_cpu.scatter_ir import Scatters
 from anyflex_cpu.tile_program import TileLoops
 
