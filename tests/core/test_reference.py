@@ -448,9 +448,9 @@ def test_an_untraceable_mask_applies_to_partial_blocks_only(chunked):
 
 @pytest.mark.parametrize("name", ["alibi_learned", "nan_one_pair", "dead_rows_by_score"])
 def test_devices_that_must_not_look_at_values_get_the_same_results(name, monkeypatch):
-    # Everything counts as spoilt there; here the CPU takes that path.
-    monkeypatch.setattr(nonfinite_products, "is_spoilt", lambda values: True)
-    monkeypatch.setattr(backward, "is_spoilt", lambda values: True)
+    # Everything counts as non-finite there; here the CPU takes that path.
+    monkeypatch.setattr(nonfinite_products, "has_nonfinite", lambda values: True)
+    monkeypatch.setattr(backward, "has_nonfinite", lambda values: True)
     compared(case_of(name, True))
 
 

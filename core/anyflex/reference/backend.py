@@ -36,11 +36,11 @@ class ReferenceBackend(Backend):
     )
 
     def probe(self) -> Decision:
-        """Torch is all it needs."""
+        """Accept: torch is all it needs."""
         return Accepted()
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
-        """Nothing is generated: the graphs are made ready and kept."""
+        """Return a kernel with prepared graphs. Nothing is generated."""
         return _ReferenceKernel(prepare(spec))
 
 

@@ -1,5 +1,5 @@
 """Gradients in chunks of query rows: the reference's own backward, and core's for every backend
-that has only a forward."""
+without one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyflex.contract.spec import Spec
 from anyflex.reference.chunks import Chunk, chunks
 from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.layout import Layout
-from anyflex.reference.nonfinite_products import Operand, is_spoilt
+from anyflex.reference.nonfinite_products import Operand, has_nonfinite
 from anyflex.reference.scatter import TableGradient
 from anyflex.reference.scores import ChunkScores, Scores
 from anyflex.tracing import vmapped_mods
@@ -54,7 +54,7 @@ class _Backward:
         self.call = call
         self.grads = grads
         self.prepared = prepared
-        # Whoever ran the forward has raised for reads outside.
+        # The forward has raised for reads outside, whichever backend ran it.
         self.scores = Scores(prepared, call, check=False)
         self.layout: Layout = self.scores.layout
         dtype = self.scores.dtype
@@ -64,10 +64,11 @@ class _Backward:
         dead = lse == -torch.inf
         # exp(s - inf) is 0: a row without a live key has weights 0.
         self.lse = lse.masked_fill(dead, torch.inf)
-        # Whatever arrives at a dead row is dropped here.
+        # Gradients that arrive at a dead row are dropped here.
         dout = grouped(grad.dout).to(dtype).masked_fill(dead, 0)
         # Without a delta from outside the call holds whole rows: weights are made from their own
-        # maxima and sums, and delta from the weights, for out has been rounded to query's dtype.
+        # maxima and sums, and delta from the weights, because out has been rounded to query's
+        # dtype.
         self.delta: Tensor | None = None
         if grad.delta is not None:
             self.delta = grouped(grad.delta).unsqueeze(-1).to(dtype).masked_fill(dead, 0)
@@ -80,10 +81,10 @@ class _Backward:
         self.value = call.value.to(dtype)
         self.key = Operand(self.scores.key)
         self.query = Operand(self.scores.query.to(dtype) * call.scale)
-        self.spoilt = (
-            any(operand.spoilt for operand in (self.dout, self.key, self.query))
-            or is_spoilt(self.value)
-            or any(t is not None and is_spoilt(t) for t in (self.delta, self.dlse))
+        self.nonfinite = (
+            any(operand.nonfinite for operand in (self.dout, self.key, self.query))
+            or has_nonfinite(self.value)
+            or any(t is not None and has_nonfinite(t) for t in (self.delta, self.dlse))
             or bool(lse.isnan().any())
         )
         self.modifies = prepared.score is not None or call.score_function is not None
@@ -110,13 +111,13 @@ class _Backward:
                     yield position, tensor
 
     def add(self, chunk: Chunk) -> None:
-        """Add what one chunk's pairs contribute."""
+        """Add the contribution of one chunk's pairs."""
         rows = slice(chunk.begin, chunk.end)
         scores = self.scores.chunk(chunk, keep_raw=self.modifies)
         weights = scores.modified
-        alive = weights != -torch.inf if self.spoilt else None
+        alive = weights != -torch.inf if self.nonfinite else None
         if self.delta is None:
-            # lse is rounded: of large scores it isn't the number that makes weights sum to 1.
+            # lse is rounded: with large scores it isn't the number that makes weights sum to 1.
             maximum = weights.amax(-1, keepdim=True)
             weights.sub_(maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
             total = weights.sum(-1, keepdim=True)
@@ -194,7 +195,7 @@ class _Backward:
         return _masked(self.layout.grouped(passed), scores, grad.shape)
 
     def finish(self) -> None:
-        """Bring the sums into the gradients."""
+        """Convert the sums to the gradients."""
         for target, total in ((self.grads.dk, self.dk), (self.grads.dv, self.dv)):
             if target is not None and total is not None and total is not target:
                 target.copy_(total)
@@ -212,17 +213,17 @@ def _sums(target: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _masked(value: Tensor, scores: ChunkScores, shape: torch.Size) -> Tensor:
     """0 at dead pairs, where the mod's derivative may be anything.
 
-    The gradient that went in is 0 there, so a dead pair can only have become 0 or NaN: where the
-    sum is finite nothing is to be done, which spares a copy of the chunk.
+    The incoming gradient is 0 there, so a dead pair can only have become 0 or NaN: if the sum is
+    finite, nothing has to be done, which saves a copy of the chunk.
     """
     value = value.expand(shape)
-    if scores.dead is None or not is_spoilt(value):
+    if scores.dead is None or not has_nonfinite(value):
         return value
     return value.masked_fill(scores.dead, 0)
 
 
 def _same(tensor: Tensor, other: Tensor) -> bool:
-    """The same elements in memory."""
+    """Whether both are the same elements in memory."""
     return (
         tensor.data_ptr() == other.data_ptr()
         and tensor.shape == other.shape

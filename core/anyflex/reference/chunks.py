@@ -1,4 +1,4 @@
-"""Chunks of query rows: which keys each visits, and which of its pairs are live by structure."""
+"""Chunks of query rows: the keys that each visits, and the pairs that are live by structure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from anyflex.reference.layout import Layout
 __all__ = ["ELEMENTS", "Chunk", "chunks"]
 
 ELEMENTS = 1 << 20
-"""Scores of one chunk, over all batches and heads (a single row of each may hold more): what the
-reference holds at once is a few times this many values, whatever the lengths. 4 MiB in float32:
-of 2^17 to 2^22 the best on a desktop CPU, whose last cache then holds a chunk."""
+"""Number of scores of one chunk, over all batches and heads (a single row of each may hold more).
+The reference holds a few times this many values at once, whatever the lengths. 4 MiB in float32:
+among 2^17 to 2^22 the fastest on a desktop CPU, whose last-level cache then holds a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Chunk:
 
     Args:
         columns: the keys, a slice or int64 positions on the call's device.
-        width: how many keys that is.
+        width: number of keys.
         kinds: int8 [B', Hkv or 1, G or 1, R or 1, C], on the call's device: 0 not visited, FULL,
             PARTIAL for each pair; or None where all are of one kind.
         holes: some pair is not visited.
@@ -109,7 +109,7 @@ def _masked_chunk(
     columns: slice | Tensor = slice(start, stop)
     positions = torch.arange(start, stop, device="cpu")
     if 2 * len(visited) <= last - first:
-        # Visited blocks far apart: gathering their keys is cheaper than scoring the gap.
+        # Far-apart visited blocks: gathering their keys is cheaper than scoring the gap.
         positions = positions[torch.isin(positions // kv_block, visited)]
         columns = positions.to(device)
     kinds = kinds[..., visited]

@@ -1,4 +1,4 @@
-"""What the reference makes of a spec once: evaluators of its graphs and of their derivative."""
+"""Prepared specs of the reference: evaluators of the graphs and of their derivative, made once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Prepared:
         self.gradients: Evaluator | None = None
         if self.score is not None and spec.score_graph is not None:
             wanted = [i for i, facts in enumerate(spec.captured) if facts.needs_grad]
-            # Not simplified before: the derivative is that of the graph as the user wrote it.
+            # Not simplified before differentiating: the derivative is that of the graph as
+            # written.
             self.derivative = differentiate(spec.score_graph, wanted_captured=frozenset(wanted))
             roots = [] if self.derivative.score is None else [self.derivative.score]
             for scatter in self.derivative.scatters:
@@ -43,7 +44,7 @@ class Prepared:
 
 @functools.lru_cache(maxsize=256)
 def prepare(spec: Spec) -> Prepared:
-    """Return what is made of `spec`, once."""
+    """Return the evaluators of `spec`, made once."""
     return Prepared(spec)
 
 

@@ -1,4 +1,4 @@
-"""The reference's forward: chunks of query rows, an exact softmax over each row."""
+"""Forward of the reference: chunks of query rows, an exact softmax over each row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Rows:
     def write(self, chunk: Chunk, where: slice, values: Operand) -> None:
         """Compute and write the rows of a chunk."""
         weights = self.scores.chunk(chunk, keep_raw=False).modified
-        alive: Tensor | None = weights != -torch.inf if values.spoilt else None
+        alive: Tensor | None = weights != -torch.inf if values.nonfinite else None
         maximum = weights.amax(-1, keepdim=True)
         # Dead rows: -inf - -inf would be NaN. A +inf maximum does make its row NaN.
         shift = maximum.masked_fill(maximum == -torch.inf, 0)

@@ -1,4 +1,4 @@
-"""Whether captured tensors are read within: asked before a backend's forward on a device."""
+"""Bounds check of captured reads, before a backend's forward on a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_reads"]
 
 @torch.no_grad()
 def check_reads(spec: Spec, call: Call) -> None:
-    """Compute a call's scores as the reference does, which waits for the device, and forget them.
+    """Compute a call's scores as the reference does, which waits for the device, and drop them.
 
     Raises:
         ModIndexError: a live pair's captured read leaves its tensor.

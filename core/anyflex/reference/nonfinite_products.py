@@ -1,7 +1,7 @@
-"""Products that a NaN or an infinity at a dead pair can't enter.
+"""Products that keep non-finite values at dead pairs out.
 
-A dead pair has weight 0, and 0 * NaN is NaN. So where an operand holds values that are not finite,
-the product is made with zeros in their place, and what they add at live pairs is put back.
+A dead pair has weight 0, and 0 * NaN is NaN. So where an operand holds non-finite values, the
+product is made with zeros in their place, and their contribution at live pairs is added after it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Operand", "is_spoilt"]
+__all__ = ["Operand", "has_nonfinite"]
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def is_spoilt(values: Tensor) -> bool:
-    """Whether some value is not finite.
+def has_nonfinite(values: Tensor) -> bool:
+    """Whether some value is non-finite.
 
-    It costs one sum on the CPU. On other devices it would synchronise: there all is spoilt.
+    It costs one sum on the CPU. On other devices it would synchronise: there the answer is True.
     """
     return values.device.type != "cpu" or not bool(values.sum().isfinite())
 
@@ -28,20 +28,21 @@ class Operand:
     """One operand of weighted sums, [..., N, E]."""
 
     def __init__(self, values: Tensor) -> None:
-        self.spoilt = is_spoilt(values)
-        self.values = torch.where(values.isfinite(), values, 0) if self.spoilt else values
-        if self.spoilt:
+        self.nonfinite = has_nonfinite(values)
+        self.values = torch.where(values.isfinite(), values, 0) if self.nonfinite else values
+        if self.nonfinite:
             kinds = (values.isnan(), values == torch.inf, values == -torch.inf)
-            # Only zero or more matters, so the narrowest type that matrix units take is enough.
+            # Only zero or positive matters, so the narrowest type that matrix units take is
+            # enough.
             narrow = values.dtype if values.device.type == "cpu" else torch.float16
             self.marks = torch.cat([kind.to(narrow) for kind in kinds], -1)
 
     def taken(self, take: Callable[[Tensor], Tensor]) -> Operand:
         """The same operand with `take` applied to its tensors: a slice of positions."""
         part = object.__new__(Operand)
-        part.spoilt = self.spoilt
+        part.nonfinite = self.nonfinite
         part.values = take(self.values)
-        if self.spoilt:
+        if self.nonfinite:
             part.marks = take(self.marks)
         return part
 
@@ -51,11 +52,11 @@ class Operand:
         Args:
             product: sums weights times values over live pairs.
             weights: 0 at dead pairs.
-            alive: bool, of the weights' shape; may be None only if nothing is spoilt. An infinite
-                value counts as infinite whatever its weight.
+            alive: bool, of the weights' shape; may be None only if all values are finite. An
+                infinite value counts as infinite whatever its weight.
         """
         result = product(weights, self.values)
-        if not self.spoilt:
+        if not self.nonfinite:
             return result
         assert alive is not None
         found = product(alive.to(self.marks.dtype), self.marks) > 0

@@ -1,4 +1,4 @@
-"""Adding the gradients of captured reads to the captured tensors' accumulators."""
+"""Scatters: adding the gradients of captured reads to the captured tensors' accumulators."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class TableGradient:
             position = position + bounded_index(index, size)[0] * stride
         free = [d for d in range(len(shape)) if position.shape[d] == 1 and shape[d] != 1]
         if free:
-            # In its own type, pairwise: asking for float64 here would first copy every pair.
+            # Summed in its own type, pairwise: asking for float64 here would first copy every
+            # pair.
             value = value.sum(free, keepdim=True)
         position = position.expand(value.shape).reshape(-1)
         value = value.to(self.dtype).reshape(-1)
@@ -65,6 +66,6 @@ class TableGradient:
         self.target += value.to(self.target.dtype)
 
     def finish(self) -> None:
-        """Bring the sums into the accumulator."""
+        """Convert the sums to the accumulator."""
         if self.total is not self.flat:
             self.flat += self.total.to(self.flat.dtype)
