@@ -27,7 +27,7 @@ from anyflex.frontend.attention import flex_attention
 from anyflex.frontend.aux_outputs import AuxOutput, AuxRequest
 from anyflex.process.version import VERSION
 
-# Loaded for what it registers: torch loses a cache bundle that holds an unknown type.
+# Imported for its registration: torch loses a cache bundle that holds an unknown type.
 from anyflex.runtime import torch_bundle as _torch_bundle  # noqa: F401
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ _LATER = {
 """Public names whose modules are imported at first use: they cost `import anyflex` nothing."""
 
 _MODULES_LATER = ("masks", "mods")
-"""Public modules, likewise."""
+"""Public modules that are imported at first use."""
 
 
 def __getattr__(name: str) -> Any:

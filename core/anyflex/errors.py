@@ -53,7 +53,7 @@ class ModTraceError(AnyflexError, TypeError):
     """A score or mask function that can't be turned into a mod graph.
 
     Attributes:
-        operation: what was met, for example ``"torch.rand"`` or ``"bool()"``.
+        operation: the operation that can't be traced: ``"torch.rand"``, ``"bool()"``.
         file, line: where in the user's source, or None where that is unknown
             (inside ``torch.compile``).
         hint: the cure, or the empty string.
@@ -129,4 +129,4 @@ class AllocationError(AnyflexError, MemoryError, RuntimeError):
 
 
 class PerformanceWarning(UserWarning):
-    """The call gives right results, on a path that is slower than one that could be had."""
+    """The call gives right results, on a slower path than another one that is available."""

@@ -24,10 +24,10 @@ DOCUMENT_START = 0
 _ENOUGH_BYTES = 6_000_000
 _LEAST_BYTES = 100_000
 
-# Empty lines in front of something at the top level, or of a method.
+# Empty lines that precede something at the top level, or a method.
 _BORDER = re.compile(rb"\n\n+(?=\S|    (?:def|async|class|@))")
 
-# Tables of code points and the help topics are no code; tests are long and repetitive.
+# Left out: tables of code points and help topics aren't code; tests are long and repetitive.
 _LEFT_OUT = frozenset(
     "__pycache__ dist-packages encodings idlelib lib2to3 pydoc_data site-packages test tests "
     "turtledemo".split()

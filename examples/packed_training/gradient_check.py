@@ -26,10 +26,10 @@ a slope is a sum over all pairs of positions that nearly cancel: it came to 6e-5
 checks (and to 3e-13 in float64, so that it is rounding)."""
 
 _FLOOR_AUTOCAST = 2e-2
-"""The same where q, k and v are rounded to 8 bits of mantissa."""
+"""Allowed relative error where q, k and v are rounded to 8 bits of mantissa."""
 
 _FACTOR = 8.0
-"""How many times the rounding error of the dense formula, run in the training precision."""
+"""Allowed multiple of the rounding error of the dense formula, run in the training precision."""
 
 _MakesAutocast = Callable[[], AbstractContextManager[object]]
 

@@ -30,7 +30,7 @@ _PROMPT = b"def "
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What the demo does.
+    """Settings of the demo.
 
     Args:
         seconds: wall clock for training; reading, checking and sampling come on top.
@@ -56,7 +56,7 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo found.
+    """Results of the demo.
 
     Args:
         loss_before, loss_after: on held-out documents, nats a byte.
@@ -77,12 +77,12 @@ class DemoResult:
 
     @property
     def loss_fell(self) -> bool:
-        """The held-out loss is lower than before."""
+        """Whether the held-out loss is lower than before."""
         return self.loss_after < self.loss_before
 
     @property
     def passed(self) -> bool:
-        """Everything that the demo asserts is true."""
+        """Whether everything that the demo asserts is true."""
         return self.loss_fell and self.gradients.passed
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is measured: a call as data, and the tensors and functions that it is made with."""
+"""Measured calls: a call as data, and the tensors and functions that it is made with."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward", "both")
 TF32 = "tf32"
 
 _SMALL = 384
-"""Length of the call that results are checked on: three blocks, so that whether lengths end where
-blocks do is as it is in most of what is timed."""
+"""Length of the call that results are checked on: three blocks, so that lengths end at block
+borders or not as they do in most measured calls."""
 _HEADS = 64
-"""Of query in all batch entries, about: so many have more tiles than a GPU has multiprocessors, as
-what is timed has. Of fewer, kernels may be others."""
+"""Target number of query heads, over all batch entries, of the checked call. With this many it has
+more tiles than a GPU has multiprocessors, as the measured calls have; calls with fewer may run
+other kernels."""
 _DRAWN_ON_HOST = 1 << 22
 """Elements up to which random numbers are drawn on the host, the same for every device."""
 _PAIRS = 1 << 24
-"""Pairs at which the mask is looked at at once."""
+"""Number of pairs that the mask is evaluated at in one step."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class BenchCase:
     """A call of `flex_attention` that is measured.
 
     Args:
-        name: says what it is.
+        name: identifies the call.
         q_shape: [B, Hq, L, E].
         kv_shape: [B, Hkv, S, E], of key.
         dtype: of query, key and value: ``"bfloat16"``; ``"tf32"`` is float32 where torch allows
@@ -79,12 +80,12 @@ class BenchCase:
 
     @property
     def products(self) -> str:
-        """What `torch.set_float32_matmul_precision` is to allow for the case."""
+        """Precision that `torch.set_float32_matmul_precision` is set to for the case."""
         return "high" if self.dtype == TF32 else "highest"
 
     @property
     def gqa(self) -> bool:
-        """Query heads share key heads."""
+        """Whether query heads share key heads."""
         return self.q_shape[1] != self.kv_shape[1]
 
     def small(self) -> BenchCase:
@@ -126,9 +127,9 @@ class Inputs:
     """A case on a device.
 
     Args:
-        case: what they are of.
+        case: the case that they belong to.
         query, key, value: random normal, requiring gradients where the case has a backward.
-        dout: what arrives at backward, shaped like out.
+        dout: the incoming gradient of backward, shaped like out.
         score_mod, mask_mod: or None.
         block_mask: of `mask_mod`.
         share: of the pairs that are live.
@@ -158,7 +159,7 @@ def make_inputs(
         ArgumentError, ArgumentTypeError: from the functions that the case names.
     """
     shapes = (case.q_shape, case.kv_shape, case.v_shape, case.out_shape)
-    # What is large would take the host seconds.
+    # Drawing large tensors on the host would take seconds.
     large = max(math.prod(shape) for shape in shapes) > _DRAWN_ON_HOST
     source = device if large and not on_host else torch.device("cpu")
     generator = torch.Generator(source).manual_seed(seed)
@@ -189,8 +190,8 @@ def make_inputs(
 def _live_share(
     mask_mod: Callable[..., Any], lengths: tuple[int, int], device: torch.device
 ) -> float:
-    """The part of the pairs at which the mask is true. Masks of the command line are the same for
-    each batch and head."""
+    """Return the share of the pairs at which the mask is true. Masks of the command line are the
+    same for each batch and head."""
     q_length, kv_length = lengths
     if q_length * kv_length == 0:
         return 0.0

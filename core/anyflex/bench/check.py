@@ -1,4 +1,4 @@
-"""Whether a contender's numbers are right, by the dense float64 formula: before any timing."""
+"""Check of a contender's numbers against the dense float64 formula, before any timing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LIMITS = {"float32": 1e-4, TF32: 1e-2, "float16": 1e-2, "bfloat16": 4e-2, "float
 
 
 class Formula:
-    """What is right for a case: out, and where it learns dq, dk and dv.
+    """Right results of a case: out, and where it learns dq, dk and dv.
 
     Args:
         case: the one that contenders are checked on.
-        device: that they run on.
-        evaluated_on: where the formula is; what it gives is on the CPU.
+        device: where contenders run.
+        evaluated_on: where the formula is evaluated; its results are on the CPU.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class Formula:
         self.wanted = self._evaluated(evaluated_on)
 
     def _evaluated(self, device: torch.device) -> dict[str, Tensor]:
-        # The same functions, made again, with captured tensors there.
+        # The same functions, made again, with captured tensors on this device.
         inputs = make_inputs(self.inputs.case, device, on_host=True)
         query, key, value = (
             tensor.detach().double().requires_grad_(tensor.requires_grad)
             for tensor in (inputs.query, inputs.key, inputs.value)
         )
         sizes = (*inputs.case.q_shape[:3], inputs.case.kv_shape[2])
-        with device:  # of the oracle's indices
+        with device:  # for the oracle's indices
             live = None if inputs.mask_mod is None else dense_mask(inputs.mask_mod, *sizes)
             out = dense_attention(query, key, value, inputs.score_mod, live).out
         found = _results(out, (query, key, value), inputs.dout.double())
@@ -49,7 +49,7 @@ class Formula:
 
 
 class Errors(NamedTuple):
-    """How far a contender's numbers are off; NaN where one of the two is not finite.
+    """Errors of a contender; NaN where one of the two is non-finite.
 
     Args:
         worst: the result whose largest error is largest.
@@ -77,7 +77,7 @@ def errors_of(contender: Contender, formula: Formula) -> Errors:
         gaps = found[name].detach().cpu().double() - wanted
         largest = float(gaps.abs().amax() / wanted.abs().amax().clamp_min(1e-30))
         rms = float(gaps.square().mean().sqrt() / wanted.square().mean().sqrt().clamp_min(1e-30))
-        # NaN is the worst: it compares with nothing.
+        # NaN sorts as the worst, because it compares false.
         if largest != largest:
             return Errors(name, largest, rms)
         if largest > worst.largest:

@@ -20,10 +20,10 @@ device's last cache."""
 
 @dataclass(frozen=True)
 class Timed:
-    """What is timed.
+    """A measured call.
 
     Args:
-        call: is given what `before` returned.
+        call: takes the result of `before`.
         before: runs before each call and isn't timed: the forward of a backward. None for calls
             that need nothing, which then stand back to back.
     """
@@ -36,7 +36,7 @@ class Clock:
     """Measures calls one after the other.
 
     Attributes:
-        name: what a report says.
+        name: as in reports.
     """
 
     name = ""
@@ -50,11 +50,11 @@ class Clock:
         return None
 
     def readied(self, timed: Timed) -> Timed:
-        """Return what is timed in place of a call that has been made once."""
+        """Return the object that is timed in place of a call that has been made once."""
         return timed
 
     def wait(self) -> None:
-        """Wait until the device has done what it was given."""
+        """Wait until the device has finished its queued work."""
 
     def once(self, timed: Timed) -> float:
         """Return the wall seconds of one call, compilation and waiting included."""
@@ -91,7 +91,7 @@ class WallClock(Clock):
 
 class DeviceClock(Clock):
     """Two events around each call. Caches are flushed before it, which also keeps the device busy
-    while the host launches: what the host costs shows only where it costs more than that."""
+    while the host launches: the host's time shows only where it exceeds that."""
 
     name = "device events, caches flushed"
 
@@ -118,21 +118,21 @@ class DeviceClock(Clock):
 
 
 class GraphClock(DeviceClock):
-    """Two events around the replay of a CUDA graph of one call: what the device takes, and nothing
-    of the host, however small the call."""
+    """Two events around the replay of a CUDA graph of one call: the device's time without the
+    host's, however small the call."""
 
     name = "device events around a CUDA graph of one call, caches flushed"
 
     def refusal(self, timed: Timed) -> str | None:
-        """A backward's graph would read a forward that is made once."""
+        """Refuse backwards: the graph of one would read a forward that is made once."""
         return None if timed.before is None else "no CUDA graph of a backward alone"
 
     def readied(self, timed: Timed) -> Timed:
         """Capture the call. Raises what it raises if it can't be captured."""
         graph = torch.cuda.CUDAGraph()
-        # A graph is of the current device's streams.
+        # A graph belongs to the current device's streams.
         with torch.cuda.device(self.device):
-            # What is left to be made at a second call, as capturing wants: on another stream.
+            # Compiles what a second call still compiles, on another stream, as capturing requires.
             beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):

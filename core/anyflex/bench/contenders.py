@@ -1,4 +1,4 @@
-"""Who is measured: installed backends, through `anyflex.flex_attention`, and peers."""
+"""Contenders: installed backends, through `anyflex.flex_attention`, and peers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from anyflex.registry import backend_table
 __all__ = ["Attend", "Contender", "chosen_contenders"]
 
 _OF_PEERS = -50
-"""A backend's priority up to here says: it is there to be compared with. One little below 0 only
-stands behind better ones."""
+"""Backends with at most this priority are installed to be compared with. A priority little below 0
+only means that the backend stands behind better ones."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value) -> out, with everything else bound."""
@@ -28,14 +28,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who computes attention.
+    """An implementation of attention that is measured.
 
     Args:
         name: of the backend, or the peer's.
-        kind: peers are what others are compared with: they are not anyflex's own.
+        kind: peers aren't anyflex's own; others are compared with them.
         distribution: ``"name version"`` of what carries it.
-        refusal: says why a case is out of reach, or None; what shows at the first call only is
-            refused then.
+        refusal: returns why a case is out of reach, or None; a reason that shows at the first
+            call only is reported then.
         prepare: binds a case's functions; costly work may wait for the first call.
     """
 
@@ -51,7 +51,7 @@ def chosen_contenders(
     wanted: Sequence[str] = (),
     options: Sequence[tuple[str, object]] = (),
 ) -> list[Contender]:
-    """Return who is measured on `device`.
+    """Return the contenders on `device`.
 
     Args:
         wanted: names; empty for every usable backend of the device's type and every peer. The
@@ -86,7 +86,7 @@ def chosen_contenders(
     }
     known = {**backends, **others}
     if not wanted:
-        # It takes seconds for what others take milliseconds for.
+        # The reference takes seconds for calls that others finish in milliseconds.
         left_out = {"reference"} if len(backends) > 1 else set()
         wanted = [name for name in known if name not in left_out]
     for name in wanted:

@@ -1,4 +1,4 @@
-"""Where a run took place: machine, versions and commit."""
+"""Provenance of a run: machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        # Not Linux: the standard library knows less.
+        # On other systems than Linux the standard library's name is less detailed.
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def version_facts() -> dict[str, Any]:
-    """Return versions of what computes."""
+    """Return the versions of the packages that compute."""
     facts: dict[str, Any] = {
         "anyflex": anyflex.__version__,
         "torch": torch.__version__,
@@ -113,6 +113,6 @@ def _git(root: Path, *arguments: str) -> str | None:
             ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        # A report without its commit is still a report: it says null.
+        # Without a commit a report is still useful: the field is null.
         return None
     return done.stdout.strip()

@@ -1,4 +1,5 @@
-"""Measuring a case: first calls, checks, warm-up, then rounds in which everybody takes turns."""
+"""Measurement of a case: first calls, checks, warm-up, then rounds in which all contenders take
+turns."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ __all__ = ["Measurement", "Status", "measure_case"]
 Status = Literal["measured", "refused", "wrong", "failed"]
 
 _SAMPLE_SECONDS = 0.02
-"""What one contender takes in one round, unless a single call takes longer."""
+"""Duration in seconds of one contender's sample in a round, unless a single call takes longer."""
 _CALLS = 100
 """At most this many calls in a round."""
 _WARM_CALLS = 3
@@ -149,7 +150,8 @@ def _measure(
             racing.append((measured, timed))
     for number in range(rounds):
         say(f"{case.name}, {direction}: round {number + 1} of {rounds}")
-        # Who comes after a slow contender, or one that draws little power, finds other clocks.
+        # Changes the order each round: after a slow contender, or one that draws little power,
+        # clocks differ.
         for measured, timed in random.Random(number).sample(racing, len(racing)):
             measured.samples_ms.append(clock.seconds(timed, measured.calls) * 1e3)
     _compare(measurements)
@@ -171,8 +173,8 @@ def _admitted(
         measured.status, measured.detail = "refused", refusal
         return None
     try:
-        # The first call is the real one: a compiler that saw the small one before would make
-        # code for both.
+        # The measured call comes before the small check: a compiler that saw the small one first
+        # would make code for both.
         timed = _timed(contender, inputs, direction)
         refusal = clock.refusal(timed)
         if refusal is not None:
@@ -185,8 +187,7 @@ def _admitted(
         reason = error.reasons.get(contender.name, str(error))
         measured.status, measured.detail = "refused", reason
         return None
-    # A contender may raise anything, and the others are still to be measured. The report says
-    # what it was.
+    # A contender may raise anything, and the others are still measured. The report has the error.
     except Exception as error:  # noqa: BLE001
         measured.status = "failed"
         measured.detail = f"{type(error).__name__}: {_first_line(error)}"
@@ -207,7 +208,7 @@ def _timed(contender: Contender, inputs: Inputs, direction: Direction) -> Timed:
     tensors = (inputs.query, inputs.key, inputs.value)
 
     def learn(out: Tensor) -> tuple[Tensor, ...]:
-        # Each graph is used once: some compilers overwrite what forward has kept.
+        # Each graph is used once, because some compilers overwrite what forward has saved.
         return torch.autograd.grad(out, tensors, inputs.dout)
 
     if direction == "forward":

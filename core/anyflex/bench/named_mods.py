@@ -23,7 +23,7 @@ __all__ = ["MASKS", "MODS", "mask_mods", "score_mods"]
 MASKS = tuple(masks.__all__)
 
 MODS = tuple(
-    # These return tables, and take functions.
+    # These functions return tables, or take functions.
     name
     for name in mods.__all__
     if name not in ("alibi_slopes", "t5_buckets", "compose")
@@ -89,7 +89,8 @@ def _made(
         signature.bind(*positional, **keywords)
     except TypeError as error:
         raise WrongUsage(f"{wrong}: {error}") from error
-    # What a function makes of numbers, for example slopes, is made where the call's tensors are.
+    # Tensors that a function makes from numbers, for example slopes, are made on the call's
+    # device.
     with device:
         made: Callable[..., Any] = function(*positional, **keywords)
     return made
@@ -106,7 +107,7 @@ def _arguments(written: str, device: torch.device) -> tuple[list[Any], dict[str,
             return read
         made = torch.tensor(read, device=device)
         if not made.numel():
-            # It would have a type that nobody gave it, and errors would speak of that.
+            # An empty tensor would have a type that nobody gave, and errors would name that type.
             raise WrongUsage(f"{ast.unparse(node)}: a list must hold numbers")
         return made
 

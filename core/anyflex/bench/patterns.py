@@ -1,4 +1,4 @@
-"""Masks and score mods by name, as ``anyflex explain`` has them, and random documents."""
+"""Masks and score mods by name, as ``anyflex explain`` takes them, and random documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANDOM_DOCUMENTS = "random_documents"
 def make_mask_mod(
     texts: Sequence[str], lengths: tuple[int, int], device: torch.device
 ) -> Callable[..., Any] | None:
-    """Return the mask mod at which all that `texts` name hold, None for none.
+    """Return the mask mod that is live where all masks that `texts` name are, None for none.
 
     Raises:
         WrongUsage: an unknown name, or arguments that the function doesn't take.
@@ -42,7 +42,8 @@ def make_mask_mod(
 def make_score_mod(
     texts: Sequence[str], heads: int, device: torch.device
 ) -> Callable[..., Any] | None:
-    """Return what `texts` name, one after the other, None for none. Raises as `make_mask_mod`."""
+    """Return the score mod that applies those that `texts` name, in order; None for none. Raises
+    as `make_mask_mod`."""
     made = score_mods(texts, heads, device)
     if len(made) < 2:
         return made[0] if made else None
@@ -59,7 +60,7 @@ def _random_documents(
         low = high = 0
     if not 0 < low < high:
         raise WrongUsage(f"--mask {text}: give the lengths, {RANDOM_DOCUMENTS}:200,1800")
-    # A short sequence has shorter documents, so that it too has several.
+    # A short sequence gets shorter documents, so that it too has several.
     low, high = min(low, max(1, length // 8)), min(high, max(2, length // 3))
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(low, high, (length // low + 1,), generator=generator).cumsum(0)

@@ -87,7 +87,7 @@ def _flex(name: str, device: torch.device, options: dict[str, str]) -> Peer:
         mask = None
         if inputs.block_mask is not None:
             mask = inputs.block_mask.to_torch()
-            # As it was written: torch traces it itself.
+            # The mod is passed as written: torch traces it itself.
             mask.mask_mod = inputs.mask_mod
         settings: dict[str, Any] = {
             "score_mod": inputs.score_mod,

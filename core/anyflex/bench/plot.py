@@ -13,9 +13,9 @@ _LEFT, _WIDTH, _RIGHT = 190, 520, 150
 
 
 def svg_plot(report: dict[str, Any]) -> str:
-    """Return the picture. What was not measured has its status in the bar's place."""
+    """Return the picture. A row that was not measured shows its status in place of the bar."""
     rows = report["measurements"]
-    # Names end there; 26 letters have room in what is the least.
+    # Right end of the names: the minimum has room for 26 letters.
     left = max(_LEFT, 7 * max((len(row["contender"]) for row in rows), default=0) + 12)
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:

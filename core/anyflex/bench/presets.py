@@ -85,7 +85,7 @@ _WIDTHS = (
         for width in (256, 192, 96)
         for pattern in ("full", "causal")
     ),
-    # Latent attention's, as DeepSeek's models train it.
+    # Latent attention, as DeepSeek's models train it.
     *(_square(pattern, 4, 16, 4096, 192, value_width=128) for pattern in ("full", "causal")),
     *(
         _square(pattern, 4, _HEADS[width], 4096, width)
@@ -137,5 +137,5 @@ PRESETS: Mapping[str, tuple[BenchCase, ...]] = {
     "h200-widths": _WIDTHS,
     "h200-tf32": _TF32,
 }
-"""name -> cases. The parts of ``h200`` are there to be run alone. No parts of it are
-``h200-widths``, other head dims than the two that most models have, and ``h200-tf32``."""
+"""name -> cases. The parts of ``h200`` can be run alone. ``h200-widths`` (head dims other than the
+two that most models have) and ``h200-tf32`` aren't parts of it."""

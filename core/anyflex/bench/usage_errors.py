@@ -1,4 +1,4 @@
-"""Errors of a command line: what was asked for makes no sense, or isn't on this machine."""
+"""Errors of a command line: a request that makes no sense, or that this machine can't serve."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class BlockMask(MaskContent):
         mask_mod: MaskMod | None = None,
         capacity: int | None = None,
     ) -> None:
-        """Check and take a mask's runs; arguments and errors as for `from_runs`."""
+        """Check and copy a mask's runs; arguments and errors as for `from_runs`."""
         lengths, sizes = checked_lengths(seq_lengths), checked_block_size(block_size)
         check_runs(offsets, runs, lengths, sizes)
         listed = unpack(offsets.cpu(), runs.cpu())
@@ -86,7 +86,7 @@ class BlockMask(MaskContent):
                 f"capacity must be at least the number of runs, {listed.row.numel()}, got "
                 f"{capacity}"
             )
-        # Copies: the caller's tensors may be written to, the mask's aren't.
+        # Copies, because the caller may write to their tensors but nobody to the mask's.
         device = offsets.device
         offsets, runs = merged[0].to(device), padded(merged[1], capacity or 0).to(device)
         traced, opaque = None, None
@@ -282,7 +282,7 @@ class BlockMask(MaskContent):
         shifts: Shifts,
         views: MaskViews | None = None,
     ) -> Self:
-        """Return a mask of other rows with this one's mask mod."""
+        """Return a mask of other rows with this mask's mask mod."""
         traced, opaque, mask_mod = self.traced, self.opaque, self._mask_mod
         if shifts and traced is not None:
             traced, mask_mod = shifted_mod(traced, shifts), None
@@ -303,8 +303,8 @@ class BlockMask(MaskContent):
         )
 
     def _still_alone(self, offsets: Tensor) -> tuple[str, ...]:
-        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too. Of an
-        opaque mask mod isn't known what it reads."""
+        """`_zero_alone` of chosen rows: one of several batch entries or heads is alone too. The
+        indices that an opaque mask mod reads aren't known."""
         if self.traced is None:
             return self._zero_alone
         sizes = zip(("b", "h"), self.offsets.shape[:2], offsets.shape[:2], strict=True)

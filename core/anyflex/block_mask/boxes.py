@@ -1,4 +1,4 @@
-"""Boxes: whole blocks and parts of them, on the way to being decided."""
+"""Boxes of elements: whole blocks and parts of them that are still undecided."""
 
 from __future__ import annotations
 

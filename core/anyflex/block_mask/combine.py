@@ -1,4 +1,4 @@
-"""Mask mods made of mask mods. torch.compile inlines them."""
+"""Mask mods that combine other mask mods. torch.compile inlines them."""
 
 from __future__ import annotations
 

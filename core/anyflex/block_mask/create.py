@@ -122,10 +122,11 @@ def _create(
     traced, opaque = trace_mask_mod(mask_mod, wanted, sizes=(batch, heads, *lengths))
     at_home = _captured_device(traced)
     wanted = at_home if wanted is None else wanted
-    # Tensors that an opaque function reads can't be moved, so it runs where the mask shall be.
+    # Tensors that an opaque function reads can't be moved, so it runs on the mask's device.
     elements = elements_of(traced, opaque, torch.device("cpu") if traced is not None else wanted)
     batch, heads = elements.grid(batch, heads)
-    # An opaque mask mod may read anything: of it isn't known whether it would be wrong for more.
+    # The indices that an opaque mask mod reads aren't known, so a mask for one head may be wrong
+    # for more.
     alone = {"b": batch, "h": heads} if traced is not None else {}
     zero_alone = tuple(i for i, size in alone.items() if size == 1 and i in elements.depends)
     budget = Budget(None if exact else DEFAULT_BUDGET)

@@ -1,4 +1,4 @@
-"""Looking at every element, a bounded number at once: for functions that can't be traced."""
+"""Evaluation of every element, a bounded number at once, for functions that can't be traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anyflex.mask_structure.runs import FULL, PARTIAL, RunList, block_count, run
 __all__ = ["chunked_runs", "element_boxes", "live_elements"]
 
 _ELEMENTS = 1 << 20
-"""Elements evaluated at once: about 10 bytes each while a chunk is worked on."""
+"""Number of elements evaluated at once; each takes about 10 bytes."""
 
 Box = tuple[int, int, int, int, int, int, int, int]
 """b0, b1, h0, h1, q0, q1, k0, k1; ends excluded."""

@@ -1,4 +1,4 @@
-"""Evaluating a mod on boxes of elements, for building masks."""
+"""Evaluation of a mod on boxes of elements, for building masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Elements", "OpaqueElements", "TracedElements", "elements_of"]
 
 
 class Elements(Protocol):
-    """Tells which elements are live.
+    """Evaluator that tells which elements are live.
 
     Attributes:
         device: where the index vectors must be, and the results are.
@@ -99,7 +99,7 @@ class TracedElements(_Grid):
             reads = where & live
             table = self.captured[position]
             if table.dtype is torch.bool:
-                # Had the read given the other value, the element might have been live.
+                # With the other value of this read, the element might have been live.
                 other = [~t if i == position else t for i, t in enumerate(self.captured)]
                 reads = reads | (where & self._live(inputs, other, None))
             if reads.any():

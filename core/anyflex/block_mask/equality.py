@@ -1,4 +1,4 @@
-"""When two block masks are equal: by content, wherever it is."""
+"""Equality of block masks: by content, on any device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def structure_hash(views: MaskViews) -> int:
 
 
 def _content(tensor: Tensor) -> bytes:
-    # Not numpy: torch works without it.
+    # Hashed without numpy, which torch works without.
     tensor = tensor.contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 

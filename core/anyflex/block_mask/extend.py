@@ -1,4 +1,4 @@
-"""Growing a block mask: the blocks that are new, or were ragged, are built and spliced in."""
+"""Extension of a block mask: blocks that are new, or were ragged, are built and spliced in."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
     kv_new = _grown("kv_len", "KV_LEN", kv_len, kv_old)
     traced, opaque = _mod(mask, mask_mod, (q_new, kv_new))
     q_block, kv_block = mask.BLOCK_SIZE
-    # Rows and columns of blocks that stay: a ragged last one is decided again.
+    # Rows and columns of blocks that stay; a ragged last one is decided again.
     rows = block_count(q_old, q_block) if q_new == q_old else q_old // q_block
     columns = block_count(kv_old, kv_block) if kv_new == kv_old else kv_old // kv_block
     ragged = rows * q_block < q_old or columns * kv_block < kv_old
@@ -144,7 +144,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
 def _mod(
     mask: MaskContent, mask_mod: MaskMod | None, lengths: tuple[int, int]
 ) -> tuple[TracedMod | None, OpaqueMask | None]:
-    """Return the mask mod that decides what is new, checked against the mask."""
+    """Return the mask mod that decides the new blocks, checked against the mask."""
     if mask_mod is None:
         if mask.traced is None and mask.opaque is None:
             raise BlockMaskError(

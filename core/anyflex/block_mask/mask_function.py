@@ -1,4 +1,5 @@
-"""Mask mods as a block mask holds them: traced, opaque, rebuilt, or still to be assigned."""
+"""Mask mods in the forms that a block mask holds: traced, opaque, rebuilt, or still to be
+assigned."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class OpaqueMask(Protocol):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it reads."""
+        """Tensors that the function reads."""
         ...
 
     @property
@@ -52,7 +53,7 @@ class UnrecordedMask:
 
     Args:
         function: the user's.
-        problem: what came when it was run for pair (0, 0, 0, 0).
+        problem: the error, or the wrong result, of the run for pair (0, 0, 0, 0).
     """
 
     function: MaskMod
@@ -96,7 +97,8 @@ class RebuiltMaskMod:
 
 
 def _read(table: Tensor, indices: Sequence[Tensor]) -> Tensor:
-    # Plain indexing, which vmap and the tracer follow; the bounds keep dead elements from raising.
+    # Plain indexing, which vmap and the tracer follow; the bounds keep reads of dead elements from
+    # raising.
     bounded = (i.clamp(-size, size - 1) for i, size in zip(indices, table.shape, strict=True))
     return table[tuple(bounded)]
 
@@ -176,7 +178,7 @@ def check_captured(position: int, tensor: Any, dtype: torch.dtype, rank: int) ->
     """Check a tensor that a traced mask mod reads, by its position, against what was traced.
 
     Raises:
-        BlockMaskError: it is no tensor, or one of another dtype or rank.
+        BlockMaskError: it isn't a tensor, or has another dtype or rank.
     """
     if isinstance(tensor, Tensor):
         if tensor.dtype is dtype and tensor.dim() == rank:

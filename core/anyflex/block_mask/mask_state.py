@@ -81,7 +81,7 @@ class MaskContent(BlockStructure):
         """Make a mask of parts that are known to be right; arguments of `_fill`.
 
         Args:
-            views: of the parts, where they are there already.
+            views: those of the parts, if they exist already.
         """
         mask = cls._unchecked(*parts, **flags)
         if views is None:
@@ -208,7 +208,7 @@ class MaskContent(BlockStructure):
 
     @outside_graphs
     def __hash__(self) -> int:
-        # Of the structure alone: mask_mod may be assigned, and values may be on a device.
+        # Hash of the structure alone: mask_mod may be assigned, and values may be on a device.
         if self._hash is None:
             self._hash = structure_hash(self.views())
         return self._hash

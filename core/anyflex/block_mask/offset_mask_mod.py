@@ -1,9 +1,9 @@
 """Mask mods of slices: the same function at other indices.
 
-A slice counts its batch entries, heads and rows from 0, and the mask mod of the whole mask shall
-see the numbers that they had there. So an index is replaced: ``q_idx`` by ``q_idx + n``, where n
-is a number slot of the graph (slices that differ in n alone share one graph, hence one kernel), or
-by ``table[q_idx]`` where the chosen positions are no range.
+A slice counts its batch entries, heads and rows from 0, and the mask mod must see their numbers
+in the whole mask. So an index is replaced: ``q_idx`` by ``q_idx + n``, where n is a number slot of
+the graph (slices that differ in n alone share one graph, hence one kernel), or by ``table[q_idx]``
+where the chosen positions aren't a range.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _replaced(text: str, name: str, replacement: Callable[[GraphBuilder, int], i
 
 @dataclass(frozen=True, eq=False)
 class ShiftedMaskMod:
-    """The same for a mask mod that can't be traced: a function around it.
+    """`shifted_mod` for a mask mod that can't be traced: a function around it.
 
     Args:
         function: the mask mod of the whole mask.
@@ -132,12 +132,12 @@ class ShiftedMaskMod:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """As `OpaqueMask`'s."""
+        """Tensors that the function reads, as for `OpaqueMask`."""
         return self.function.tensors
 
     @property
     def names(self) -> list[str]:
-        """As `OpaqueMask`'s."""
+        """Names of the tensors, as for `OpaqueMask`."""
         return self.function.names
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def shifted_opaque(function: OpaqueMask, shifts: Shifts) -> ShiftedMaskMod:
     new = dict(shifts)
     if not isinstance(function, ShiftedMaskMod):
         return ShiftedMaskMod(function, tuple(new.items()))
-    # The slice's own shift comes first. Two numbers are one; anything else stays a chain.
+    # The slice's own shift comes first. Two numbers add up to one; other shifts stay a chain.
     old = dict(function.shifts)
     if any(isinstance(s, Tensor) for s in (*new.values(), *old.values())):
         return ShiftedMaskMod(function, tuple(new.items()))

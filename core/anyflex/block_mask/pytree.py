@@ -1,9 +1,10 @@
 """BlockMask as a pytree, for torch.compile, export and tree_map.
 
 Leaves: offsets, runs, Q_LEN, KV_LEN, the captured tensors, then the numbers of the mask mod.
-Lengths and numbers are leaves because they change from call to call: as part of the structure
-they would make each value another program. A map may put anything in their place, and torch puts
-fake tensors and mere objects there: a mask is checked at its first use, not when it is rebuilt.
+Lengths and numbers are leaves because they change from call to call: as part of the structure each
+value would compile another program. A map may replace leaves with anything, and torch replaces
+them with fake tensors and plain objects: a mask is checked at its first use, not when it is
+rebuilt.
 """
 
 from __future__ import annotations
@@ -96,5 +97,5 @@ def _to_json(context: _Context) -> Any:
 def _from_json(saved: Any) -> _Context:
     block_size, form, needs_mask_mod, *zero_alone = saved
     form = None if form is None else tuple(form)
-    alone = tuple(zero_alone[0]) if zero_alone else ()  # saved before that was known
+    alone = tuple(zero_alone[0]) if zero_alone else ()  # saved by a version without this field
     return (tuple(block_size), form, None, needs_mask_mod, alone)

@@ -26,9 +26,9 @@ __all__ = ["Blocks", "Lattice", "QuadTree"]
 _FIRST_CELLS = 1024
 """Cells to start from: judging a thousand costs hardly more than judging one."""
 _CELLS = 1 << 16
-"""Cells judged at once, which bounds memory."""
+"""Number of cells judged at once, which bounds memory."""
 _PIECES = 1 << 20
-"""Pieces of rows that wait to be merged to runs; masks with fewer are merged once."""
+"""Number of pieces of rows at which they are merged to runs; masks with fewer are merged once."""
 
 
 class Blocks(NamedTuple):
@@ -104,13 +104,13 @@ class QuadTree:
     """Decides the blocks of a domain.
 
     Args:
-        elements: of a traced mask mod, which may depend on b and h only where the domain's sizes
-            are above 1.
-        budget: what may be spent; blocks past it are PARTIAL.
+        elements: evaluates a traced mask mod, which may depend on b and h only where the
+            domain's sizes are above 1.
+        budget: the work that may be spent; blocks past it are PARTIAL.
 
     Attributes:
         judged: cells that ranges were computed for.
-        open_blocks: what decided the blocks that ranges left open.
+        open_blocks: the decider of the blocks that ranges left open.
     """
 
     def __init__(self, elements: TracedElements, domain: Domain, budget: Budget) -> None:
@@ -148,14 +148,14 @@ class QuadTree:
         return _joined([*self._gathered, *self._pieces()])
 
     def undecided_term(self) -> str:
-        """Return the first condition of the mask that ranges leave open where the budget did not
-        reach, as an expression; "" if it reached everywhere."""
+        """Return the first condition of the mask that ranges leave undecided where the budget
+        ended, as an expression; "" if the budget sufficed."""
         cells = self._left or (self.open_blocks.left and self.open_blocks.left.cells())
         position = None if cells is None else self._analysis.undecided(cells)
         return "" if position is None else self._elements.expression(position)
 
     def _decide(self, blocks: Blocks, side: int) -> None:
-        """Judge squares, depth first, so that few wait at any time."""
+        """Judge squares, depth first, so that few are pending at any time."""
         stack = [(blocks, side)]
         while stack:
             blocks, side = stack.pop()

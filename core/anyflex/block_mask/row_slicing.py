@@ -31,8 +31,8 @@ _CPU = torch.device("cpu")
 def sliced_rows(
     mask: MaskContent, start: Any, stop: Any, kv_len: Any
 ) -> tuple[MaskViews, dict[str, int | Tensor]]:
-    """Return the structure of `BlockMask.row_slice`, and what its mask mod's indices mean in the
-    whole mask. Raises BlockMaskError."""
+    """Return the structure of `BlockMask.row_slice`, and the shifts that map its indices to those
+    of the whole mask. Raises BlockMaskError."""
     q_length, kv_length = mask.seq_lengths
     start, stop = checked_length("start", start), checked_length("stop", stop)
     if not start <= stop <= q_length:
@@ -56,7 +56,7 @@ def sliced_rows(
             "mod: begin where a block does, or make the mask with create_block_mask"
         )
     reads = indices_read(mask.traced, mask.opaque)
-    # A start of 0 too: so it shares its graph with the slices that follow.
+    # Also for a start of 0, so that it shares its graph with the slices that follow.
     return views, {"q_idx": start} if "q_idx" in reads else {}
 
 
@@ -111,12 +111,14 @@ def _copied_rows(
     end: int,
     sizes: tuple[int, int, tuple[int, int]],
 ) -> MaskViews:
-    """Rows of blocks first..end of `views`; `host` tells their number without asking a device."""
+    """Return rows of blocks first..end of `views`; `host` has their number without asking a
+    device."""
     edges = views.offsets[:, :, first : end + 1]
     batch, heads, _ = edges.shape
     if batch * heads == 1:
         begin, last = int(host.offsets[0, 0, first]), int(host.offsets[0, 0, end])
-        # Copied, not shared: a kernel may be compiled for where a tensor begins in memory.
+        # Copied, not shared: a kernel may be compiled for the alignment of a tensor's first
+        # element.
         runs = padded(views.runs[begin:last])
         return MaskViews(edges - begin, runs if last - begin < 2 else runs.clone(), *sizes)
     known = host.offsets[:, :, end] - host.offsets[:, :, first]

@@ -1,4 +1,4 @@
-"""The form in which a block mask is pickled, copied and saved: plain data with a version."""
+"""Serialized form of a block mask for pickle, copy and torch.save: plain data with a version."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FORMAT = 1
 
 
 def state_of(mask: MaskContent) -> dict[str, Any]:
-    """Return what `restore` reads."""
-    # A traced mask mod is plain data and says all; the function itself may not be picklable.
+    """Return the state that `restore` reads."""
+    # The traced mask mod has all information; the function itself may not be picklable.
     traced = mask.traced
     return {
         "format": FORMAT,
@@ -52,6 +52,6 @@ def restore(mask: MaskContent, state: dict[str, Any]) -> None:
         sliced_mask_mod if state["needs_mask_mod"] else state["opaque"],
         needs_mask_mod=state["needs_mask_mod"],
         from_captured=state["from_captured"],
-        zero_alone=state.get("zero_alone", ()),  # saved before that was known
+        zero_alone=state.get("zero_alone", ()),  # saved by a version without this field
     )
     mask.views()

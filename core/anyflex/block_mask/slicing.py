@@ -1,4 +1,4 @@
-"""Choosing batch entries, heads and rows of q blocks of a block mask."""
+"""Slices of a block mask: chosen batch entries, heads and rows of q blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AXES = ("batch", "head", "q block")
 def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str, int | Tensor]]:
     """Return (offsets, runs, q length, shifts) of a slice.
 
-    `shifts`: what the mask mod's indices b, h and q_idx mean in the whole mask, where it reads
+    `shifts`: maps the mask mod's indices b, h and q_idx to those of the whole mask, where it reads
     them and they changed; see `anyflex.block_mask.offset_mask_mod`.
     """
     indices = index if isinstance(index, tuple) else (index,)
@@ -57,7 +57,7 @@ def select(mask: MaskContent, index: Any) -> tuple[Tensor, Tensor, int, dict[str
 
 
 def _shift(positions: Tensor) -> int | Tensor:
-    """What is added to 0, 1, ... to get these positions, or they themselves."""
+    """Number that turns 0, 1, ... into these positions when added, or the positions themselves."""
     if not positions.numel():
         return 0
     first = int(positions[0])
@@ -72,15 +72,15 @@ def _row_shift(rows: Tensor, length: int, q_length: int, block: int) -> int | Te
     shift = _shift(rows)
     if isinstance(shift, int) and shift * block + length <= q_length:
         return shift * block
-    # A ragged row that is taken for a whole one: its last row of elements stands for those
-    # beyond it, which are nobody's.
+    # Where a ragged row is used as a whole one, its last row of elements stands for the missing
+    # ones.
     elements = rows[:, None] * block + torch.arange(block, device="cpu")
     return elements.reshape(-1)[:length].clamp(max=max(q_length - 1, 0))
 
 
 def _packed_length(index: Any, rows: Tensor, q_length: int, block: int) -> int:
-    """Length of the chosen rows: exact if the ragged last row is chosen last or not at all. For a
-    tensor index, whose values torch doesn't read, it is always whole blocks."""
+    """Length of the chosen rows: exact if the ragged last row is chosen last or not at all. A
+    tensor index, whose values torch doesn't read, always gives whole blocks."""
     whole = rows.numel() * block
     last = -(-q_length // block) - 1
     if isinstance(index, (Tensor, list)) or not rows.numel() or int(rows[-1]) != last:

@@ -1,4 +1,4 @@
-"""Runs of a block mask, built from what tells which elements are live."""
+"""Building of a block mask's runs from an evaluator of its elements."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["built_runs"]
 
 
 def built_runs(elements: Elements, domain: Domain, budget: Budget) -> RunList:
-    """Return the runs of a domain, as `create_block_mask` decides them: what the budget leaves
-    undecided is PARTIAL, with one PerformanceWarning."""
+    """Return the runs of a domain, as `create_block_mask` decides them: blocks that the budget
+    leaves undecided are PARTIAL, with one PerformanceWarning."""
     if isinstance(elements, TracedElements):
         tree = QuadTree(elements, domain, budget)
         runs = tree.build()

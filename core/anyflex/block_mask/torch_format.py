@@ -1,4 +1,4 @@
-"""torch's BlockMask, read and made by attribute: its tuple has 13 to 17 items by version."""
+"""torch's BlockMask, read and written by attribute: its tuple has 13 to 17 items by version."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _OPTIONAL = ("full_kv_num_blocks", "full_kv_indices")
 TENSOR_FIELDS = (*_NEEDED[-2:], *_OPTIONAL)
 """Attributes of torch's mask that say which blocks are live."""
 _DERIVED = (
-    # Transposes, which are made anew, and orders of deterministic accumulation: neither changes
-    # which elements are live.
+    # Ignored fields: transposes, which are derived again, and orders of deterministic
+    # accumulation. Neither changes which elements are live.
     "q_num_blocks",
     "q_indices",
     "full_q_num_blocks",
@@ -70,7 +70,7 @@ def torch_fields(mask: Any) -> dict[str, Any]:
 
 
 def _field_names(mask: Any) -> list[str]:
-    """Names of the fields that torch declares; an attribute that a user hung on is none."""
+    """Names of the fields that torch declares; an attribute that a user added isn't one."""
     declared = [
         name
         for attribute in ("_TENSOR_ATTRS", "_CONTEXT_ATTRS")

@@ -12,26 +12,27 @@ from anyflex.intervals.analysis import Analysis
 __all__ = ["DEFAULT_BUDGET", "Budget", "OpenBlocks"]
 
 DEFAULT_BUDGET = 1 << 30
-"""What building may cost before it leaves blocks PARTIAL, in elements looked at: seconds."""
+"""Default work limit of building before it leaves blocks PARTIAL, in elements evaluated:
+seconds."""
 
 CELL_COST = 64
-"""Elements that could be looked at while ranges judge one cell."""
+"""Cost of judging a cell by ranges, in elements evaluated."""
 
 _BOXES = 1 << 13
-"""Boxes that are worked on at once."""
+"""Number of boxes worked on at once."""
 _SMALLEST_SIDE = 8
 """Boxes are cut down to this side; below it elements are cheaper."""
 
 
 class Budget:
-    """What building a mask may still cost.
+    """Work that building a mask may still do.
 
     Args:
         elements: the limit, in elements looked at; None for no limit.
 
     Attributes:
         spent: the cost so far.
-        looked_at: elements that were evaluated one by one, witnesses not counted.
+        looked_at: elements that were evaluated one by one, without witnesses.
         exceeded: the rest of the mask stays undecided.
     """
 
@@ -54,7 +55,7 @@ class OpenBlocks:
     """Decides single blocks exactly, as far as the budget goes.
 
     Attributes:
-        count: blocks that came here.
+        count: number of blocks decided here.
         left: some boxes that the budget did not reach, or None.
     """
 
@@ -83,7 +84,7 @@ class OpenBlocks:
         some = torch.zeros(blocks.owner.numel(), dtype=torch.bool, device="cpu")
         lacking = torch.zeros_like(some)
         self.count += some.numel()
-        # Depth first, so that few boxes wait at any time.
+        # Depth first, so that few boxes are pending at any time.
         stack = [(blocks, *self._block_size)]
         while stack:
             boxes, q_side, kv_side = stack.pop()
@@ -104,7 +105,7 @@ class OpenBlocks:
                 self._look_at_witnesses(boxes, some, lacking)
                 boxes = boxes.chosen(~(some & lacking)[boxes.owner])
                 q_parts, kv_parts = (min(4, -(-s // _SMALLEST_SIDE)) for s in (q_side, kv_side))
-                # Rounded up, so that it ends for sides that are no power of two.
+                # Rounded up, so that it also ends for sides that aren't a power of two.
                 q_side, kv_side = -(-q_side // q_parts), -(-kv_side // kv_parts)
                 if boxes.owner.numel():
                     boxes = boxes.cut(q_side, q_parts, kv_side, kv_parts)
@@ -112,7 +113,7 @@ class OpenBlocks:
         return some, lacking
 
     def _judge(self, boxes: Boxes, some: Tensor, lacking: Tensor) -> Boxes:
-        """Note what ranges tell of boxes, and return those that they leave open."""
+        """Note the result of ranges for boxes, and return the boxes that they leave open."""
         true, false, mixed = self._analysis.verdict(boxes.cells())
         some[boxes.owner[true | mixed]] = True
         lacking[boxes.owner[false | mixed]] = True

@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         raise WrongUsage(f"--plot {args.plot}: the picture is SVG; name it *.svg")
     check_different(json=args.json, plot=args.plot)
     cases = _cases(args)
-    # A preset for one device says so by its name.
+    # A preset for one device has the device in its name.
     of_preset = "cuda" if (args.preset or "").startswith("h200") else "cpu"
     device = present_device(of_preset if args.device is None else args.device)
     if args.clock == "graph" and device.type != "cuda":
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(lines))
         return ExitCode.OK
 
-    # Output while something is timed costs time: only a terminal's line.
+    # Progress costs time while something is timed, so it is shown on a terminal only.
     progress = ProgressLine(sys.stderr, math.inf)
     clock = clock_of(device, args.clock)
     begin = time.perf_counter()
@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     for count, case in enumerate(cases, start=1):
         measurements += measure_case(case, contenders, device, clock, args.rounds, progress.show)
         if args.json not in (None, "-"):
-            # A run that is stopped leaves what it has measured.
+            # An interrupted run still writes its results so far.
             write_text(Path(args.json), json.dumps(report_of(cases[:count]), indent=1) + "\n")
     progress.clear()
     report = report_of(cases)
@@ -262,5 +262,6 @@ def _directions(text: str) -> tuple[Direction, ...]:
 
 
 def _without_folder(argument: str) -> str:
-    """Results are published, and where they were written is nobody's business."""
+    """Return the argument without its folder: results are published, and the user's folders are
+    private."""
     return Path(argument).name if Path(argument).is_absolute() else argument

@@ -26,7 +26,7 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``cache`` to the command line."""
+    """Add ``cache``."""
     parser = subparsers.add_parser(
         "cache",
         help="show, clear, save, load or list the cache of compiled kernels",
@@ -73,7 +73,7 @@ def _store() -> disk_cache.Store:
     """Return the store, its folder made and tried."""
     store = disk_cache.store()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each action says it itself
+        warnings.simplefilter("ignore")  # each action reports it itself
         store.usable(create=True)
     return store
 

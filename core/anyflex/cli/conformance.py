@@ -26,9 +26,10 @@ __all__ = ["add_parser", "run"]
 
 _TIMEOUT = 300.0
 _LONGEST = 1e6
-"""Seconds, eleven days: more than timers take everywhere is wrong usage."""
+"""Maximum seconds of a limit, eleven days. Timers don't take more everywhere, so it is wrong
+usage."""
 _DETAIL = 500
-"""Characters of a failure's line: a compiler may have said a hundred thousand."""
+"""Maximum characters of a failure's line: a compiler may have printed a hundred thousand."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -127,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     require = requirements(names)
     expected = None if args.expected is None else read_expected(args.expected, cases)
     device = None if args.device is None else _device(args.device, args.backend)
-    # Where the report itself is the output, failures must not stand in it.
+    # Where the report itself is the output, failures must not be mixed into it.
     told = sys.stderr if args.json == "-" else sys.stdout
     begin = time.perf_counter()
     outcomes: list[Outcome] = []
@@ -188,8 +189,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device(text: str, backend: str) -> torch.device:
-    """Return the device, if calls with tensors there concern the backend: it refuses all others,
-    which would show nothing."""
+    """Return the device, if the backend's device type covers it: the backend refuses all other
+    calls, which would prove nothing."""
     from anyflex.cli.device_argument import present_device
     from anyflex.registry import backend_table
 

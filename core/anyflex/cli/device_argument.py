@@ -1,4 +1,4 @@
-"""``--device``, and which devices torch sees."""
+"""``--device``, and the devices that torch sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def present_device(text: str) -> torch.device:
         raise WrongUsage(f"--device {text}: torch knows no such device type") from error
     try:
         torch.empty(1, device=device)
-    # torch says it in as many ways as it has devices.
+    # torch reports a missing device with a different exception per device type.
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         seen = ", ".join(seen_device_types())
         raise NotRun(f"--device {text}: torch sees no such device (it sees: {seen})") from error

@@ -58,8 +58,8 @@ def _text(facts: dict[str, Any]) -> list[str]:
 
 
 def _passed(facts: dict[str, Any]) -> str:
-    """That nothing fails, and which devices the reference serves though a backend for them is
-    installed: what that says of itself may be an environment variable's fault."""
+    """Return the line for a run without failures, with the devices that the reference serves
+    although a backend for them is installed: an environment variable may be the cause."""
     served = []
     for device in facts["devices"]:
         names = [

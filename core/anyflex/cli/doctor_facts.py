@@ -1,4 +1,4 @@
-"""What ``anyflex doctor`` finds out: facts only, ready for JSON."""
+"""Facts that ``anyflex doctor`` prints, ready for JSON."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _backend(row: BackendRow, device_types: list[str]) -> dict[str, Any]:
 
 
 def _fingerprint(row: BackendRow, backend: Backend) -> str:
-    """What compiled kernels depend on here, as the backend says it."""
+    """Fingerprint of the backend: what compiled kernels depend on here."""
     try:
         with plugin_errors.plugin_code(row.name, row.distribution, "fingerprint()"):
             return str(backend.fingerprint())
@@ -140,7 +140,7 @@ def _fingerprint(row: BackendRow, backend: Backend) -> str:
 
 
 def _notes(row: BackendRow, backend: Backend) -> list[str]:
-    """What the backend has to say beside its state."""
+    """Remarks of the backend beside its state."""
     try:
         with plugin_errors.plugin_code(row.name, row.distribution, "notes()"):
             notes = backend.notes()
@@ -150,7 +150,8 @@ def _notes(row: BackendRow, backend: Backend) -> list[str]:
 
 
 def _raised(what: str, error: AnyflexError) -> str:
-    """Say what a plugin raised and where: `error` itself sends its reader to doctor."""
+    """Return the line for an error that a plugin raised, with its location: the message of `error`
+    itself refers to doctor."""
     cause = error.__cause__ or error
     *_, (frame, line) = traceback.walk_tb(cause.__traceback__)
     return f"{what} raised {first_line(cause)} ({frame.f_code.co_filename}:{line})"
@@ -158,7 +159,7 @@ def _raised(what: str, error: AnyflexError) -> str:
 
 @contextmanager
 def _told_if_slow(what: str) -> Iterator[None]:
-    """Print a line on stderr if the body takes long: what hangs for ever says nothing itself."""
+    """Print a line on stderr if the body takes long, because a hang prints nothing itself."""
 
     def tell() -> None:
         print(f"{what} takes more than {_SLOW_S:g} s", file=sys.stderr, flush=True)
@@ -201,7 +202,7 @@ def _cache() -> dict[str, Any]:
             "torch_bundle_problem": torch_bundle.problem(),
         }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it says stands in the facts
+        warnings.simplefilter("ignore")  # the facts have its message
         store.usable(create=True)
     items = store.items()
     return {
@@ -236,7 +237,7 @@ def _failures(facts: dict[str, Any]) -> list[str]:
         for name in forced
         if name not in registered
     ]
-    # Without a folder of the user's own choice, doing without one is no fault.
+    # Without a folder that the user chose, having none is no fault.
     chosen = any(
         variable["name"] == "ANYFLEX_CACHE_DIR"
         and variable["value"] is not None
@@ -248,5 +249,5 @@ def _failures(facts: dict[str, Any]) -> list[str]:
             f"ANYFLEX_CACHE_DIR: {facts['cache']['folder']} can't be used "
             f"({facts['cache']['problem']}): name a writable folder of your own"
         )
-    # Both sides of a conflict say the same.
+    # Both sides of a conflict report the same.
     return list(dict.fromkeys(failures))

@@ -1,4 +1,4 @@
-"""What the exit status of ``anyflex`` means, the same for every sub-command."""
+"""Exit statuses of ``anyflex``, the same for every sub-command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class ExitCode(enum.IntEnum):
-    """Exit statuses; `meaning` is what ``--help`` says of them."""
+    """Exit statuses; `meaning` is their text in ``--help``."""
 
     meaning: str
 

@@ -103,7 +103,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 _WIDEST = 8
-"""Bytes of an element, at most."""
+"""Maximum bytes of an element."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
     arguments = _arguments_from_file(args) if args.target is not None else _made_arguments(args)
     with warnings.catch_warnings():
-        # What they say stands in the explanation.
+        # The explanation includes the warnings' contents.
         warnings.simplefilter("ignore", anyflex.PerformanceWarning)
         try:
             explanation = anyflex.explain(**arguments)
@@ -142,7 +142,7 @@ def _arguments_from_file(args: argparse.Namespace) -> dict[str, Any]:
     if args.backend is not None:
         arguments["backend"] = args.backend
     options = arguments.get("kernel_options") or {}
-    # Anything else is refused as in a call.
+    # Other values are refused as in a call.
     if args.option and isinstance(options, Mapping):
         arguments["kernel_options"] = {**options, **dict(args.option)}
     return arguments
@@ -163,7 +163,8 @@ def _made_arguments(args: argparse.Namespace) -> dict[str, Any]:
     device = present_device("cpu" if args.device is None else args.device)
     dtype: torch.dtype = getattr(torch, _DTYPES.get(args.dtype, args.dtype) or "float32")
 
-    # Never read: explaining computes nothing. But a kernel is chosen by where tensors lie.
+    # Never read, because explaining computes nothing. But a kernel is chosen by the memory layout
+    # of tensors.
     shapes = (q_shape, kv_shape, kv_shape)
     try:
         query, key, value = (

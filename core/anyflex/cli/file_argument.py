@@ -1,4 +1,4 @@
-"""Files that the command line names: what a name may be, and one way to fail at writing."""
+"""File arguments of the command line: which names are allowed, and one error for failed writes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_different(**files: str | Path | None) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, or raise `WrongUsage`. What UTF-8 can't hold, such as half of a surrogate pair
-    in a plugin's message, is written as its escape."""
+    """Write a file, or raise `WrongUsage`. Characters that UTF-8 can't encode, such as half of a
+    surrogate pair in a plugin's message, are written as escapes."""
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

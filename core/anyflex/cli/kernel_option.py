@@ -9,7 +9,7 @@ __all__ = ["kernel_option"]
 
 
 def kernel_option(text: str) -> tuple[str, object]:
-    """What argparse makes of it: the value is Python's literal, or else the text."""
+    """Parse KEY=VALUE for argparse: the value is a Python literal, or else the text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"must be KEY=VALUE, got {text!r}")

@@ -1,7 +1,7 @@
 """The command ``anyflex`` and its sub-commands.
 
-A sub-command's module adds its parser and has ``run(args)``; what is heavy is imported inside of
-``run``, so that ``anyflex --help`` loads nothing for it. JSON is printed to ``args.out``.
+A sub-command's module adds its parser and has ``run(args)``; heavy modules are imported inside of
+``run``, so that ``anyflex --help`` doesn't load them. JSON is printed to ``args.out``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _abandon_streams()
         return ExitCode.INTERRUPTED
     except OSError as error:
-        # What concerns a file names it; what doesn't, and says this, is standard output.
+        # An OSError of a file names it; one without a name comes from standard output.
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         with contextlib.suppress(OSError):
@@ -58,19 +58,20 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 def _open_streams() -> None:
-    """Let every text be printed, and nothing but the exit status remain where a stream is closed,
-    as if it went to the null device."""
+    """Let every text be printed, and where a stream is closed leave the exit status alone, as if
+    it went to the null device."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
-            # An exception's text may hold what no encoding has, such as half of a surrogate pair.
+            # An exception's text may hold characters that no encoding has, such as half of a
+            # surrogate pair.
             stream.reconfigure(errors="backslashreplace")
 
 
 def _abandon_streams() -> None:
-    """Python flushes them once more at exit, and would complain."""
+    """Replace the streams: Python flushes them once more at exit, and would complain."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(null, stream.fileno())
@@ -81,15 +82,15 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         args = parser.parse_args(arguments)
     except SystemExit as exit_:
-        # argparse has printed what there is to say: --help, --version or the error.
+        # argparse has printed --help, --version or the error already.
         return int(exit_.code or 0)
-    # For reports that say how to repeat them.
+    # Reports say how to repeat them.
     args.given = list(sys.argv[1:] if arguments is None else arguments)
     if args.run is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
     args.out = sys.stdout
-    # Where JSON is the output, what a plugin prints must not stand in it.
+    # Where JSON is the output, prints of a plugin must not be mixed into it.
     alone = getattr(args, "json", None) in (True, "-")
     try:
         with contextlib.redirect_stdout(sys.stderr) if alone else contextlib.nullcontext():
@@ -105,7 +106,8 @@ def _report(error: AnyflexError, command: str) -> ExitCode:
     try:
         strict = environment.strict()
     except AnyflexError:
-        # A wrong ANYFLEX_STRICT: `error` says so, unless it is about something that came before.
+        # A wrong ANYFLEX_STRICT: `error` reports it, unless it is about something that came
+        # before.
         strict = False
     if strict:
         traceback.print_exception(error)

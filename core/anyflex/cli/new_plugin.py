@@ -1,7 +1,7 @@
 """``anyflex new-plugin NAME --device TYPE``: a copy of the example backend under another name.
 
 The copy is a whole package: sources, tests, entry point. It computes everything from the start;
-its author replaces what is in it piece by piece and keeps the tests passing.
+its author replaces it piece by piece and keeps the tests passing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["add_parser", "run"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _TAKEN = ("cpu", "cuda", "triton", "xpu", "mps", "example", "torch-flex", "flash4", "transformers")
-"""What this project's own distributions are called behind ``anyflex-``."""
+"""Names of this project's own distributions, without ``anyflex-``."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -122,7 +122,7 @@ def _backend_name(device: str, variant: str | None) -> str:
 def _write(folder: Path, name: str, backend: str) -> None:
     template = _template()
     try:
-        # In this order a text is replaced before a part of it is.
+        # Ordered so that a text is replaced before a part of it is.
         words = {
             "anyflex-example": f"anyflex-{name}",
             "anyflex_example": f"anyflex_{name.replace('-', '_')}",
@@ -135,7 +135,7 @@ def _write(folder: Path, name: str, backend: str) -> None:
             text = _replaced(source.read_text(encoding="utf-8"), words)
             target.write_text(text, encoding="utf-8")
     except OSError as error:
-        # No half of a package stays: the next try would find the folder taken.
+        # Removes half a package, because the next try would find the folder taken.
         shutil.rmtree(folder, ignore_errors=True)
         raise WrongUsage(f"{folder} can't be written: {error}") from error
 
@@ -156,7 +156,7 @@ def _template() -> Path:
 
 
 def _is_part(path: Path, template: Path) -> bool:
-    """Whether a file belongs to the template, and was not left there by a tool."""
+    """Whether a file belongs to the template; tools leave other files there."""
     first, *rest = path.relative_to(template).parts
     if path.suffix not in (".py", ".toml", ".md", ".typed"):
         return False

@@ -16,17 +16,17 @@ from anyflex.registry.plugin_errors import first_line, plugin_code
 
 __all__ = ["SelfTest", "self_test"]
 
-# Long enough to be no decoding, with a tail behind the last whole block of any size.
+# Long enough not to be decoding, with a tail behind the last whole block of any size.
 _LENGTH = 83
 _BLOCK = 64
 
-# Relative to the largest element. bf16 has 8 bits of mantissa, fp16 11, fp32 24.
+# Limits relative to the largest element. bf16 has 8 bits of mantissa, fp16 11, fp32 24.
 _LIMITS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2, torch.float64: 1e-10}
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Outcome.
+    """Outcome of a self-test.
 
     Args:
         device: torch's name of it.
@@ -37,7 +37,7 @@ class SelfTest:
             failure.
         error, limit: largest difference relative to the largest right value, and what is allowed;
             None if no numbers came.
-        problem: what was raised, or "".
+        problem: the error, or "".
         traceback: lines of what a plugin raised.
     """
 
@@ -61,7 +61,7 @@ class SelfTest:
 def self_test(
     name: str, distribution: str, capabilities: Capabilities, device_type: str
 ) -> SelfTest:
-    """Run the self-test on the backend `name`. Never raises for what the backend does wrong.
+    """Run the self-test on the backend `name`. Never raises for a fault of the backend.
 
     Args:
         distribution: of the backend, for messages.
@@ -85,7 +85,7 @@ def self_test(
             text, lines = first_line(raised), traceback_lines(raised.__cause__)
             return SelfTest(device_type, short, what, False, None, limit, text, lines)
         else:
-            # NaN compares false.
+            # NaN compares false, so it fails here.
             return SelfTest(device_type, short, what, error <= limit, error, limit, "")
     return SelfTest(device_type, short, what, None, None, limit, problem)
 

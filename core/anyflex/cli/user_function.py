@@ -1,4 +1,4 @@
-"""``FILE.py::function``: a function of the user's, and the call that it returns."""
+"""User functions, ``FILE.py::function``, and the call that one returns."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def call_function(target: str) -> Any:
             )
         try:
             return function()
-        # Not the plugin boundary, but as foreign: the user's code may raise anything, and a script
-        # calls exit().
+        # User code, like a plugin's, may raise anything, and a script calls exit().
         except (Exception, SystemExit) as error:
             raise failed(target, error) from error
     finally:
@@ -92,7 +91,7 @@ def checked_arguments(target: str, arguments: object) -> dict[str, Any]:
 def _run_file(path: Path, target: str) -> ModuleType:
     import importlib.util
 
-    # A name of its own: the file may be called like a module that is in use.
+    # A unique module name: the file may have the name of a module that is in use.
     name = f"anyflex_explained_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

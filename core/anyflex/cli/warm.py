@@ -1,4 +1,4 @@
-"""``anyflex warm``: compile ahead what a program will call, in parallel processes.
+"""``anyflex warm``: compile ahead of a program's calls, in parallel processes.
 
 Exit codes: 0 all were warmed; the failures' own code where they share one, else 1.
 """
@@ -35,7 +35,7 @@ _BAR = 30
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One thing to warm.
+    """One spec or function to warm.
 
     Args:
         name: for messages.
@@ -57,7 +57,7 @@ class _Result:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command ``warm`` to the command line."""
+    """Add ``warm``."""
     parser = subparsers.add_parser(
         "warm",
         help="compile kernels ahead, in parallel processes",
@@ -180,7 +180,7 @@ def _results(tasks: list[_Task], jobs: int) -> Iterator[tuple[_Task, _Result]]:
                 yield futures[future], future.result()
             except BrokenProcessPool:
                 left.append(futures[future])
-    # One process that dies takes the pool with it; a process each tells which one that was.
+    # A process that dies takes its pool with it; a process per task tells which task it was.
     for task in left:
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             try:
@@ -199,7 +199,7 @@ def _share_processors(jobs: int) -> None:
 def _warm(task: _Task) -> _Result:
     from anyflex.registry.plugin_errors import first_line
 
-    # The output is the command's own, whatever a user's function prints.
+    # The output is the command's own: prints of a user's function go elsewhere.
     with contextlib.redirect_stdout(sys.stderr):
         try:
             if task.spec:
@@ -214,7 +214,7 @@ def _warm(task: _Task) -> _Result:
             if isinstance(error, UserFileFailed) and error.__cause__ is not None:
                 reason = first_line(error.__cause__)
             return _Result(0, code_of(error), reason)
-        # A device's own errors: out of memory, a driver that is too old.
+        # Errors of a device: out of memory, a driver that is too old.
         except RuntimeError as error:
             return _Result(0, ExitCode.CHECK_FAILED, first_line(error))
 
@@ -231,7 +231,7 @@ def _call(target: str) -> _Result:
             _run_call(arguments)
         except AnyflexError:
             raise
-        # As foreign as the function: a mod may raise anything.
+        # A mod is user code too, and may raise anything.
         except Exception as error:
             raise failed(target, error) from error
     if not heard.launched:
@@ -240,7 +240,7 @@ def _call(target: str) -> _Result:
 
 
 class _Heard:
-    """Hook plugin that counts."""
+    """Hook plugin that counts compilations."""
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -257,7 +257,7 @@ class _Heard:
     @classmethod
     @functools.cache
     def of_this_process(cls) -> _Heard:
-        """Return the one that is registered."""
+        """Return the registered one of this process."""
         heard = cls()
         register_hooks(heard, "warm")
         return heard

@@ -1,4 +1,4 @@
-"""Contract 1: what core and a backend say to each other. Public through `anyflex.plugin`."""
+"""Contract 1 between core and a backend. Public through `anyflex.plugin`."""
 
 CONTRACT = 1
 """The contract that this version of core speaks."""

@@ -34,8 +34,8 @@ class Kernel(abc.ABC):
         return ()
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        """Return what forward leaves for backward beside out and lse: the same whenever it is
-        asked of one call, for behind the static op backward asks again."""
+        """Return the tensors that forward leaves for backward beside out and lse. Always the same
+        for one call, because behind the static op backward asks again."""
         return ()
 
     @abc.abstractmethod
@@ -50,14 +50,14 @@ class Kernel(abc.ABC):
 class Backend(abc.ABC):
     """An entry point of group ``anyflex.backends.v1``: ``name = "module:Class"``.
 
-    The quoted name is the backend's identity and the string for ``backend=``: a torch device
-    type, or ``"<device type>.<variant>"``. Core creates one object a name and passes both. One
-    class may stand under several names. Importing the module and creating the object must be
-    cheap: heavy imports belong into `compile`.
+    The quoted name is the backend's identity and the string for ``backend=``: a torch device type,
+    or ``"<device type>.<variant>"``. Core creates one object a name and passes both. One class may
+    have several names. Importing the module and creating the object must be cheap: heavy imports
+    belong into `compile`.
     """
 
     priority: ClassVar[int] = 0
-    """Among the backends of a device type the highest is asked first."""
+    """Priority among the backends of a device type: the highest is asked first."""
 
     capabilities: ClassVar[Capabilities]
     options: ClassVar[Mapping[str, Option]] = {}
@@ -77,8 +77,8 @@ class Backend(abc.ABC):
         return ""
 
     def notes(self) -> Sequence[str]:
-        """Return lines for ``anyflex doctor``: what else was found here that its user should know.
-        They decide nothing. Asked whatever `probe` answered; it may start the device."""
+        """Return lines for ``anyflex doctor``: other findings that the user should know.
+        They decide nothing. Called whatever `probe` answered; it may start the device."""
         return ()
 
     def supports(self, spec: Spec) -> Decision:
@@ -95,10 +95,10 @@ class Backend(abc.ABC):
         """Return (a, b): `Kernel.saved_outputs` asks for at most ``a * Ev + b`` bytes a query row
         of each head, where calls of this dtype need gradients.
 
-        Asked while torch.compile traces, when there is no spec yet. With (0, 0), where nothing is
-        left or nobody can tell, a compiled program's backward runs forward again for what
-        `Kernel.saved_outputs` asks for; and so it does for sizes of which one of the tensors, laid
-        one after the other, would not begin at a multiple of 16 bytes.
+        Asked while torch.compile traces, when there is no spec yet. With (0, 0), which means that
+        nothing is saved or the size isn't known, a compiled program's backward runs forward again
+        for what `Kernel.saved_outputs` asks for. It does so too if one of the tensors, laid one
+        after the other, would not begin at a multiple of 16 bytes.
         """
         return (0, 0)
 

@@ -1,8 +1,8 @@
 """The run-time side of a call: what a kernel is given, and what it fills.
 
 All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
-Their __init__ is written out, because the one that dataclasses generate for a frozen class takes
-twice as long, and each call pays for it.
+Their __init__ is written out, because the generated one of a frozen dataclass takes twice as long
+at each call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Call:
     scale: float
     score_function: Callable[..., Tensor] | None
     mask_function: Callable[..., Tensor] | None
-    # Of many calls, not of this one.
+    # `kept` is shared by many calls, so it isn't compared.
     kept: dict[object, Any] | None = field(default=None, compare=False, repr=False)
     # Reserved fields cost a call nothing: they are class attributes until a contract sets them.
     index_offsets: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -103,7 +103,7 @@ class Call:
 
 @dataclass(frozen=True, init=False)
 class Outputs:
-    """What `Kernel.forward` fills.
+    """Outputs that `Kernel.forward` fills.
 
     Args:
         out: [B, Hq, L, Ev], q's dtype, dense in q's dimension order, last stride 1.
@@ -137,7 +137,7 @@ class Outputs:
 
 @dataclass(frozen=True, init=False)
 class Saved:
-    """What forward left for backward: q, k, v are in the call."""
+    """Tensors that forward left for backward: q, k, v are in the call."""
 
     out: Tensor
     lse: Tensor
@@ -149,7 +149,7 @@ class Saved:
 
 @dataclass(frozen=True, init=False)
 class GradInputs:
-    """What arrives at backward.
+    """Gradients that arrive at backward.
 
     Args:
         dout: [B, Hq, L, Ev], any strides.
@@ -171,7 +171,7 @@ class GradInputs:
 
 @dataclass(frozen=True, init=False)
 class Grads:
-    """What `Kernel.backward` fills; None where no gradient is asked for.
+    """Gradients that `Kernel.backward` fills; None where no gradient is asked for.
 
     Args:
         dq, dk, dv: shaped and typed like query, key, value; overwritten. For inputs that are

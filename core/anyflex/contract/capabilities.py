@@ -18,15 +18,15 @@ CONTRACT_1_FIELDS = frozenset(
         "fp32_precision q_class alignment index_width options"
     ).split()
 )
-"""The spec fields that every backend of contract 1 knows."""
+"""Spec fields that every backend of contract 1 knows."""
 _AUX = frozenset(("lse", "max_scores"))
 _GRADIENTS = frozenset(("q", "k", "v", "captured", "lse"))
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """A declaration that the conformance kit holds a backend to: what it names must pass, what it
-    doesn't must be refused with a reason. The defaults are the least that is useful.
+    """A declaration that the conformance kit holds a backend to: declared calls must pass, all
+    others must be refused with a reason. The defaults are the least useful set.
 
     Args:
         dtypes: of query, key and value.

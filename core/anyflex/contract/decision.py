@@ -1,4 +1,4 @@
-"""What a backend answers when it is asked whether it takes a spec."""
+"""Decisions: a backend's answers to the question whether it takes a spec."""
 
 from __future__ import annotations
 

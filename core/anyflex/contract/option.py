@@ -13,7 +13,7 @@ class Option:
 
     Args:
         type: ``int``, ``float``, ``bool`` or ``str``. A bool is never taken for an int.
-        default: what holds when the key is absent.
+        default: the value when the key is absent.
         doc: one line, printed by ``anyflex doctor``.
         choices: the allowed values, or empty for any value of the type.
         torch_key: torch's name of the same option (``"BLOCK_M"``), if there is one: the value is

@@ -17,7 +17,7 @@ __all__ = ["CapturedFacts", "Declared", "Spec"]
 
 @dataclass(frozen=True, slots=True)
 class CapturedFacts:
-    """What is fixed about a captured tensor: its values, shape and strides are run-time."""
+    """Fixed properties of a captured tensor; its values, shape and strides are run-time."""
 
     dtype: torch.dtype
     rank: int
@@ -109,7 +109,7 @@ class Spec:
 
     @property
     def needs_backward(self) -> bool:
-        """Some input needs a gradient."""
+        """Whether some input needs a gradient."""
         return bool(self.gradients) or any(facts.needs_grad for facts in self.captured)
 
     def to_text(self) -> str:
@@ -136,7 +136,7 @@ class Spec:
         """Return why a backend with these capabilities can't take this spec, or None if it can.
 
         A field that is reserved, or newer than the backend, must have its default, so that a new
-        field never makes an old backend compute wrongly.
+        field never makes an old backend compute wrong results.
         """
         for field_ in _fields():
             if field_.name not in capabilities.known_fields:
@@ -156,7 +156,7 @@ _SAID = {
     "captured": "a mod that reads a captured tensor",
     "opaque": "a mod that could not be traced (it runs on the reference only)",
 }
-"""How a refusal speaks of a field, where its value would say nothing to a user."""
+"""Phrases for fields in refusals, where the value alone would tell a user nothing."""
 
 
 def _fields() -> tuple[dataclasses.Field[Any], ...]:

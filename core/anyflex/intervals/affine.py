@@ -42,7 +42,7 @@ def affine_form(
 ) -> AffineForm:
     """Return the form of an integer node, given those of its operands (None: not an integer).
 
-    Meant for nodes that don't wrap; the caller knows.
+    The caller makes sure that the nodes don't wrap.
     """
     node = nodes[position]
     operands = [forms[argument] for argument in node.arguments]

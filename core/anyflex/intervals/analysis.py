@@ -30,7 +30,7 @@ __all__ = ["Analysis"]
 
 _RULES = Rules(load_range, load_verdict, INTEGER_RULES, FLOAT_RULES, BOOL_RULES)
 _LARGEST = 1 << 60
-"""Integers beyond are not followed, so that ends in int64 never wrap."""
+"""Largest integer that is followed, so that bounds in int64 never wrap."""
 
 
 class Analysis(GraphFacts):
@@ -48,7 +48,7 @@ class Analysis(GraphFacts):
     def verdict(self, cells: Cells) -> tuple[Tensor, Tensor, Tensor]:
         """Return where the mask is true, false, mixed (`Verdict`), as bool tensors [n].
 
-        Where an element that may be live may read outside of a captured tensor, nothing is.
+        All are false where an element that may be live may read outside of a captured tensor.
         """
         evaluation = self.evaluation(cells)
         true, false, mixed = evaluation.nested(evaluation.verdict, self.output)
@@ -61,7 +61,7 @@ class Analysis(GraphFacts):
         )
 
     def undecided(self, cells: Cells) -> int | None:
-        """Return the first bool node, in evaluation order, that some cell leaves open."""
+        """Return the first bool node, in evaluation order, that some cell leaves undecided."""
         evaluation = self.evaluation(cells)
         evaluation.nested(evaluation.verdict, self.output)
         return evaluation.first_undecided()
@@ -74,7 +74,7 @@ class Analysis(GraphFacts):
         return self._equalities[position]
 
     def _bound(self) -> None:
-        """Find what each integer node may be over the whole domain, in exact Python ints."""
+        """Compute the range of each integer node over the whole domain, in exact Python ints."""
         domain = self.domain
         (q_length, kv_length), (q_block, kv_block) = domain.lengths, domain.block_size
         everything = Cells(1, 0, 0, 0, q_length - 1, 0, kv_length - 1, q_block, kv_block)
@@ -85,7 +85,7 @@ class Analysis(GraphFacts):
             self.forms[position] = AffineForm(0, ((position, 1),))
             found = evaluation.nested(evaluation.range, position)
             if found is None or not _fits(found.low, found.high, node.dtype):
-                # What follows must not see the range that it would have without wrapping.
+                # Later nodes must not see the range that it would have without wrapping.
                 evaluation.settle(position, None)
                 self.forms[position] = None
                 continue
@@ -94,7 +94,7 @@ class Analysis(GraphFacts):
             if self._size(form) <= _LARGEST:
                 self.forms[position] = form
                 if not form.is_atom(position):
-                    # Terms that cancel make it narrower.
+                    # Terms that cancel make the range narrower.
                     found = evaluation.form_range(form)
                     evaluation.settle(position, found)
                     self.ranges[position] = found
@@ -111,6 +111,6 @@ class Analysis(GraphFacts):
 
 
 def _fits(low: End, high: End, dtype: torch.dtype) -> bool:
-    """Tell whether an integer type holds a range of Python ints, and it is followed."""
+    """Whether an integer type holds a range of Python ints, and the range is followed."""
     limits = torch.iinfo(dtype)
     return bool(low >= max(limits.min, -_LARGEST)) and bool(high <= min(limits.max, _LARGEST))

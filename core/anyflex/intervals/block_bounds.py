@@ -1,7 +1,7 @@
-"""Which segment the first and the last element of each block are in: what whole blocks look up.
+"""Segments of the first and the last element of each block, which lookups of whole blocks read.
 
-Made from the heads of the segments alone, by counting them into blocks; so it costs nothing an
-element, and it is small enough to be read fast.
+Built from the heads of the segments alone, by counting them into blocks: it costs nothing per
+element, and the table is small enough to be read fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["BlockEnds"]
 
 
 class BlockEnds:
-    """Segments of rows [R, N] at the ends of blocks.
+    """Segments at the ends of blocks, for rows [R, N].
 
     Args:
         heads: as for `SegmentTable`.
@@ -49,5 +49,5 @@ class BlockEnds:
         return self._first.index_select(0, first), self._last.index_select(0, last), True
 
     def _block_of(self, element: Tensor) -> Tensor:
-        # A division takes ten times as long.
+        # A division takes ten times as long as a shift.
         return element // self._block if self._shift is None else element >> self._shift

@@ -1,4 +1,4 @@
-"""Ends of ranges: a Python int, exact at any size, or a tensor with one end a cell.
+"""Bounds of ranges: a Python int, exact at any size, or a tensor with one bound a cell.
 
 Ends of integer ranges are ints or int64 tensors; ends of floating ranges are tensors of the node's
 own type, so that they round as the values do.
@@ -43,10 +43,10 @@ class Range(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is known of a bool in each cell; at most one of them holds.
+    """Known values of a bool in each cell; at most one of them holds.
 
     Args:
-        true, false: of every element.
+        true, false: the value of every element.
         mixed: every block inside the cell holds both a True and a False.
     """
 
@@ -90,5 +90,5 @@ def magnitude(range_: Range) -> End:
 
 
 def tensor_of(end: End) -> Tensor:
-    """Return an end, or a flag, as a tensor: on the CPU, whatever torch's default device is."""
+    """Return a bound, or a flag, as a tensor: on the CPU, whatever torch's default device is."""
     return end if isinstance(end, Tensor) else torch.tensor(end, device="cpu")

@@ -56,14 +56,14 @@ def load_range(evaluation: Evaluation, node: Node) -> Range | None:
 
 
 def load_verdict(evaluation: Evaluation, node: Node) -> Verdict:
-    """Return what is known of a read of bools."""
+    """Return the verdict of a read of bools."""
     found = load_extremes(evaluation, node)
     if found is None:
         return Verdict()
     evaluation.must_stay_inside(found.inside)
     if evaluation.static:
         return Verdict(bool(found.low > 0), bool(found.high == 0))
-    # Of a bool that isn't there neither is known: a dead element might be dead only by it.
+    # No verdict for a read outside: a dead element might be dead only because of it.
     true, false = both(found.low > 0, found.inside), both(found.high == 0, found.inside)
     mixed: Flag = False
     moving = [argument for argument in node.arguments if evaluation.moving(argument)]
@@ -88,7 +88,7 @@ def load_extremes(evaluation: Evaluation, node: Node) -> Extremes | None:
     ranges = [evaluation.range(node.arguments[d]) for d in dimensions]
     known = [r for r in ranges if r is not None]
     if evaluation.static or len(known) < len(ranges):
-        evaluation.must_stay_inside(evaluation.static)  # where static, cells tell
+        evaluation.must_stay_inside(evaluation.static)  # where static, cells decide
         return Extremes(*tables.whole(position), False, False)
     lows, highs = [], []
     inside: Flag = True

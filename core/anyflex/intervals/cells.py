@@ -1,4 +1,4 @@
-"""Cells: the boxes of elements that are judged at once."""
+"""Cells: boxes of elements that are judged together."""
 
 from __future__ import annotations
 

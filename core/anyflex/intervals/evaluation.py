@@ -25,12 +25,13 @@ __all__ = ["Domain", "Equality", "Evaluation", "GraphFacts", "Rules", "spread"]
 
 T = TypeVar("T")
 _APPROXIMATE = frozenset((*FUNCTIONS, "pow", "atan2")) - {"sqrt"}
-"""Operations whose last bits torch may compute one way for one value and another for many."""
+"""Operations whose last bits torch may compute in one way for one value and in another for
+many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Where a mask is asked for: indices b, h, q_idx, kv_idx below these sizes, none of them 0.
+    """Domain of a mask: indices b, h, q_idx, kv_idx below these sizes, none of them 0.
 
     Args:
         batch, heads: sizes.
@@ -47,13 +48,13 @@ class Equality(Protocol):
     """The equality of two reads."""
 
     def verdict(self, evaluation: Evaluation, /) -> Verdict | None:
-        """Return what is known of it in the evaluation's cells."""
+        """Return the verdict in the evaluation's cells."""
         ...
 
 
 class Rules(NamedTuple):
-    """What each operation does to ranges of numbers and verdicts of bools; an operation that isn't
-    there leaves nothing known."""
+    """Rule of each operation for ranges of numbers and verdicts of bools; the result of an
+    operation without a rule is unknown."""
 
     load_range: Callable[[Evaluation, Node], Range | None]
     load_verdict: Callable[[Evaluation, Node], Verdict]
@@ -63,11 +64,11 @@ class Rules(NamedTuple):
 
 
 class GraphFacts:
-    """What is known of a mask graph's nodes over its whole domain.
+    """Facts about a mask graph's nodes over its whole domain.
 
     Args:
         graph: simplified, its numbers bound to constants.
-        captured: what its loads count into, on the CPU.
+        captured: the tensors that its loads index, on the CPU.
     """
 
     def __init__(self, graph: ModGraph, captured: Sequence[Tensor], domain: Domain) -> None:
@@ -76,12 +77,12 @@ class GraphFacts:
         self.domain = domain
         self.tables = CapturedTables(captured)
         self.moving: list[frozenset[str]] = []
-        """For each node the indices q_idx and kv_idx that it depends on."""
+        """Indices among q_idx and kv_idx that each node depends on."""
         for node in self.nodes:
             here = {str(node.attribute)} & {"q_idx", "kv_idx"} if node.operation == "input" else ()
             self.moving.append(frozenset(here).union(*(self.moving[a] for a in node.arguments)))
         self._approximate: list[bool] = []
-        """Whether the last bits of a node's value may depend on how many are computed."""
+        """Whether the last bits of a node's value may depend on how many are computed together."""
         for node in self.nodes:
             operands = any(self._approximate[a] for a in node.arguments)
             self._approximate.append(operands or node.operation in _APPROXIMATE)
@@ -94,12 +95,12 @@ class GraphFacts:
     def range(self, position: int) -> Range | None:
         """Return the range of an integer node over the whole domain, as Python ints.
 
-        None if nothing is known, or if the node may wrap.
+        None if it is unknown, or if the node may wrap.
         """
         return self.ranges[position]
 
     def unknown(self, position: int) -> bool:
-        """Tell whether nothing is known of an integer node."""
+        """Whether nothing is known of an integer node."""
         return self.ranges[position] is None
 
     def input(self, name: str) -> int:
@@ -142,7 +143,7 @@ class Evaluation:
     """One pass over the graph for given cells.
 
     Args:
-        rules: what each operation does to ranges and verdicts.
+        rules: those of each operation for ranges and verdicts.
         static: the cell is the whole domain and all ends of integers are Python ints.
 
     Attributes:
@@ -162,24 +163,24 @@ class Evaluation:
         self._verdict_of: dict[int, Verdict] = {}
 
     def range(self, position: int) -> Range | None:
-        """Return the range of a number, None where nothing is known."""
+        """Return the range of a number, None where it is unknown."""
         if position not in self._range_of:
             self._range_of[position] = self._range(position)
         return self._range_of[position]
 
     def settle(self, position: int, range_: Range | None) -> None:
-        """Set what `range` returns from now on."""
+        """Set the result of `range` from now on."""
         self._range_of[position] = range_
 
     def verdict(self, position: int) -> Verdict:
-        """Return what is known of a bool."""
+        """Return the verdict of a bool."""
         if position not in self._verdict_of:
             self._verdict_of[position] = self._verdict(position)
         return self._verdict_of[position]
 
     def nested(self, look: Callable[[int], T], position: int) -> T:
         """Return `look(position)`. Where a node's operands are nested more deeply than Python's
-        calls, all nodes before it are looked at first, in their order."""
+        calls may be, all nodes before it are looked at first, in their order."""
         try:
             return look(position)
         except RecursionError:
@@ -244,8 +245,7 @@ class Evaluation:
     def covers(self, position: int, divisor: End) -> Flag:
         """Tell where, in every block of a cell, a node takes every remainder of `divisor`.
 
-        It does where an index steps it by what has no factor in common with the divisor, and
-        blocks are long enough.
+        It does where the step of an index is coprime to the divisor, and blocks are long enough.
         """
         form = self.facts.forms[position]
         if form is None:

@@ -2,8 +2,8 @@
 
 Ends are computed in the node's own type. Rounding to nearest is monotone, so the ends of sums,
 products, roots and conversions hold as they are; functions that torch computes approximately are
-widened by a few units in the last place. An end that is NaN says that nothing is known of the
-cell: every comparison with it is False.
+widened by a few units in the last place. A NaN bound means that the cell's range is unknown: every
+comparison with it is False.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MONOTONE = "exp exp2 expm1 log log2 log10 log1p sinh asinh atan tanh sigmoid er
 _EXACT_MONOTONE = "floor ceil round trunc sign sqrt"
 
 
-def nan_where(bad: Tensor, low: Tensor, high: Tensor) -> Range:
-    """Return the range, with NaN ends where `bad` holds or an end is NaN."""
-    bad = bad | torch.isnan(low) | torch.isnan(high)
-    return Range(torch.where(bad, math.nan, low), torch.where(bad, math.nan, high))
+def nan_where(unknown: Tensor, low: Tensor, high: Tensor) -> Range:
+    """Return the range, with NaN bounds where it is unknown or a bound is NaN."""
+    unknown = unknown | torch.isnan(low) | torch.isnan(high)
+    return Range(torch.where(unknown, math.nan, low), torch.where(unknown, math.nan, high))
 
 
 def _rule(function: Callable[..., Ends]) -> Rule:
@@ -115,7 +115,7 @@ def _cast(evaluation: Evaluation, node: Node) -> Range | None:
     found = evaluation.range(argument)
     if found is None:
         return None
-    # Rounding is monotone; what overflows becomes infinite, as the value does.
+    # Rounding is monotone; a value that overflows becomes infinite, and so does its bound.
     low, high = (tensor_of(end).to(node.dtype) for end in found[:2])
     return Range(low, high)
 
@@ -180,4 +180,4 @@ FLOAT_RULES: dict[str, Rule] = {
     **{name: _monotone(getattr(torch, name), exact=True) for name in _EXACT_MONOTONE.split()},
     "tan": _rule(_tan),
 }
-"""What is not here, leaves and loads aside, has no range."""
+"""Operations without an entry, leaves and loads aside, have no range."""

@@ -1,4 +1,4 @@
-"""Labels for the ids that a mask compares: any will do that keep different ids different.
+"""Labels for the ids that a mask compares: any labels will do that keep different ids different.
 
 Ids that ascend are their own labels. Where no id comes back after another one, as in packed
 documents, there are labels that ascend: where each id is, or how many runs of equal ids came
@@ -34,7 +34,7 @@ _FEW = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Where the runs of equal values of rows [R, N] begin, and the label of each.
+    """Heads of the runs of equal values of rows [R, N], and the label of each run.
 
     Args:
         heads: flat positions, int64 [segments].
@@ -55,10 +55,10 @@ class Labels:
     """Labels of the q and of the kv side.
 
     Args:
-        tables: of the labels, which ranges of positions are looked up in.
+        tables: of the labels, for lookups by ranges of positions.
         segments: of both sides, where `count` is a number.
-        count: how many labels there are in the row that has the most; None where they ascend, so
-            that sets of labels would tell no more than ranges do.
+        count: largest number of labels in a row; None where they ascend, because sets of labels
+            would decide no more than ranges do.
         heads: of the segments of both sides, where their numbers are the labels.
     """
 
@@ -121,9 +121,9 @@ def relabelled(
 
 
 def _places(values: Tensor, bounds: tuple[Tensor, Tensor], *, by_row: bool) -> Tensor | None:
-    """Label each element of [R, N] by one place where its id is, int32 of the same shape.
+    """Label each element of [R, N] by one position of its id, int32 of the same shape.
 
-    None where ids are too sparse, or a row of the labels decreases: it does if an id comes back
+    None where ids are too sparse, or where the labels of a row decrease, because an id comes back
     after another one.
     """
     low, high = (int(bound) for bound in bounds)
@@ -137,7 +137,7 @@ def _places(values: Tensor, bounds: tuple[Tensor, Tensor], *, by_row: bool) -> T
         key = key + torch.arange(0, rows * span, span, device="cpu")[:, None]
     key = key.reshape(-1)
     place = torch.empty(rows * span, dtype=torch.int32, device="cpu")
-    # Which of an id's places stays does not matter.
+    # Any of an id's positions will do.
     place.scatter_(0, key, torch.arange(key.numel(), dtype=torch.int32, device="cpu"))
     labels = place.index_select(0, key).view(values.shape)
     length = values.shape[1] - 1
@@ -146,7 +146,7 @@ def _places(values: Tensor, bounds: tuple[Tensor, Tensor], *, by_row: bool) -> T
 
 
 def _all_differ(values: Tensor, row: Tensor | None, bounds: tuple[Tensor, Tensor]) -> bool:
-    """Tell whether no value occurs twice in integers [n], or in one of their rows [n]."""
+    """Whether no value occurs twice in integers [n], or in one of their rows [n]."""
     low, high = (int(bound) for bound in bounds)
     span = high - low + 1
     rows = 1 if row is None else int(row[-1]) + 1
@@ -183,7 +183,7 @@ def _by_appearance(
     appearance = torch.full((total,), group.numel(), dtype=torch.int64, device="cpu")
     places = torch.arange(group.numel(), device="cpu")
     appearance.scatter_reduce_(0, group, places, "amin")
-    # Labels begin anew in each row: fewer are exact in more masks.
+    # Labels begin anew in each row: with fewer labels, more masks are exact.
     row_of = row[appearance]
     order = (row_of * group.numel() + appearance).argsort()
     counts = torch.bincount(row_of)

@@ -1,7 +1,7 @@
 """Ranges of integer operations.
 
 Every function takes the evaluation and a node and returns a range that holds all values, or None
-where nothing is known. None of them sees values that wrap: the analysis leaves such nodes out.
+where it is unknown. None of them sees values that wrap: the analysis leaves such nodes out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _operands(evaluation: Evaluation, node: Node) -> list[Range] | None:
 
 
 def _ranged(rule: Callable[[Evaluation, Node, list[Range]], Range | None]) -> Rule:
-    """Make a rule of one that wants its operands' ranges, all known."""
+    """Make a rule from a function of the operands' ranges, which must all be known."""
 
     def ranged(evaluation: Evaluation, node: Node) -> Range | None:
         operands = _operands(evaluation, node)
@@ -88,7 +88,7 @@ def _floordiv(evaluation: Evaluation, node: Node, operands: list[Range]) -> Rang
     divisors = (low_divisor,) if y.low is y.high else (low_divisor, high_divisor)
     low, high = hull(*(a // b for a in x[:2] for b in divisors))
     if sure is not True:
-        # A divisor of 0 gives any value; the evaluation divides by 1 instead.
+        # A divisor of 0 gives an arbitrary value; the evaluation divides by 1 instead.
         most = magnitude(x)
         low, high = choose(sure, low, -most), choose(sure, high, most)
     return Range(low, high, both(x.attained, _is_point(y), sure))
@@ -99,7 +99,8 @@ def _mod(evaluation: Evaluation, node: Node) -> Range | None:
     if y is None:
         return None
     x = evaluation.range(node.arguments[0])
-    # The remainder has the divisor's sign and is smaller; of 0 the evaluation makes 1.
+    # The remainder has the divisor's sign and is smaller; the evaluation takes a divisor of 0 as
+    # 1.
     low = choose(y.low > 0, 0, choose(y.low < 0, y.low + 1, 0))
     high = choose(y.high > 0, y.high - 1, 0)
     point = both(_is_point(y), y.low > 0)
@@ -107,7 +108,7 @@ def _mod(evaluation: Evaluation, node: Node) -> Range | None:
         return Range(low, high)
     divisor = choose(point, y.low, 1)
     quotient = x.low // divisor
-    # Without a step of the quotient the remainder moves as x does.
+    # Where the quotient is constant, the remainder moves as x does.
     same = both(point, quotient == x.high // divisor)
     start = quotient * divisor
     low, high = choose(same, x.low - start, low), choose(same, x.high - start, high)
@@ -139,7 +140,7 @@ def _pow(evaluation: Evaluation, node: Node, operands: list[Range]) -> Range | N
 def _bits_above(end: End) -> End:
     """Return the smallest 2^n - 1 that is not below `end`, which is not negative."""
     if isinstance(end, Tensor):
-        # frexp, in fp64, is exact below 2^53; above it may round up, which is as sound.
+        # frexp, in fp64, is exact below 2^53; above, it may round up, which is sound too.
         _, exponent = torch.frexp(end.to(torch.float64))
         return (torch.ones_like(end) << exponent.to(torch.int64)) - 1
     return (1 << end.bit_length()) - 1
@@ -149,7 +150,7 @@ def _bitwise(name: str) -> Rule:
     def rule(evaluation: Evaluation, node: Node, operands: list[Range]) -> Range | None:
         x, y = operands
         if name == "and":
-            # A side that is not negative bounds the result whatever the other is.
+            # A non-negative side bounds the result whatever the other is.
             top = greater(x.high, y.high)
             high = lesser(choose(x.low >= 0, x.high, top), choose(y.low >= 0, y.high, top))
             least = -_bits_above(greater(greater(-x.low, -y.low), 0)) - 1
@@ -210,8 +211,8 @@ def _cast(evaluation: Evaluation, node: Node) -> Range | None:
     x = evaluation.range(argument)
     if x is None or source == "int":
         return x
-    # Towards zero, so monotone. NaN, infinity and what the type can't hold are unspecified, which
-    # the static pass has excluded for all cells.
+    # Rounds towards zero, so it is monotone. NaN, infinity and values beyond the type's range have
+    # unspecified results, which the static pass has excluded for all cells.
     if evaluation.static:
         limits = torch.iinfo(node.dtype)
         low, high = float(x.low), float(x.high)
@@ -265,4 +266,4 @@ INTEGER_RULES: dict[str, Rule] = {
     "where": _where,
     "detach": _detach,
 }
-"""What is not here, leaves and loads aside, has no range."""
+"""Operations without an entry, leaves and loads aside, have no range."""

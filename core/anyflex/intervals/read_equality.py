@@ -1,4 +1,4 @@
-"""Equality of two reads, ``doc[q] == doc[k]``: what packed documents and segments are.
+"""Equality of two reads, ``doc[q] == doc[k]``: the mask of packed documents and segments.
 
 Ranges of labels decide them (`relabelling`) wherever each document is in one piece. Where labels
 do not ascend, the set of labels of each block, as bits, tells whether any pair is equal.
@@ -25,9 +25,10 @@ from anyflex.mod_graph.node import Node
 __all__ = ["ReadEquality", "read_equality"]
 
 _MOST_LABELS = 4096
-"""Labels that get a bit each; of more, two may share one: then only "no pair" can be told."""
+"""Maximum number of labels with a bit each. Beyond it two labels may share a bit: then only "no
+pair" can be decided."""
 _SET_WORDS = 1 << 19
-"""Words of sets that are compared at once."""
+"""Number of words of sets that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class ReadEquality:
         rows = [_rows(facts, node) for node in nodes]
         if q_node.attribute == kv_node.attribute:
             rows[1] = rows[0]
-        # Of equal shapes, or the same indices choose different rows.
+        # Their shapes must be equal, or the same indices choose different rows.
         shapes = [facts.tables.captured[_position(node)].shape[:-1] for node in nodes]
         by_row = q_node.arguments[:-1] == kv_node.arguments[:-1] and (
             shapes[0] == shapes[1] and rows[0].shape[0] > 1
@@ -78,7 +79,7 @@ class ReadEquality:
             self._ends = [made[pair] for pair in wanted]
 
     def verdict(self, evaluation: Evaluation) -> Verdict | None:
-        """Return what is known of the equality; None where an index may leave its tensor."""
+        """Return the verdict of the equality; None where an index may leave its tensor."""
         found = []
         tables: Sequence[RowTable] = (self._q.table, self._kv.table)
         if self._ends is not None and evaluation.cells.whole:
@@ -112,7 +113,7 @@ class ReadEquality:
         cells, (q_block, kv_block) = evaluation.cells, self._domain.block_size
         mixed = torch.zeros_like(true)
         q_length, kv_length = self._domain.lengths
-        # Boxes inside a block are not meant: what the block's sets show may lie outside of them.
+        # Boxes inside a block are left out: elements of the block's sets may lie outside of them.
         whole = both(
             cells.q_low % q_block == 0,
             cells.q_high + 1 == lesser(cells.q_low + q_block, q_length),
@@ -170,7 +171,7 @@ class _BlockSets:
         self.sizes = torch.bincount(place, minlength=rows * self._blocks)
 
     def place(self, row: Tensor | int, element: Tensor) -> Tensor:
-        """Return where the sets of the blocks that hold these elements are."""
+        """Return the positions of the sets of the blocks that hold these elements."""
         return row * self._blocks + element // self._block
 
 
@@ -193,7 +194,8 @@ def _read_below(facts: GraphFacts, position: int) -> Node | None:
     last index moves and no other does."""
     node = facts.nodes[position]
     while node.operation in ("cast", "detach"):
-        # Unknown: what the type can't hold wraps, so that different values may become equal.
+        # An unknown range: values beyond the type's range wrap, so that different ones may become
+        # equal.
         if type_class(node.dtype) != "int" or facts.unknown(position):
             return None
         (position,) = node.arguments

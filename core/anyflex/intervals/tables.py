@@ -28,16 +28,16 @@ __all__ = [
 ]
 
 _LARGEST_GRID = 1 << 26
-"""Elements of the largest captured tensor that gets a mip map, which takes 4/3 of them."""
+"""Maximum number of elements of a captured tensor that gets a mip map, which takes 4/3 of them."""
 
 _CHUNK_BITS = 4
 _FEW_SEGMENTS = 1 << 13
 _GLANCE = 4096
 _MOST_SPREAD = 1 << 22
-"""Elements of the largest table that keeps each element's segment, 4 bytes each: a read of it is
-twenty times as fast as a search among the heads of a few thousand segments."""
+"""Maximum number of elements of a table that keeps each element's segment, 4 bytes each: reading
+it is twenty times as fast as searching among the heads of a few thousand segments."""
 _MANY = 1 << 16
-"""Elements above which flags are searched for in words of eight."""
+"""Number of elements above which flags are searched in words of eight."""
 
 
 class RowTable(Protocol):
@@ -89,7 +89,7 @@ class SegmentTable:
         self.ascending = not bool((same_row & ~(values[1:] >= values[:-1])).any())
         if self.ascending:
             return
-        # Of many segments the ends round outwards to chunks, which costs a sixteenth.
+        # With many segments the bounds round outwards to chunks, which costs a sixteenth.
         self._bits = 0 if values.numel() <= _FEW_SEGMENTS else _CHUNK_BITS
         low, high = _chunk_extremes(values, 1 << self._bits)
         lows, highs, starts, width = [low], [high], [0], 1
@@ -182,7 +182,7 @@ def row_table(values: Tensor) -> RowTable:
 
 def is_ascending(values: Tensor) -> bool:
     """Tell whether no row of [R, N] decreases; NaN counts as a decrease."""
-    # Rows that are not ascending mostly show it soon.
+    # Most rows that don't ascend show it soon.
     begin = values[:, :_GLANCE]
     return all(bool((v[:, 1:] >= v[:, :-1]).all()) for v in (begin, values))
 
@@ -196,7 +196,7 @@ def segment_heads(values: Tensor) -> Tensor:
     torch.ne(values[:, 1:], values[:, :-1], out=grid[:, 1:])
     if count < _MANY:
         return begins.nonzero().squeeze(1)
-    # Most words of eight flags hold none.
+    # Most words of eight flags have none set.
     words = begins.view(torch.int64)
     place = words.nonzero().squeeze(1)
     flag = words.index_select(0, place).view(torch.bool).nonzero().squeeze(1)
@@ -212,12 +212,12 @@ def spread_segments(heads: Tensor, count: int) -> Tensor:
 
 
 def _at(start: Tensor | int, offset: Tensor) -> Tensor:
-    # The first row's start is not added: tensor operations are what small masks cost.
+    # Skips adding the first row's start: tensor operations dominate the cost of small masks.
     return offset if isinstance(start, int) and start == 0 else start + offset
 
 
 def _read(flat: Tensor, place: Tensor) -> Tensor:
-    """Return ``flat[place]``; for one index dimension, three times as fast."""
+    """Return ``flat[place]``; with one index dimension three times as fast."""
     return flat.index_select(0, place) if place.dim() == 1 else flat[place]
 
 
@@ -238,7 +238,7 @@ def _chunk_extremes(values: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 def _halved(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """Reduce pairs of rows and of columns; a last odd one stays alone."""
+    """Reduce pairs of rows and of columns; an odd last one stays alone."""
     if values.shape[1] % 2:
         values = torch.cat([values, values[:, -1:]], 1)
     if values.shape[2] % 2:

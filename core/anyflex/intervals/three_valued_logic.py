@@ -1,4 +1,4 @@
-"""What is known of bools: comparisons and logic in three values."""
+"""Three-valued logic: comparisons and operations of bools whose values may be unknown."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _comparison(evaluation: Evaluation, node: Node, position: int) -> Verdict:
 
 
 def _known(evaluation: Evaluation, true: Flag, false: Flag) -> Verdict:
-    # Where all is one range, its floating ends are 0-d tensors; flags are bools there.
+    # Where all cells share one range, its floating bounds are 0-d tensors; flags are bools there.
     return Verdict(bool(true), bool(false)) if evaluation.static else Verdict(true, false)
 
 
@@ -160,4 +160,4 @@ BOOL_RULES: dict[str, Rule] = {
     "detach": _detach,
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _comparison),
 }
-"""Leaves and loads aside, every operation with a bool result."""
+"""Rules of every operation with a bool result, leaves and loads aside."""

@@ -1,3 +1,3 @@
-"""Runs of blocks as tensors: no mods."""
+"""Structure of block masks: runs of blocks as tensors, without mods."""
 
 from __future__ import annotations

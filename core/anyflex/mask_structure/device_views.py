@@ -55,7 +55,7 @@ class MaskViews(_Referable):
     q_length: int
     kv_length: int
     block_size: tuple[int, int]
-    # Each call asks for it, and torch makes a tensor's anew each time.
+    # Kept, because each call asks for it and torch makes a new object each time.
     shape: tuple[int, ...] = field(init=False, repr=False)
     _derived: dict[object, object] = field(default_factory=dict, init=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
@@ -70,8 +70,8 @@ class MaskViews(_Referable):
 
     @property
     def host(self) -> MaskViews | None:
-        """These views on the host if they are there, else None: nothing is copied, and no device
-        is waited for."""
+        """These views if they are on the host, else None: nothing is copied, and no device is
+        waited for."""
         if self.offsets.device == _HOST:
             return self
         found = self._derived.get(_HOST)
@@ -128,7 +128,7 @@ class MaskViews(_Referable):
         return self.once("dense", Tensor, lambda: self.kind_rows(0, self.q_blocks))
 
     def once(self, name: object, kind: type[Form], make: Callable[[], Form]) -> Form:
-        """Return what `make` derives of these views, made once and kept with them.
+        """Return the form that `make` derives of these views, made once and kept with them.
 
         Args:
             name: tells forms apart. A backend's own begins with its package's name.
@@ -183,7 +183,7 @@ class MaskViews(_Referable):
             return host.transposed().on(self.device)
         batch, heads, _ = self.shape
         used = max(0, int(self.offsets[-1, -1, -1])) if self.offsets.numel() else 0
-        # A compiled program's caller may have handed over anything, and to transpose runs that
+        # The caller of a compiled program may have passed anything, and transposing runs that
         # leave the mask would take any amount of memory.
         check_values(
             self.offsets, self.runs[:used], (self.q_length, self.kv_length), self.block_size

@@ -69,8 +69,8 @@ def runs_while_compiling(
     changes = edge[..., 1:] != edge[..., :-1]
     starts = changes[..., :-1] & (grid != 0)
     place = torch.arange(columns + 1, device=grid.device)
-    # The column of the next change, looking back from the right edge; every row ends with one
-    # where its last block is visited.
+    # The column of the next change, looking back from the right edge. Every row whose last block
+    # is visited ends with one.
     following = torch.where(changes, place, columns)[..., 1:].flip(-1).cummin(-1).values.flip(-1)
     fields = torch.stack([place[:-1].expand_as(grid), following, grid], -1).view(-1, 3)
     flat = starts.view(-1)

@@ -19,13 +19,13 @@ COLOURS = {"not visited": "#f4f4f4", "PARTIAL": "#8fb8de", "FULL": "#1f4e79"}
 """Kind -> colour. A cell that stands for many blocks has the mean of theirs."""
 
 _CELLS = 512
-"""Most cells along each side of a picture; more blocks share cells."""
+"""Maximum number of cells along each side of a picture; more blocks share cells."""
 _PIXELS = 512
 """A picture's longer side, roughly."""
 _SHORTEST = 16
-"""Pixels of a picture's shorter side, at least: a decoding mask is one block high."""
+"""Minimum pixels of a picture's shorter side: a decoding mask is one block high."""
 _LINED = 8
-"""Cells of this many pixels get a line of lighter ones between them."""
+"""Minimum pixels of cells that get a line of lighter pixels between them."""
 
 
 def draw(views: MaskViews, grid_size: tuple[int, int], limit: int) -> str:

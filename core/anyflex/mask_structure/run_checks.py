@@ -1,4 +1,4 @@
-"""Checks of what a user builds or draws a block mask from: sizes, devices, offsets and runs.
+"""Checks of the sizes, devices, offsets and runs that a user builds or draws a block mask from.
 
 All raise BlockMaskError and name argument, row, run or position.
 """
@@ -181,8 +181,8 @@ def check_structure(
     *,
     values: bool = True,
 ) -> None:
-    """Check a mask's tensors that come without the mask that was built of them: a map over a
-    pytree, or the caller of a compiled program, may hand over anything.
+    """Check a mask's tensors that come without their mask: a map over a pytree, or the caller of a
+    compiled program, may pass anything.
 
     Args:
         values: look at the numbers too, on the CPU alone: another device would be waited for, and
@@ -205,12 +205,13 @@ def check_structure(
 
 def holds_numbers(tensor: Tensor) -> bool:
     """Whether a tensor has numbers at an address of its own: fake tensors, other subclasses and
-    functorch's wrappers have not."""
+    functorch's wrappers don't."""
     return type(tensor) in PLAIN and not tensor.is_meta and not is_wrapped(tensor)
 
 
 def refuse_meta(name: str, tensor: Tensor) -> None:
-    """Raise BlockMaskError for a tensor of a mask that is to be read and holds no numbers."""
+    """Raise BlockMaskError for a tensor that is to be read as part of a mask and holds no
+    numbers."""
     if tensor.device.type == "meta":
         raise BlockMaskError(
             f"{name} is on meta, where it has no values, and which blocks are live can't be read: "
@@ -223,7 +224,7 @@ def _check_offsets(offsets: Tensor, count: int) -> None:
         return
     batch, heads, edges = offsets.shape
     grids = offsets.reshape(batch * heads, edges).to(torch.int64)
-    # What each entry must not be below: the one before, across rows and heads alike.
+    # Lower bound of each entry: the one before, across rows and heads alike.
     before = torch.cat([grids.new_zeros(1), grids.reshape(-1)[:-1]]).view_as(grids)
     wrong = grids < before
     # A grid begins where the one before it ended.

@@ -103,8 +103,8 @@ def unpack(offsets: Tensor, runs: Tensor) -> RunList:
 
 
 def unpack_rows(offsets: Tensor, runs: Tensor) -> RunList:
-    """The same for offsets of some of the rows, which need not follow each other: int [B', H',
-    rows + 1], where each grid's rows do. They may be expanded."""
+    """As `unpack` for offsets of some of the rows, which need not be adjacent: int [B', H', rows +
+    1], where each grid's rows are. They may be expanded."""
     flat = offsets.to(torch.int64)
     return gathered(flat[..., :-1].reshape(-1), flat[..., 1:].reshape(-1), runs)
 
@@ -118,7 +118,7 @@ def gathered(begins: Tensor, ends: Tensor, runs: Tensor) -> RunList:
 
 
 def cut(runs: RunList, columns: int) -> RunList:
-    """Return what the runs have of the first `columns` columns."""
+    """Return the part of the runs in the first `columns` columns."""
     chosen = (runs.first < columns).nonzero().squeeze(1)
     row, first, end, kind = (field[chosen] for field in runs)
     return RunList(row, first, end.clamp(max=columns), kind)
@@ -172,7 +172,7 @@ def transpose(runs: RunList, grids: int, rows: int, columns: int) -> RunList:
 def _transpose_kind(runs: RunList, kind: int, rows: int, columns: int) -> RunList:
     chosen = runs.kind == kind
     row, first, end = runs.row[chosen], runs.first[chosen], runs.end[chosen]
-    # Each grid gets one empty row below its last, which ends every run that is still open.
+    # Each grid gets one empty row below its last, which ends every open run.
     here = (row // max(rows, 1) * (rows + 1) + row % max(rows, 1)) * (columns + 1)
     below = here + (columns + 1)
     place = torch.cat([here + first, here + end, below + first, below + end])

@@ -1,4 +1,4 @@
-"""What can be asked of a block mask's structure alone."""
+"""Queries that a block mask's structure alone can answer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BlockStructure:
         return bool((unpack(host.offsets, host.runs).kind == PARTIAL).any())
 
     def numel(self) -> int:
-        """Number of elements, live or not."""
+        """Number of elements, live and dead."""
         batch, heads, q_length, kv_length = self.shape
         return batch * heads * q_length * kv_length
 

@@ -1,6 +1,6 @@
-"""A block mask seen from afar: how many FULL and PARTIAL blocks lie in each cell of a coarse grid.
+"""Thumbnail of a block mask: numbers of FULL and PARTIAL blocks in each cell of a coarse grid.
 
-From the runs alone: time and memory go with runs and cells, whatever the number of blocks.
+Computed from the runs alone: time and memory grow with runs and cells, not with blocks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def coarse_grid(
     rows, columns = host.q_blocks, host.kv_blocks
     runs = unpack_rows(host.offsets[batch, head], host.runs)
     lines = -(-rows // row_step)
-    # One column more than there are: a run may end behind the last.
+    # One column more than there are, because a run may end behind the last.
     width = columns // column_step + 1
     line = runs.row // row_step * width
     counts = []
     for kind in (FULL, PARTIAL):
         chosen = (runs.kind == kind).nonzero().squeeze(1)
-        # Up to an edge at x, x // step cells are whole and x % step blocks are in the next one.
-        # A run is what lies before its end less what lies before its first block.
+        # A run covers the cells before its end minus those before its first block. Up to an edge
+        # at x, x // step cells are whole and x % step blocks are in the next one.
         whole = torch.zeros(lines * width, dtype=torch.int64, device="cpu")
         rest = torch.zeros_like(whole)
         for edge, sign in ((runs.end, 1), (runs.first, -1)):

@@ -14,7 +14,7 @@ from anyflex.mask_structure.runs import FULL, PARTIAL
 __all__ = ["IndexLists", "list_blocks"]
 
 _BLOCKS = 1 << 20
-"""Blocks that are worked on at once: about 50 bytes each."""
+"""Number of blocks that are worked on at once: about 50 bytes each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Prefixes and padding: some keys are seen by everybody, some by nobody."""
+"""Prefixes and padding: keys that every query sees, or none."""
 
 from __future__ import annotations
 

@@ -60,14 +60,14 @@ class Formulas:
         return self.builder.add("where", self.node(x).dtype, (condition, x, y))
 
     def kept(self, condition: int, grad: int) -> int:
-        """`grad` where the condition holds, else 0: never ``grad * 0``, which keeps NaN."""
+        """Return `grad` where the condition holds, else 0: never ``grad * 0``, which keeps NaN."""
         return self.select(condition, grad, self.const(0.0, grad))
 
     def dropped(self, condition: int, grad: int) -> int:
         return self.select(condition, self.const(0.0, grad), grad)
 
     def is_number(self, position: int) -> bool:
-        """Is it a Python number, converted or not?"""
+        """Whether a node is a Python number, converted or not."""
         return is_number(self.builder.nodes, position)
 
     def wanted(self, position: int, which: int) -> bool:
@@ -151,7 +151,7 @@ def _where(f: Formulas, position: int, grad: int) -> Gradients:
 
 
 def _cast(f: Formulas, position: int, grad: int) -> Gradients:
-    # The gradient's own type is settled where it is added up.
+    # The gradient is converted to its own type where it is added up.
     return (grad,)
 
 

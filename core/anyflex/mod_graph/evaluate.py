@@ -1,4 +1,4 @@
-"""Evaluating a mod graph on torch tensors: the table for torch, and what runs it."""
+"""Evaluation of a mod graph on torch tensors: the table for torch, and its evaluator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Read = Callable[[Tensor, Sequence[Tensor]], Tensor]
 
 @dataclass(slots=True)
 class _Context:
-    """What the rules read beside their operands."""
+    """Values that the rules read beside their operands."""
 
     nodes: Sequence[Node]
     inputs: Mapping[str, Tensor]
@@ -50,12 +50,12 @@ _Rule = Callable[[_Context, Node, Sequence[Tensor]], Tensor]
 
 
 def _input(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor:
-    # The same tensor where the type fits: a score in fp32, indices in int64.
+    # `to` returns the same tensor where the type fits: a score in fp32, indices in int64.
     return context.inputs[str(node.attribute)].to(node.dtype)
 
 
 def _held(value: int | float, dtype: torch.dtype) -> int | float:
-    """Return a number as a type holds it."""
+    """Return a number as a type represents it."""
     if dtype.is_floating_point:
         return math.copysign(math.inf, value) if abs(value) > torch.finfo(dtype).max else value
     if dtype is torch.bool:
@@ -72,7 +72,8 @@ def _number(context: _Context, node: Node, operands: Sequence[Tensor]) -> Tensor
 
 
 def _divisor(context: _Context, node: Node, divisor: Tensor) -> Tensor:
-    """An integer divisor without zeros: division by 0 gives any value and no exception."""
+    """An integer divisor without zeros: division by 0 gives an arbitrary value and no
+    exception."""
     number = context.number(context.nodes[node.arguments[1]])
     if node.dtype.is_floating_point or (number is not None and _held(number, node.dtype)):
         return divisor
@@ -120,7 +121,7 @@ def bounded_index(index: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
     """
     index = index.to(torch.int64)
     if index.device.type == "cpu" and index.numel() > 0:
-        # One pass that usually spares four. Elsewhere it would synchronise.
+        # One pass that usually saves four. On a device it would synchronise.
         low, high = (int(bound) for bound in torch.aminmax(index))
         if low >= 0 and high < size:
             return index, None
@@ -232,8 +233,8 @@ TORCH: Lowering[_Context, Tensor] = Lowering("torch", _TABLE)
 
 
 class Evaluator:
-    """A graph made ready to be evaluated many times: only what `wanted` need, in order, with each
-    intermediate dropped after its last use.
+    """A graph prepared for many evaluations: only the nodes that `wanted` need, in order, with
+    each intermediate dropped after its last use.
 
     Args:
         nodes: of a graph or a derivative.

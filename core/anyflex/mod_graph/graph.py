@@ -38,8 +38,8 @@ class ModGraph:
     @property
     def text(self) -> str:
         """The graph on one line; `parse_graph` reads it back."""
-        # Made at most once, and not looked up by the nodes: 0.0 equals -0.0. Many graphs are
-        # steps on the way to another one, and are never asked.
+        # Made at most once, and on demand: many graphs are steps on the way to another one. Not
+        # compared by nodes, because 0.0 equals -0.0.
         found = self._text
         if found is None:
             found = ";".join([*map(str, self.nodes), f"={self.output}"])
@@ -120,7 +120,8 @@ class ModGraph:
 
 
 def wrapped(value: int, dtype: torch.dtype) -> int:
-    """Return an integer as an integer type holds it; what it can't hold wraps, as torch's do."""
+    """Return an integer as an integer type represents it; values beyond the range wrap, as in
+    torch."""
     limits = torch.iinfo(dtype)
     return (value - limits.min) % (1 << limits.bits) + limits.min
 
@@ -172,7 +173,7 @@ class GraphBuilder:
         self.nodes: list[Node] = []
         self._positions: dict[object, int] = {}
         for node in nodes:
-            # Positions must stay what they were, so a repeated node is kept here.
+            # Positions must not change, so a repeated node is kept here.
             key = _told_apart(node.operation, node.dtype, node.arguments, node.attribute)
             self._positions.setdefault(key, len(self.nodes))
             self.nodes.append(node)
@@ -195,8 +196,8 @@ class GraphBuilder:
 def _told_apart(
     operation: str, dtype: torch.dtype, arguments: tuple[int, ...], attribute: Attribute
 ) -> object:
-    """What two nodes have in common that are one value. Of a constant its text: 0.0 equals -0.0,
-    1 equals True, and NaN doesn't equal itself."""
+    """Key of nodes that are one value. A constant's is its text: 0.0 equals -0.0, 1 equals True,
+    and NaN doesn't equal itself."""
     if attribute is None:
         return operation, dtype, arguments
     return operation, dtype, arguments, str(attribute)

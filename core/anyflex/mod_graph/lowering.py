@@ -1,6 +1,6 @@
 """Lowering: a table from operations to a target, and the walk that applies it to a graph.
 
-A backend makes one `Lowering` a target and owns nothing but its table:
+A backend makes one `Lowering` a target and owns its table alone:
 
     MSL = Lowering("Metal", {"add": "({0} + {1})", "mod:float": "floored({0}, {1})", ...}, emit)
 

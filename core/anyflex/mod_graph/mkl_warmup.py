@@ -1,4 +1,4 @@
-"""The first call of torch's elementary functions on the CPU, made by one thread alone.
+"""First calls of torch's elementary functions on the CPU, made by one thread alone.
 
 Torch hands exp, log, sqrt and others to MKL's vector library, which picks a function's kernel at
 the function's first call in the process. Where that call runs on several threads, one of them can

@@ -1,4 +1,4 @@
-"""A mod graph for people: one line a value, in the operators that a mod is written with."""
+"""Printed form of a mod graph: one line a value, in the operators that a mod is written with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _LONGEST = 200
 
 
 def printed(nodes: Sequence[Node], output: int) -> str:
-    """Return what the result is made of, as ``v0: i64 = q_idx - kv_idx`` a line.
+    """Return the nodes of the result, one line each: ``v0: i64 = q_idx - kv_idx``.
 
     Inputs, constants, closed-over numbers (``i0``, ``f0``: slots of a call's ints and floats) and
     0-d captured tensors stand where they are used. A cast is written as its type's name.

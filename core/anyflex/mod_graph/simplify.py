@@ -1,4 +1,4 @@
-"""Simplifying a mod graph: what changes no bit of any result.
+"""Simplification of a mod graph that changes no bit of any result.
 
 Constants are folded, neutral operands and dead nodes dropped, equal nodes merged. Rules on floats
 hold for NaN, infinities and -0.0 too: ``x * 1`` goes, ``x + 0.0`` stays (it turns -0.0 into 0.0),
@@ -21,7 +21,7 @@ __all__ = ["simplify", "simplify_nodes"]
 
 _SELF_COMPARISONS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt": False}
 
-# Conversions that lose nothing, so that converting back restores the value.
+# Lossless conversions, so that converting back restores the value.
 _EXACT_BITS = {
     torch.bool: 1,
     torch.uint8: 8,
@@ -144,7 +144,7 @@ class _Pass:
     def shortcut(
         self, operation: str, dtype: torch.dtype, arguments: tuple[int, ...]
     ) -> int | None:
-        """Return the position of what the node reduces to, or None."""
+        """Return the position of the node that this one reduces to, or None."""
         if operation == "cast":
             return self.cast_shortcut(dtype, arguments[0])
         if operation == "where":

@@ -1,7 +1,7 @@
-"""Derivatives and clamps that depend on the release of torch: one table of what holds since when.
+"""Derivatives and clamps that depend on the release of torch: one table of rules and releases.
 
-A mod means what torch makes of it, so these follow the torch that runs, in graphs, in the
-derivatives of graphs, and through these in every backend. Kernels are cached under `IN_FORCE`.
+A mod means the same as in the torch that runs, so these follow it in graphs, in the derivatives of
+graphs, and through these in every backend. Kernels are cached under `IN_FORCE`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _SINCE = {
 _FOLLOWED = [rule for rule, since in _SINCE.items() if since <= release(torch.__version__)]
 
 IN_FORCE = "; ".join(_FOLLOWED)
-"""The rules that hold in this process. A kernel that was made under others computes others."""
+"""Rules that hold in this process. A kernel that was made under other rules computes other
+results."""
 
 clamp_stops_at_numbers = "clamp stops at numbers" in _FOLLOWED
 clamp_halves_at_tensors = "clamp halves at tensors" in _FOLLOWED

@@ -14,7 +14,8 @@ __all__ = ["compose"]
 
 
 def compose(*score_mods: ScoreMod) -> ScoreMod:
-    """Return the score mod that applies `score_mods` in order, each to what the one before gave.
+    """Return the score mod that applies `score_mods` in order, each to the result of the one
+    before.
 
     Without any, scores stay as they are.
 

@@ -1,7 +1,7 @@
 """Checks of the arguments of `anyflex.masks` and `anyflex.mods`, and how a mod reads them.
 
 A number is closed over as it is, so that mod graphs keep it in a slot; a tensor of numbers is read
-at b or h. Which of the two is decided here, once, and not inside of the mod. Dynamo follows all of
+at b or h. The choice is made here, once, and not inside of the mod. Dynamo follows all of
 it, so that a model may make its mods in `forward`.
 """
 

@@ -1,4 +1,4 @@
-"""Biases that are read from a table, by distance, by relation, or whole."""
+"""Biases read from a table: by distance, by relation, or whole."""
 
 from __future__ import annotations
 

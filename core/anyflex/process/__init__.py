@@ -1,3 +1,3 @@
-"""What lives as long as the process: locks and forks, caches, progress, version, frames."""
+"""State that lives as long as the process: locks and forks, caches, progress, version, frames."""
 
 from __future__ import annotations

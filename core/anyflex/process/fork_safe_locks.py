@@ -1,8 +1,8 @@
-"""Locks of what lives as long as the process: a forked child finds them free.
+"""Locks of process-wide state that a forked child finds free.
 
 A thread that holds a lock while another one forks doesn't exist in the child, where the lock would
-stay held for ever (https://docs.python.org/3/library/os.html#os.register_at_fork). What the locks
-guard is whole between any two changes of it: the child may go on with it.
+stay held for ever (https://docs.python.org/3/library/os.html#os.register_at_fork). The state
+behind these locks is consistent between any two changes of it, so the child may go on with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LOCKS = (type(threading.Lock()), _REENTRANT)
 def free_in_child(owner: Any, *names: str) -> None:
     """Give the owner, an object or a module, new locks in each process that is forked.
 
-    A process that is forked while another thread holds a lock goes on then; what the lock guards
-    is as that thread left it.
+    The child of a fork while another thread holds a lock can go on; the guarded state is as that
+    thread left it.
 
     Args:
         owner: hashed by its identity, and referred to weakly.

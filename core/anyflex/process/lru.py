@@ -1,4 +1,4 @@
-"""A bounded mapping of what was used recently."""
+"""LRU cache: a bounded mapping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class Recent(Generic[Key, Value]):
-    """A thread-safe mapping that forgets what was used longest ago."""
+    """A thread-safe mapping that evicts the least recently used item."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -32,7 +32,7 @@ class Recent(Generic[Key, Value]):
             return None
 
     def put(self, key: Key, value: Value) -> None:
-        """Store a value; drop the oldest if there are too many."""
+        """Store a value; evict the oldest if there are too many."""
         with self._lock:
             self._items[key] = value
             self._items.move_to_end(key)
@@ -40,8 +40,8 @@ class Recent(Generic[Key, Value]):
                 self._items.popitem(last=False)
 
     def copy_from(self, other: Recent[Key, Value]) -> None:
-        """Take over the items of another one, without its lock: after a fork a thread that is
-        gone may hold it."""
+        """Take over the items of another one without its lock, which after a fork a thread that is
+        gone may hold."""
         for key, value in list(other._items.items()):
             self.put(key, value)
 

@@ -1,4 +1,4 @@
-"""How far long work is, in one line of stderr."""
+"""Progress of long work, in one line of stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = 79
 
 
 class ProgressLine:
-    """One line that is written again on a terminal; elsewhere a line every few seconds.
+    """One line that is overwritten on a terminal; elsewhere a line every few seconds.
 
     Args:
         stream: usually ``sys.stderr``.
@@ -25,7 +25,7 @@ class ProgressLine:
         self._last = time.monotonic()
 
     def show(self, text: str) -> None:
-        """Say how far the work is."""
+        """Show the progress of the work."""
         if self._terminal:
             self._stream.write("\r\x1b[K" + text[:_COLUMNS])
             self._stream.flush()

@@ -1,4 +1,4 @@
-"""Frames of the user's code: where a message or a warning points."""
+"""Frames of the user's code, which messages and warnings point at."""
 
 from __future__ import annotations
 

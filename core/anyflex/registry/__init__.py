@@ -1,4 +1,5 @@
-"""The registry: who can compute a call, and who does. See `anyflex.registry.backend_table`."""
+"""Registry of backends: which can compute a call, and which does. See
+`anyflex.registry.backend_table`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is asked for a spec, in which order, and what each answers."""
+"""Choice of a backend for a spec: the candidates, their order, and the answer of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Outcome = Literal[
 
 @dataclass(frozen=True, slots=True)
 class TraceLine:
-    """What one candidate answered.
+    """Answer of one candidate, for people.
 
     Args:
         backend: its name.
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the registry would choose, and why.
+    """The registry's choice, with its reasons.
 
     Args:
         chosen: name of the backend, or None where every candidate refuses.
@@ -78,7 +78,7 @@ class Selection:
         decision: its decision, or None.
         spec: with its own options filled in.
         trace: every candidate, in the order of asking.
-        forced_by: who forces the choice (``"backend='cuda'"``), or "".
+        forced_by: the source that forces the choice (``"backend='cuda'"``), or "".
         unused_options: keys of ``kernel_options`` that the chosen one has no use for.
     """
 
@@ -96,10 +96,9 @@ class Choice:
 
     Attributes:
         candidates: in the order of asking. Where the choice is forced, the forced ones only.
-        forced_by: who forces it, or "".
-        trace: what is known before anybody is asked: forced names that aren't installed.
-        posed: CPU tensors stand in for the spec's device, so that a probe which misses the device
-            is no obstacle.
+        forced_by: the source that forces it, or "".
+        trace: lines that are known before a backend is asked: forced names that aren't installed.
+        posed: CPU tensors stand in for the spec's device, so a probe's rejection is ignored.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Choice:
         self.given = given
         self.posed = posed
         self.table: Table = current()
-        # Wrong values are told now, not when a plugin breaks or is passed over.
+        # Wrong values are reported now, not when a plugin breaks or is passed over.
         environment.strict()
         environment.fallback()
         self.forced_by = ""
@@ -175,7 +174,7 @@ class Choice:
         names = {*self.table.names(), *install_hints.known_names()}
         unknown = options.check_top_level(self.given, names)
         if unknown:
-            # Only to find out whose the key is: worth loading everybody.
+            # Finding the owner of the key is worth loading every backend.
             backends = {
                 name: state.backend
                 for name in self.table.names()
@@ -187,8 +186,8 @@ class Choice:
             raise options.unknown_key(unknown[0][0], backends, names, meant)
 
     def _check_own_options(self) -> None:
-        """Check what is meant for backends that won't compute this call. One that isn't loaded,
-        as those of other devices usually aren't, isn't loaded for that."""
+        """Check options of backends that won't compute this call. Backends that aren't loaded, as
+        those of other devices usually aren't, are not loaded for it."""
         for name, value in self.given:
             entry = self.table.get(name)
             if entry is None or not (entry.loaded or name == REFERENCE):
@@ -243,8 +242,8 @@ class Choice:
         }
 
     def refused(self, trace: list[TraceLine]) -> BackendRefused:
-        """Return the error for a call that nobody takes. Where the choice is forced, everybody
-        else is asked too."""
+        """Return the error for a call that no backend takes. Where the choice is forced, all
+        others are asked too."""
         if not self.forced_by:
             return self._refused_by_all(trace)
         others = self.others(trace)

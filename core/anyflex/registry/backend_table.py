@@ -1,5 +1,5 @@
-"""The table of registered backends: what the metadata offers, what was registered in this
-process, and which of it may be used."""
+"""Table of registered backends: those in installed metadata, those registered in this process, and
+which of them may be used."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Table:
         self._in_process: list[Entry] = []
         self._by_name: dict[str, Entry] = {}
         self._ready = False
-        # Under ANYFLEX_STRICT=1: what every call raises.
+        # Under ANYFLEX_STRICT=1: the error that every call raises.
         self._fatal: PluginError | None = None
         self._lock = threading.RLock()
         free_in_child(self)
@@ -116,7 +116,7 @@ class Table:
                 continue
             distribution = f"{item.distribution} {item.version}"
             if contract_mismatch(item.contract):
-                continue  # listed by doctor and not loaded, as backends of another contract are
+                continue  # doctor lists it; as backends of another contract, it isn't loaded
             try:
                 loaded.append((load_plugin(item.name, item.value, distribution), item))
             except PluginError as error:
@@ -124,7 +124,7 @@ class Table:
         return loaded, problems
 
     def _build(self) -> None:
-        """Say of every entry whether it is blocked, and who stands under each name."""
+        """Decide for every entry whether it is blocked, and which entries share a name."""
         by_name: dict[str, list[Entry]] = {}
         incompatible: list[Entry] = []
         for entry in (*self._installed, *self._in_process):
@@ -140,7 +140,7 @@ class Table:
                     entry.blocked = conflict
         table = {name: entries[0] for name, entries in by_name.items()}
         for entry in incompatible:
-            # A plugin that offers a name for this contract and for another is all right.
+            # A plugin may offer a name for this contract and for another.
             table.setdefault(entry.name, entry)
         reference = Entry(
             REFERENCE, self._reference, package="anyflex", version=VERSION, device_type="*"
@@ -171,7 +171,7 @@ class Table:
             self._build()
 
     def get(self, name: str) -> Entry | None:
-        """Return what stands under `name`: one of the two where there is a conflict."""
+        """Return the entry of `name`: one of the two where there is a conflict."""
         self.ready()
         return self._by_name.get(name)
 
@@ -181,7 +181,7 @@ class Table:
         return sorted(self._by_name, key=lambda name: (name == REFERENCE, name))
 
     def of_device(self, device_type: str) -> list[Entry]:
-        """Return what stands under the names of a device type, the reference left out."""
+        """Return the entries with names of a device type, without the reference."""
         self.ready()
         return [
             entry for _, entry in sorted(self._by_name.items()) if entry.device_type == device_type
@@ -215,7 +215,7 @@ def current() -> Table:
 def register(name: str, backend_class: type[Backend]) -> None:
     """Register a backend in this process, without an installed plugin.
 
-    It takes part like an installed one, and what was decided before is decided anew.
+    It takes part like an installed one, and earlier decisions are made again.
 
     Args:
         name: ``"<device type>"`` or ``"<device type>.<variant>"``.
@@ -247,8 +247,8 @@ def register_hooks(plugin: object, name: str) -> None:
 
 
 def reset() -> None:
-    """Forget everything: registrations, the scan, variables, compiled kernels and what was
-    reported. For tests; kernels that are in use stay valid."""
+    """Forget everything: registrations, the scan, variables, compiled kernels and past reports.
+    For tests; kernels in use stay valid."""
     _replace(Table())
 
 
@@ -256,8 +256,8 @@ def reset() -> None:
 def isolated(
     *, scan: bool = False, reference: str | type[Backend] = _REFERENCE_TARGET
 ) -> Iterator[Table]:
-    """Work with an empty registry in the body, and come back to the present one. For tests: it
-    changes the process, not only this thread.
+    """Work with an empty registry in the body, and restore the present one. For tests: it changes
+    the process, not only this thread.
 
     Args:
         scan: whether installed plugins are seen.

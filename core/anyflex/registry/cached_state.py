@@ -1,5 +1,5 @@
-"""The little that a cached call reads of the registry, kept apart so that ``import anyflex`` and a
-cached call load nothing else of it."""
+"""Registry state that a cached call reads, kept apart so that ``import anyflex`` and a cached call
+load nothing else of the registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Listeners(Protocol):
     listening: bool
 
     def launched(self, spec: Spec, backend: str, variant: str, /) -> None:
-        """Tell the hook plugins of a launch."""
+        """Report a launch to the hook plugins."""
         ...
 
 
@@ -31,7 +31,7 @@ class State:
     """What is in force; a call reads the attributes.
 
     Attributes:
-        generation: a number that changes whenever what was decided may be decided otherwise.
+        generation: a number that changes whenever decisions have to be made again.
         hooks: the hook plugins, or None before the registry was needed.
     """
 
@@ -43,17 +43,17 @@ STATE = State()
 
 
 def changed() -> None:
-    """Let everything be decided anew."""
+    """Let all decisions be made again."""
     STATE.generation = next(_generations)
 
 
 def on_replaced(forget: Callable[[], None]) -> None:
-    """Let `forget` be called whenever another table of backends is put in force."""
+    """Call `forget` whenever another table of backends is put in force."""
     _forget.append(forget)
 
 
 def replaced() -> None:
-    """Let everybody who keeps something of the table in force forget it."""
+    """Call everybody who asked to be told of a new table."""
     for forget in _forget:
         forget()
     changed()

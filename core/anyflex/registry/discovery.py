@@ -1,4 +1,4 @@
-"""Finds plugins by reading installed metadata. Nothing is imported here.
+"""Discovery of plugins from installed metadata. Nothing is imported here.
 
 A distribution offers backends in entry-point group ``anyflex.backends.v<contract>`` and hooks in
 ``anyflex.hooks.v<contract>``. Groups of other contract versions are listed, never loaded.
@@ -84,7 +84,8 @@ def scan() -> tuple[Found, ...]:
 
 def _entries(distribution: Distribution) -> list[Found]:
     try:
-        # Most distributions stop here, before anything is parsed: the scan stays cheap.
+        # Most distributions are skipped here, before anything is parsed, which keeps the scan
+        # cheap.
         text = distribution.read_text("entry_points.txt")
         if not text or "anyflex." not in text:
             return []

@@ -1,4 +1,4 @@
-"""What ``anyflex doctor`` says about plugins: plain data, everything loaded and probed."""
+"""Report of ``anyflex doctor`` about plugins: plain data, everything loaded and probed."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def backend_rows() -> list[BackendRow]:
 
 
 def hook_rows() -> list[HookRow]:
-    """Return a row for each hook plugin that is installed or registered, those included that were
-    taken out because they raised."""
+    """Return a row for each hook plugin that is installed or registered, including those that were
+    removed because they raised."""
     table = current()
     broken = {(e.plugin, e.distribution): e for e in (*table.problems, *table.hooks.dropped)}
     rows = []
@@ -139,7 +139,7 @@ def _broken(error: PluginError) -> HookRow:
 
 
 def traceback_lines(cause: BaseException | None) -> tuple[str, ...]:
-    """Return the lines of what a plugin raised; of None, none."""
+    """Return the lines of a plugin's exception; none for None."""
     if cause is None:
         return ()
     return tuple("".join(traceback.format_exception(cause)).splitlines())

@@ -1,4 +1,4 @@
-"""Every environment variable that this version of anyflex reads: one table, read once.
+"""Environment variables that this version of anyflex reads: one table, read once.
 
 Each variable is read at its first need and keeps that value for the process, so that a decision
 never depends on when somebody changed ``os.environ``. An empty value is the same as unset.
@@ -45,7 +45,7 @@ class Variable:
     Args:
         name: of the variable.
         meaning: one sentence for the user.
-        default: what holds when it is unset, in words.
+        default: the behaviour when it is unset, in words.
         allowed: the allowed values, in words.
         read_when: when it is read.
         parse: turns a non-empty text into the value; raises ValueError for a text that isn't
@@ -64,7 +64,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class VariableInForce:
-    """What `anyflex doctor` shows of a variable.
+    """State of a variable for `anyflex doctor`.
 
     Args:
         name: of the variable.
@@ -290,15 +290,14 @@ _OTHERS = (
 
 
 def variables_of_others() -> list[tuple[str, str]]:
-    """Return the name and the text of each variable that is set and that another part of the
-    project reads; whether it is allowed is known there."""
+    """Return the name and the text of each set variable that another part of the project reads;
+    that part knows whether it is allowed."""
     return [(name, os.environ[name]) for name in _OTHERS if os.environ.get(name)]
 
 
 def unknown_variables() -> list[tuple[str, str | None]]:
-    """Return each variable ``ANYFLEX_*`` that is set and that nobody reads, with the nearest known
-    name or None. Names that other parts of the project read (builds, backends, torch's hook) are
-    known."""
+    """Return each set variable ``ANYFLEX_*`` that nothing reads, with the nearest known name or
+    None. Names that other parts of the project read (builds, backends, torch's hook) are known."""
     import difflib
 
     found = []

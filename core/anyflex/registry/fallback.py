@@ -1,4 +1,4 @@
-"""What is said when a call is not computed by the backend that should have computed it."""
+"""Warnings and errors of a call that another backend computes than the one that should have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _warned: set[str] = set()
 
 
 def warn_about_fallback(choice: Choice, trace: list[TraceLine], chosen: str) -> None:
-    """Say which installed backends were passed over, or that an accelerator's call is computed on
+    """Warn that installed backends were passed over, or that an accelerator's call is computed on
     the reference. A forced choice is no fallback.
 
     Raises:
@@ -60,7 +60,7 @@ def warn_about_fallback(choice: Choice, trace: list[TraceLine], chosen: str) -> 
 
 
 def warn_about_opaque_mod(mod: str, reason: str) -> None:
-    """Say once that a mod which no graph can hold runs on the reference, through vmap.
+    """Warn once that a mod without a graph runs on the reference, through vmap.
 
     Raises:
         BackendRefused: under ANYFLEX_FALLBACK=error.
@@ -78,7 +78,7 @@ def warn_about_opaque_mod(mod: str, reason: str) -> None:
 def _on_reference(choice: Choice) -> list[str]:
     device = choice.spec.device_type
     missing = choice.missing()
-    if choice.spec.opaque:  # told when the mod was found to be so: see warn_about_opaque_mod
+    if choice.spec.opaque:  # reported when the mod was traced: see warn_about_opaque_mod
         return []
     if device != "cpu":
         if missing is not None:
@@ -96,7 +96,7 @@ def _on_reference(choice: Choice) -> list[str]:
 
 
 def warn_about_unused_options(answer: Answer) -> None:
-    """Say once of each of torch's tuning keys that the chosen backend has no use for it."""
+    """Warn once for each of torch's tuning keys that the chosen backend doesn't use."""
     for key in answer.resolved.ignored_tuning if answer.resolved is not None else ():
         warn_once(
             f"kernel_options[{key!r}] has no meaning for backend {answer.line.backend} and is "
@@ -105,7 +105,7 @@ def warn_about_unused_options(answer: Answer) -> None:
 
 
 def warn_about_determinism(answer: Answer) -> None:
-    """Say once, under torch's warn_only mode, that gradients may differ in their last bits."""
+    """Warn once, under torch's warn_only mode, that gradients may differ in their last bits."""
     backend, decision = answer.state.backend, answer.decision
     if backend is None or decision is None or decision.backward == "core":
         return
@@ -129,7 +129,7 @@ def warn_once(message: str, category: type[Warning] = PerformanceWarning) -> Non
 
 
 def forget_warnings() -> None:
-    """Warn of everything again: for tests."""
+    """Forget which warnings were issued: for tests."""
     with _lock:
         _warned.clear()
 

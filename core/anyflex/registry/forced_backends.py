@@ -1,4 +1,4 @@
-"""Which backend names are forced: ``backend=``, then `use_backend`, then ANYFLEX_BACKEND."""
+"""Forced backend names: ``backend=``, then `use_backend`, then ANYFLEX_BACKEND."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def forget_environment() -> None:
 
 
 def source_of(names: tuple[str, ...], explicit: str | None) -> str:
-    """Return who forces `names`, for messages: ``"backend='cuda'"``."""
+    """Return the source that forces `names`, for messages: ``"backend='cuda'"``."""
     if explicit is not None:
         return f"backend={explicit!r}"
     if FORCED.get() is not None:

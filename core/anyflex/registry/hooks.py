@@ -1,5 +1,5 @@
-"""Calls the hooks. pluggy marks, checks and orders the implementations; the loop over them is
-here, because pluggy's own stops at the first that raises."""
+"""Hooks: pluggy marks, checks and orders the implementations; the loop over them is here, because
+pluggy's own stops at the first that raises."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Hooks:
     """The hook plugins of a registry.
 
     Attributes:
-        listening: somebody implements ``anyflex_launched``. Read on the hot path.
-        dropped: of plugins that were taken out, for ``anyflex doctor``: what was wrong.
+        listening: whether a plugin implements ``anyflex_launched``. Read on the hot path.
+        dropped: faults of removed plugins, for ``anyflex doctor``.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Hooks:
             self._update()
 
     def order(self, spec: Spec, candidates: tuple[str, ...]) -> tuple[str, ...]:
-        """Let plugins reorder `candidates`. An answer that is no order of them is ignored."""
+        """Let plugins reorder `candidates`. An answer that isn't a reordering is ignored."""
         for name, answer in self._call(
             "anyflex_order_candidates", {"spec": spec, "candidates": candidates}
         ):
@@ -106,8 +106,8 @@ class Hooks:
         self._call("anyflex_launched", {"spec": spec, "backend": backend, "variant": variant})
 
     def _call(self, hook: str, arguments: Mapping[str, object]) -> list[tuple[str, Any]]:
-        """Call every implementation in pluggy's order. One that raises is reported once and taken
-        out, so that the others go on and the hot path doesn't pay for it again."""
+        """Call every implementation in pluggy's order. One that raises is reported once and
+        removed, so that the others go on and the hot path doesn't pay for it again."""
         if self._manager is None:
             return []
         answers = []
@@ -149,7 +149,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 
 def _register(manager: pluggy.PluginManager, plugin: object, name: str) -> str | None:
-    """Register with pluggy, or return what doesn't fit; then nothing is registered."""
+    """Register with pluggy, or return the mismatch; then nothing is registered."""
     from pluggy import PluginValidationError
 
     from anyflex.registry import hook_specs

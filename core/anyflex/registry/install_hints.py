@@ -1,4 +1,4 @@
-"""How to install a backend that isn't there.
+"""Install lines for backends that aren't there.
 
 Nothing is published on an index yet, so the line is the one for a checkout.
 """

@@ -1,5 +1,5 @@
-"""Rules that keep a registered backend from being loaded: switched off by a variable, written for
-another contract, badly named, or one of several under one name."""
+"""Rules that keep a registered backend from being loaded: disabled by a variable, written for
+another contract, badly named, or one of several with one name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _names_one(names: tuple[str, ...], name: str, package: str) -> str | None:
 
 
 def switched_off(name: str, package: str) -> str | None:
-    """Return the variable, with its value, that takes a plugin out, or None."""
+    """Return the variable, with its value, that disables a plugin, or None."""
     disabled = environment.disabled()
     if _names_one(disabled, name, package):
         return f"ANYFLEX_DISABLE={','.join(disabled)}"
@@ -66,7 +66,7 @@ def blocked_state(entry: Entry) -> State | None:
 
 
 def conflict_state(entries: list[Entry]) -> State:
-    """Return the state of entries that stand under one name."""
+    """Return the state of entries that share one name."""
     name = entries[0].name
     packages = sorted({entry.package for entry in entries})
     owners = sorted({f"{entry.distribution} ({entry.value})" for entry in entries})
@@ -85,7 +85,7 @@ def conflict_state(entries: list[Entry]) -> State:
 
 
 def warn_about_unknown_names(found: Iterable[Found], entries: Iterable[Entry]) -> None:
-    """Warn of names in ANYFLEX_DISABLE or ANYFLEX_PLUGINS that nothing has: a typing error."""
+    """Warn of names in ANYFLEX_DISABLE or ANYFLEX_PLUGINS that no plugin has: typing errors."""
     found, entries = list(found), list(entries)
     known = {entry.name for entry in entries} | {item.name for item in found}
     known |= install_hints.known_names()

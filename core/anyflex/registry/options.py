@@ -108,7 +108,7 @@ TORCH_KEYS: dict[str, TorchKey] = {
         allowed=(False,),
     ),
 }
-"""Every key that torch documents, and SKIP_MASK_SCORE, which its CPU kernel reads."""
+"""All keys that torch documents, and SKIP_MASK_SCORE, which its CPU kernel reads."""
 
 # torch's tile keys belong to one direction, so a prefix adds nothing.
 _SAME_KEY = {f"fwd_BLOCK_{side}": f"BLOCK_{side}" for side in ("M", "N")} | {
@@ -122,8 +122,8 @@ class ResolvedOptions:
 
     Args:
         values: the backend's own options that were given, by name, sorted: ``Spec.options``.
-        unused: the keys that this backend has no use for, ``"cuda.pipeline"`` for own ones of
-            another backend.
+        unused: the keys that this backend doesn't use; ``"cuda.pipeline"`` for another
+            backend's own.
         ignored_tuning: those of `unused` that are torch's tuning keys, to be warned about.
     """
 
@@ -133,8 +133,8 @@ class ResolvedOptions:
 
 
 def check_top_level(kernel_options: KernelOptions, names: Iterable[str]) -> KernelOptions:
-    """Check what doesn't depend on the backend; return the keys that are neither torch's nor a
-    backend's name, so that the caller can find out whose they are (`unknown_key`).
+    """Check the part that doesn't depend on the backend; return the keys that are neither torch's
+    nor a backend's name, so that the caller can find their owner (`unknown_key`).
 
     Args:
         kernel_options: from `freeze_options`.
@@ -175,7 +175,7 @@ def unknown_key(
         key: the key.
         backends: the backends that could be loaded, by name.
         names: every backend name that is known.
-        meant: names of those that may compute the call, the likeliest first.
+        meant: names of the backends that may compute the call, the likeliest first.
     """
     owners = sorted(name for name, backend in backends.items() if key in backend.options)
     if owners:
@@ -286,8 +286,8 @@ def _unknown_own(key: str, backend: Backend, others: Mapping[str, Backend]) -> A
 
 
 def _checked(option: Option, value: object, shown: str, owner: str) -> Number:
-    """Return the value in the option's type. An int is taken for a float, a bool for nothing
-    else."""
+    """Return the value in the option's type. An int is accepted for a float, a bool only for a
+    bool."""
     if option.type is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     right = isinstance(value, option.type) and (option.type is bool or not isinstance(value, bool))

@@ -1,4 +1,5 @@
-"""The wall around plugin code: whatever it raises is recorded, named, and stops nobody else.
+"""Error boundary around plugin code: whatever it raises is recorded, named, and stops nothing
+else.
 
 This is the one place of the package that catches `Exception` and `SystemExit`: vendor libraries
 call ``exit()`` at import. What was caught becomes a `PluginError` whose ``__cause__`` keeps the
@@ -43,7 +44,7 @@ def plugin_code(
     """
     try:
         yield
-    except (Exception, SystemExit) as cause:  # The wall: see the module's docstring.
+    except (Exception, SystemExit) as cause:  # This is the wall: see the module's docstring.
         if may_refuse and isinstance(cause, (AnyflexError, torch.OutOfMemoryError)):
             raise
         raise PluginError(

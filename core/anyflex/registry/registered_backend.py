@@ -1,5 +1,5 @@
-"""One name in the registry: where it comes from, whether it can be used, and its backend object,
-which is loaded at the first use."""
+"""Registered backends: where each comes from, whether it can be used, and its object, which is
+loaded at the first use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "State", "contract_mismatch", "name_problem", "saved_bytes_problem"]
 
 _MOST_SAVED = 2**20
-"""Bytes of a query row, beyond which sizes would leave an int64."""
+"""Maximum bytes of a query row, beyond which sizes would exceed an int64."""
 _NAME = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9][a-z0-9_-]*)?")
 NAME_RULE = (
     'a backend name is "<device type>" or "<device type>.<variant>", in lower case: letters, '
@@ -131,7 +131,7 @@ class Entry:
             if self._state is None:
                 self._state = state
         if self._asked_while_loading:
-            # What was decided meanwhile was decided without this backend.
+            # Decisions were made without this backend meanwhile.
             self._asked_while_loading = False
             cached_state.changed()
         return self._state
@@ -180,7 +180,7 @@ class Entry:
         return target
 
     def _check(self, capabilities: object, priority: object, options: object) -> None:
-        """Hold the declarations to the contract: a wrong type shows here, not in a call."""
+        """Check the declarations against the contract: a wrong type shows here, not in a call."""
         if not isinstance(capabilities, Capabilities):
             raise self.error(
                 "is broken: its `capabilities` must be an anyflex.plugin.Capabilities"
@@ -195,7 +195,7 @@ class Entry:
             )
 
     def check_decision(self, decision: object, method: str) -> None:
-        """Raise `PluginError` if what a plugin answered is not a Decision."""
+        """Raise `PluginError` if a plugin's answer isn't a Decision."""
         if not isinstance(decision, (Accepted, Rejected)):
             raise self.error(
                 f"is broken: {method} must return Accepted() or Rejected(reason), got "
@@ -203,14 +203,15 @@ class Entry:
             )
 
     def supports(self, backend: Backend, spec: Spec) -> Decision:
-        """Ask the backend. Raises `PluginError` if it raises or answers no Decision."""
+        """Ask the backend. Raises `PluginError` if it raises or its answer isn't a Decision."""
         with plugin_code(self.name, self.distribution, "supports(spec)"):
             decision = backend.supports(spec)
         self.check_decision(decision, "supports(spec)")
         return decision
 
     def saved_bytes(self, backend: Backend, dtype: torch.dtype) -> tuple[int, int]:
-        """Ask the backend. Raises `PluginError` if it raises or answers no pair of sizes."""
+        """Ask the backend. Raises `PluginError` if it raises or its answer isn't a pair of
+        sizes."""
         with plugin_code(self.name, self.distribution, "saved_bytes(dtype)"):
             found: object = backend.saved_bytes(dtype)
         problem = saved_bytes_problem(found)
@@ -229,7 +230,7 @@ def name_problem(name: object) -> str | None:
 
 
 def saved_bytes_problem(found: object) -> str | None:
-    """Return why this can't be what `Backend.saved_bytes` answers, or None."""
+    """Return why this can't be an answer of `Backend.saved_bytes`, or None."""
     if (
         isinstance(found, tuple)
         and len(found) == 2

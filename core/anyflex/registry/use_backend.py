@@ -15,10 +15,10 @@ __all__ = ["check_names", "use_backend"]
 class use_backend(ContextDecorator):
     """Force backends for the calls in a ``with`` block, or in a decorated function.
 
-    A name binds the calls whose tensors are on its own device type; ``"reference"`` binds all.
-    Of several names for one device type the first that takes the call computes it; if none does,
-    the call raises `BackendRefused`. Without names, the registry chooses by itself inside of the
-    block, whatever is forced outside. Weaker than ``backend=``.
+    A name binds the calls whose tensors are on its own device type; ``"reference"`` binds all. Of
+    several names for one device type the first that takes the call computes it; if none does, the
+    call raises `BackendRefused`. Without names, the registry chooses freely inside of the block,
+    whatever is forced outside. Weaker than ``backend=``.
 
     Examples:
         >>> with use_backend("reference"):

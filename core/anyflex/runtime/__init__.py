@@ -1,1 +1,1 @@
-"""The run-time half of a call: spec, kernel, launch, autograd and the two static ops."""
+"""Run-time half of a call: spec, kernel, launch, autograd and the two static ops."""

@@ -1,7 +1,7 @@
 """Origin of a spec's artifacts: one more artifact beside them, which core writes.
 
-Their key is a hash, and tells nothing. The origin says what they were made from, so that
-`anyflex cache specs` can list them and loading an archive can say why some are of no use here.
+Their key is a hash, which can't be read back. The origin says what they were made from, so that
+`anyflex cache specs` can list them, and loading an archive can say why some can't be used here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_origin(plugin: str, package: str, version: str, fingerprint: str, spec
 
 
 def read_origin(content: bytes) -> dict[str, Any] | None:
-    """Return the facts, or None where it isn't one of this version."""
+    """Return the facts, or None where it isn't an origin of this version."""
     try:
         facts = json.loads(content)
     except ValueError:
@@ -55,10 +55,10 @@ def read_origin(content: bytes) -> dict[str, Any] | None:
 
 
 def mismatch(content: bytes) -> str | None:
-    """Return why no call in this environment finds the artifacts of an origin, or None where they
-    may be of use. Imports the plugin that made them.
+    """Return why no call in this environment finds the artifacts of an origin, or None where one
+    may. Imports the plugin that made them.
 
-    A device that isn't initialised is not asked for its architecture: images are built without.
+    A device that isn't initialised isn't asked for its architecture: images are built without one.
     """
 
     origin = read_origin(content)
@@ -89,7 +89,7 @@ def _fingerprint(entry: Entry) -> str | None:
         with plugin_errors.plugin_code(entry.name, entry.distribution, "fingerprint()"):
             return backend.fingerprint()
     except PluginError:
-        return None  # it is told when the backend is asked for a kernel
+        return None  # reported when the backend is asked for a kernel
 
 
 def _other_device(text: str) -> str | None:
@@ -111,8 +111,8 @@ def _other_device(text: str) -> str | None:
 
 
 def spec_lines(store: Store) -> Iterator[str]:
-    """Yield a line of JSON, with ``backend`` and ``spec``, for each spec that the cache has
-    artifacts of."""
+    """Yield a line of JSON, with ``backend`` and ``spec``, for each spec with artifacts in the
+    cache."""
     for item in store.items():
         if item.name == ORIGIN:
             with contextlib.suppress(FileNotFoundError):  # Cleared meanwhile.

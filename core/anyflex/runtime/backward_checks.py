@@ -13,7 +13,7 @@ __all__ = ["check_backward", "kept_name"]
 
 
 def kept_name(position: int) -> str:
-    """What a message calls a tensor that the kernel left in forward."""
+    """Return the name, in messages, of a tensor that the kernel left in forward."""
     return f"tensor {position} of those that the kernel keeps for backward"
 
 
@@ -25,10 +25,10 @@ def check_backward(
     looked: bool = False,
     names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> None:
-    """Check what backward reads: a storage may have been resized since forward.
+    """Check the tensors that backward reads: a storage may have been resized since forward.
 
     Args:
-        looked: all but what arrives is known to lie inside of its memory.
+        looked: all tensors except the incoming gradients are known to be inside their memory.
         names: as for `check_captured`.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Saves the disk cache to one file, and loads such a file: for machines without a compiler, for
-images, for CI. Its content is executed, so load only what comes from people you trust; what is
-checked here is that it is whole and stays inside of the cache folder."""
+"""Archive of the disk cache: one file for machines without a compiler, for images, for CI. Its
+content is executed, so load only archives from people you trust; the checks here are that it is
+whole and stays inside of the cache folder."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MEMBER = re.compile(
 )
 _COMMENT = f"anyflex cache {FOLDER}".encode()
 LARGEST_MEMBER = 2**30
-"""Bytes; a larger one is no artifact but an attempt to fill memory."""
+"""Maximum bytes of a member: a larger one isn't an artifact but an attempt to fill memory."""
 _UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error
 )  # fmt: skip
-"""Exceptions that zipfile raises for a file with a byte flipped, depending on where;
+"""Exceptions that zipfile raises for a file with a flipped byte, depending on where;
 NotImplementedError is a RuntimeError."""
 _log = logging.getLogger("anyflex")
 
@@ -84,9 +84,9 @@ def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
     """Put the kernels that `save_artifacts` wrote into the disk cache, as ``anyflex cache load``
     does. **They are executed later: load only what comes from people you trust.**
 
-    All are checked before the first is stored. Those that no call in this environment would find
-    (another anyflex, Triton, backend, processor or GPU, a torch that differentiates otherwise)
-    are left out, with a log line a reason.
+    All are checked before the first is stored. Artifacts that no call in this environment would
+    find (another anyflex, Triton, backend, processor or GPU, a torch that differentiates
+    otherwise) are left out, with a log line a reason.
 
     Args:
         source: path of the file, or its content.
@@ -107,7 +107,7 @@ def load_artifacts(source: str | os.PathLike[str] | bytes) -> Loaded:
 def _usable_store() -> Store:
     cache = store()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the error says it
+        warnings.simplefilter("ignore")  # the error reports it
         usable = cache.usable(create=True)
     if not usable:
         raise ArgumentError(
@@ -134,14 +134,14 @@ def save(store: Store, path: pathlib.Path) -> int:
                 f"the archive {path} can't be written: what is there is no regular file; give "
                 "another path"
             )
-        # Not tempfile's: it leaves no mode to the umask.
+        # Not a file of tempfile, which doesn't leave the mode to the umask.
         temporary = target.with_name(f".writing-{secrets.token_hex(8)}")
         with temporary.open("xb") as stream:
             count = _pack(store, stream)
         os.replace(temporary, target)
     except OSError as error:
         if temporary is not None:
-            with contextlib.suppress(OSError):  # The first error is the one to tell.
+            with contextlib.suppress(OSError):  # The first error is the one to report.
                 temporary.unlink()
         raise ArgumentError(f"the archive {path} can't be written: {error}") from error
     return count
@@ -252,7 +252,7 @@ def _read(
         )
     build, key, name = match.groups()
     with archive.open(member) as stream:
-        # The size in the directory may lie: never read more than allowed.
+        # The size in the directory may be wrong: never read more than allowed.
         file = stream.read(LARGEST_MEMBER + 1)
     data = unseal(name, file)
     if data is None:

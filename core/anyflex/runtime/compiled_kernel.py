@@ -1,4 +1,4 @@
-"""Compiled kernel: what led to it, what it says of a call, and what its failure means."""
+"""Compiled kernels: the decision that led to one, its description of a call, and its failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """A kernel with what led to it.
+    """A kernel with the decision that led to it.
 
     Args:
         backend: the backend object.
@@ -49,7 +49,7 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
     """Return the error to raise when a kernel raised `error`; its ``__cause__`` is set. An
     allocation that failed is no fault of the plugin.
 
-    anyflex's own errors and ``torch.OutOfMemoryError`` should not be brought here.
+    Don't pass anyflex's own errors or ``torch.OutOfMemoryError``.
     """
     from anyflex.registry.plugin_errors import first_line
 
@@ -73,7 +73,7 @@ def kernel_failed(compiled: CompiledKernel, error: BaseException) -> AnyflexErro
 
 
 def described(compiled: CompiledKernel, call: Call) -> str:
-    """Return what the kernel says of a call, or "" where its `describe` is broken: that is
+    """Return the kernel's description of a call, or "" where its `describe` is broken: that is
     reported, and stops no call."""
     from anyflex.registry.plugin_errors import plugin_code, report
 

@@ -1,4 +1,4 @@
-"""The disk cache of compiled kernels: named bytes per backend build and spec.
+"""Disk cache of compiled kernels: named bytes per backend build and spec.
 
     <cache folder>/artifacts-1/<distribution>-<version>/<key>/<name>
 
@@ -59,7 +59,7 @@ _CLEARED = ".cleared-"
 _ATTEMPTS = 10
 _MEMORY_BYTES = 64 * 2**20
 ORIGIN = "origin.json"
-"""Name of the artifact that tells what the others beside it were made from; backends may not use
+"""Name of the artifact that says what the others beside it were made from; backends may not use
 it. See `anyflex.runtime.artifact_origin`."""
 _log = logging.getLogger("anyflex")
 
@@ -93,7 +93,7 @@ def unseal(name: str, file: bytes) -> bytes | None:
 
 
 def damage(file: bytes) -> str:
-    """Return what is wrong with a file that `unseal` refuses."""
+    """Return the damage of a file that `unseal` refuses."""
     if file.startswith(_ANY_MAGIC) and not file.startswith(_MAGIC):
         return "of another layout, made by another anyflex"
     return "damaged"
@@ -158,7 +158,8 @@ class Store:
         data = unseal(name, file)
         if data is None:
             _log.warning("cache file %s is damaged or foreign; compiled anew", path)
-            with contextlib.suppress(OSError):  # It is overwritten anyway; gone, it logs once.
+            # It is overwritten anyway; if it were gone, it would log once.
+            with contextlib.suppress(OSError):
                 path.unlink()
             return None
         # A process that compiles nothing saves a bundle, too.
@@ -214,8 +215,8 @@ class Store:
                 _write_beside(folder, name, file)
                 return
             except (FileNotFoundError, FileExistsError):
-                # Somebody has cleared the cache under our hands: a folder was gone, or went while
-                # mkdir looked at it.
+                # The cache was cleared meanwhile: a folder was gone, or went while mkdir looked at
+                # it.
                 if attempt == _ATTEMPTS - 1:
                     raise
 
@@ -237,7 +238,7 @@ class Store:
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem is None or self.folder.exists():
-                break  # else somebody has cleared the cache under our hands
+                break  # else the cache was cleared meanwhile
         if problem is not None:
             self._give_up(problem)
             return False
@@ -269,7 +270,7 @@ class Store:
         return found
 
     def clear(self) -> int:
-        """Delete every artifact and what interrupted writers left; return how many artifacts.
+        """Delete every artifact and the remains of interrupted writers; return how many artifacts.
 
         Raises:
             ArgumentError: the folder can't be written.
@@ -278,7 +279,7 @@ class Store:
             self._memory.clear()
             self._memory_size = 0
         count = len(self.items())
-        # Moved away first: a writer sees the cache whole or gone, and makes it anew.
+        # Moved away first: a writer sees the cache whole or gone, and creates it again.
         try:
             away = tempfile.mkdtemp(prefix=_CLEARED, dir=self.folder.parent)
             self.folder.rename(pathlib.Path(away) / "old")
@@ -302,7 +303,7 @@ def _write_beside(folder: pathlib.Path, name: str, file: bytes) -> None:
             stream.write(file)
         os.replace(temporary, folder / name)
     except OSError:
-        with contextlib.suppress(OSError):  # The first error is the one to tell.
+        with contextlib.suppress(OSError):  # The first error is the one to report.
             os.unlink(temporary)
         raise
 
@@ -356,7 +357,8 @@ class _SpecArtifacts:
         store().put(self._build, self._key, name, bytes(data), on_disk=self._on_disk)
 
     def _keep_origin(self) -> None:
-        # Beside other artifacts alone: a backend that keeps none has nothing to list or to load.
+        # Written beside other artifacts alone: a backend that keeps none has nothing to list or to
+        # load.
         origin, self._origin = self._origin, None
         if origin is not None and self._on_disk:
             name = ORIGIN
@@ -396,14 +398,14 @@ def artifacts_for(
         package, version: of its distribution.
         fingerprint: of the backend.
         spec_digest: ``Spec.digest()``.
-        origin: of `anyflex.runtime.artifact_origin.write_origin`, kept beside what the backend
-            keeps; None for none.
+        origin: of `anyflex.runtime.artifact_origin.write_origin`, kept beside the backend's
+            artifacts; None for none.
         on_disk: False keeps them in memory: for backends registered in the process, whose code may
             change without their version.
     """
     from anyflex.mod_graph.torch_derivatives import IN_FORCE
 
-    # Core's passes over mod graphs decide what a plugin generates, as its own code does.
+    # Core's passes over mod graphs decide the code that a plugin generates, as its own code does.
     parts = (plugin, package, version, VERSION, IN_FORCE, fingerprint, spec_digest)
     key = hashlib.sha256("\0".join(f"{len(part)}:{part}" for part in parts).encode()).hexdigest()
     build = re.sub(r"[^A-Za-z0-9._+-]", "_", f"{package}-{version}").lstrip(".") or "_"

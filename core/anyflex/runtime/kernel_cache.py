@@ -1,6 +1,6 @@
-"""From a spec to a compiled kernel: asks the registry, compiles, keeps what is compiled.
+"""Cache of compiled kernels by spec: asks the registry, compiles, keeps the kernel.
 
-Nothing of this is on the hot path: a call whose plan is known doesn't come here.
+It isn't on the hot path: a call with a known plan doesn't come here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 DECISIONS = 4096
-"""How many decisions (spec, forced names, options) are kept."""
+"""Maximum number of decisions (spec, forced names, options) that are kept."""
 
 
 _decisions: Recent[object, CompiledKernel] = Recent(DECISIONS)

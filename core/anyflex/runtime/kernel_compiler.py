@@ -1,4 +1,5 @@
-"""Decides who computes a spec, and compiles it, once: threads that come meanwhile wait."""
+"""Compilation of a spec by the first candidate that takes it, once: threads that come meanwhile
+wait."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from anyflex.runtime.compiled_kernel import CompiledKernel, summary
 __all__ = ["decide", "forget"]
 
 KERNELS = 512
-"""How many live kernels are kept; the one used longest ago goes first."""
+"""Maximum number of live kernels that are kept, LRU."""
 
 
 class _Compiling:
-    """A compile under way: one thread works, the others wait for it."""
+    """A running compile: one thread works, the others wait for it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -42,7 +43,7 @@ class _Compiling:
 
 
 class _State:
-    """What `forget` throws away."""
+    """State that `forget` drops."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -98,7 +99,7 @@ def decide(
 
 
 def _short(failure: PluginError) -> str:
-    # Without the spec: the warning about it comes once a reason, not once a spec.
+    # Reported without the spec: a warning comes once per reason, not once per spec.
     cause = failure.__cause__
     return str(failure) if cause is None else f"compile() raised {plugin_errors.first_line(cause)}"
 
@@ -126,7 +127,7 @@ def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
                 compiling.kernel = _compile(entry, backend, spec)
                 state.kernels.put(key, compiling.kernel)
                 return compiling.kernel
-            except Exception as error:  # Handed to those who wait, and raised here.
+            except Exception as error:  # Raised here and in the waiting threads.
                 compiling.error = error
                 raise
             finally:
@@ -142,7 +143,7 @@ def _compiled_once(entry: Entry, backend: Backend, spec: Spec) -> Kernel:
             raise plugin_errors.again(compiling.error)
         if compiling.error is not None:
             raise compiling.error
-        # The thread that worked was interrupted: try it here.
+        # The thread that compiled was interrupted: try it here.
 
 
 def _is_capturing(device_type: str) -> bool:
@@ -204,8 +205,8 @@ cached_state.on_replaced(forget)
 
 
 def _after_fork() -> None:
-    # A compile that was under way belongs to a thread that doesn't exist in the child; locks may
-    # be held by one. What is compiled stays.
+    # A running compile belongs to a thread that doesn't exist in the child; locks may be held by
+    # one. Finished kernels stay.
     global _state
     old, _state = _state, _State()
     _state.kernels.copy_from(old.kernels)

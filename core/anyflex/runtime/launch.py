@@ -23,11 +23,11 @@ from anyflex.tensors.tensor_facts import empty_dense
 __all__ = ["allocate_saved_bytes", "launch_backward", "launch_forward"]
 
 _THEIR_OWN = (AnyflexError, torch.OutOfMemoryError)
-"""What a kernel may raise as it is: users catch these."""
+"""Exceptions of a kernel that pass unchanged, because users catch them."""
 
 _CONTIGUOUS = torch.contiguous_format
-"""Strides of a contiguous tensor may be anything where a size is 1; what is handed to a kernel has
-last stride 1."""
+"""Strides of a contiguous tensor may be anything where a size is 1; tensors for a kernel have last
+stride 1."""
 _KEPT = "what the kernel keeps for backward"
 
 
@@ -39,7 +39,7 @@ def launch_forward(
     Args:
         plan: the call's plan.
         call: its tensors and numbers.
-        save: let the kernel leave what it wants for its backward.
+        save: let the kernel leave its saved outputs for backward.
         saved_bytes: memory that this is cut from, if it fits.
 
     Raises:
@@ -105,7 +105,7 @@ def launch_forward(
 
 
 def allocate_saved_bytes(device: torch.device, size: int) -> Tensor:
-    """Return memory for what forward leaves behind the static op.
+    """Return memory for the bytes that forward leaves behind the static op.
 
     Raises:
         AllocationError: there is none.
@@ -159,7 +159,7 @@ def launch_backward(
         if for_value:
             dv = _gradient_of(value)
         if plan.spec.kv_broadcast and not query.shape[0]:
-            # An empty batch is no work of any kernel's; the keys that it shares have gradients.
+            # No kernel has to work on an empty batch; the keys that it shares have gradients.
             for gradient in (dk, dv):
                 if gradient is not None:
                     gradient.zero_()
@@ -203,8 +203,8 @@ def launch_backward(
 
 @contextmanager
 def _guard(plan: Plan, device: Any) -> Iterator[None]:
-    """What a kernel runs in: its device, and no autocast. Core has cast q, k and v; a kernel made
-    of torch's products would otherwise have its float32 scores rounded once more.
+    """Context of a kernel's run: its device, and no autocast. Core has cast q, k and v; a kernel
+    made of torch's products would otherwise have its float32 scores rounded once more.
 
     Args:
         device: of `Plan.guard`.
@@ -218,7 +218,8 @@ def _guard(plan: Plan, device: Any) -> Iterator[None]:
 
 
 def _returned(method: str, value: object) -> TypeError:
-    """What a kernel returns instead of filling what it is given would be lost without a word."""
+    """Return the error for a kernel that returns something instead of filling its outputs: the
+    value would be lost silently."""
     return TypeError(
         f"{method}() returned a {type(value).__name__}: it must fill the tensors that it is given "
         "and return None"
@@ -256,7 +257,7 @@ def _no_gradients(plan: Plan, call: Call, error: BaseException) -> AllocationErr
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    # The usual case is asked for here: empty_dense costs as much again.
+    # The usual case is tested here: calling empty_dense costs as much again.
     if tensor.is_contiguous():
         return torch.empty_like(tensor, memory_format=_CONTIGUOUS)
     return empty_dense(tensor)
@@ -290,8 +291,8 @@ def _backward(
 
 
 def _extras(plan: Plan, call: Call, saved: Saved) -> tuple[Tensor, ...]:
-    """Compute a kernel's saved outputs anew, where the way here carries out and lse only: they
-    come from outside, or the static op had no memory for what this kernel leaves."""
+    """Compute a kernel's saved outputs again, where only out and lse arrive here: they come from
+    outside, or the static op had no memory for the saved outputs."""
     device = call.query.device
     extras = allocate(device, plan.kernel.saved_outputs(call), _KEPT)
     if not extras:  # none for this call

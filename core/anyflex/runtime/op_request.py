@@ -22,7 +22,7 @@ VERSION = "anyflex-request-4"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the traced half decided.
+    """Decisions of the traced half.
 
     Args:
         score, mask: graph texts, "" for none.
@@ -70,8 +70,8 @@ def write_request(
 ) -> str:
     """Return the request's text.
 
-    Inductor copies it into comments of the code that it generates, where a second line would be
-    code. repr escapes whatever ends a line, in any field.
+    Inductor copies it into comments of generated code, where a second line would be code. repr
+    escapes every line ending, in any field.
     """
     fields = (
         score,

@@ -34,8 +34,8 @@ __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
 
 PLANS = 4096
 SHAPES = 4096
-"""Of calls, that are remembered with their plans. The first is forgotten first, in use or not: to
-work out again what follows from it, once in so many, takes less than to note each use."""
+"""Maximum number of call shapes that keep a plan. Evicts FIFO: planning again costs less than
+recording every hit."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Inputs:
 
 
 class Plan:
-    """A compiled spec with what a launch needs to know of it, looked up once.
+    """A compiled spec with the facts that a launch needs, looked up once.
 
     Attributes:
         compiled: backend, kernel and the decision's trace.
@@ -93,8 +93,8 @@ class Plan:
         same_dims: Ev is E.
         max_scores: they are asked for.
         gradients: a flag for query, key, value.
-        mark: what tells this kernel's saved outputs from another's, in any process: a positive
-            signed 64-bit integer.
+        mark: identifies this kernel's saved outputs, in any process: a positive signed 64-bit
+            integer.
         request: of the plan's calls (`anyflex.runtime.op_request`), for a backward that Dynamo
             traces. It promises no saved bytes.
         guard: makes a context manager that selects the device, or None while it is selected; None
@@ -154,7 +154,7 @@ class Plan:
                 for facts in captured
             ]
         )
-        # Elsewhere than on the CPU a kernel would have to wait for the device to tell.
+        # On other devices than the CPU a kernel would have to wait for the device to tell.
         self.checks_reads = bool(captured) and self.spec.device_type != "cpu" and check_indices()
         self.casts = any(
             facts.needs_grad and facts.dtype is not dtype
@@ -166,7 +166,7 @@ class Plan:
 
 
 def _device_guard(device: torch.device) -> Callable[[], Any] | None:
-    """As `Plan.guard`: None also where torch knows of no way to make it."""
+    """As `Plan.guard`: None also where torch can't make one."""
     if device.type == "cpu":
         return None
     module: Any = getattr(torch, device.type, None)
@@ -175,7 +175,7 @@ def _device_guard(device: torch.device) -> Callable[[], Any] | None:
         if not callable(getattr(module, "current_device", None)):
             return lambda: select(device)
         index = device.index
-        # To ask costs a tenth of what it costs to select the device that is selected.
+        # Asking costs a tenth of selecting the device that is selected already.
         return lambda: None if module.current_device() == index else select(device)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type or device.index is None:
@@ -212,7 +212,7 @@ def plan_for(inputs: Inputs) -> Plan:
     layouts = memories(query, key, value)
     shapes = query.shape, key.shape, value.shape
     facts = (
-        history,  # stands for both texts
+        history,  # identifies both graph texts
         bound,
         None if views is None else views.block_size,
         query.device,
@@ -228,8 +228,8 @@ def plan_for(inputs: Inputs) -> Plan:
         names,
         inputs.backend,
         repr(inputs.options) if inputs.options else "",  # 1, 1.0 and True are equal
-        # A graph's text tells its captured tensors' number, types and ranks; an untraced mod has
-        # no text.
+        # A graph's text determines its captured tensors' number, types and ranks; an untraced mod
+        # has no text.
         None
         if call.score_function is None and call.mask_function is None
         else (inputs.score_slots, tuple([(t.dtype, t.dim()) for t in call.captured])),
@@ -238,8 +238,8 @@ def plan_for(inputs: Inputs) -> Plan:
     exactly = (
         facts,
         shapes,
-        # Tensors of the usual case are contiguous, whose strides follow from their shapes, but
-        # where a size is 1.
+        # Tensors of the usual case are contiguous, and their strides follow from their shapes,
+        # except where a size is 1.
         None if layouts is None else (query.stride(), key.stride(), value.stride()),
         None if views is None else views.shape,
     )
@@ -269,7 +269,7 @@ def _refuse_tracing() -> None:
 
 
 def _class_of(query: torch.Size, key: torch.Size, value: torch.Size) -> tuple[object, ...]:
-    """What a spec tells of shapes."""
+    """Key of the shapes that a spec distinguishes."""
     batch, heads, length, head_dim = query
     return head_dim, value[3], heads // key[1], key[0] != batch, q_class(length)
 
@@ -284,7 +284,7 @@ def _plan_of_class(
     """The plan of a class of calls, of which this is one.
 
     Args:
-        of_class: what tells the class.
+        of_class: the key of the class.
         bound, names: of `bind_numbers` and `names_in_force`.
         contiguous: as `Plan`'s.
     """
@@ -389,7 +389,7 @@ def _graphs(inputs: Inputs, bound: Bound) -> tuple[ModGraph | None, ModGraph | N
 
 
 def clear_plans() -> None:
-    """Forget every plan and what was seen of numbers. Kernels stay in their own cache."""
+    """Forget every plan and every seen number. Kernels stay in their own cache."""
     with _lock:
         _plans.clear()
         _by_shapes.clear()

@@ -1,9 +1,9 @@
-"""What forward leaves for backward behind the static op: the kernel's saved outputs, in one tensor
+"""Saved outputs of a kernel behind the static op: what forward leaves for backward, in one tensor
 of bytes.
 
 The op's outputs must have their sizes before there is a spec, so the backend says while a program
-is traced how many bytes a query row takes at most (`Backend.saved_bytes`). Which kernel runs is
-decided at each launch, so a number goes along that tells whose bytes they are.
+is traced how many bytes a query row takes at most (`Backend.saved_bytes`). The kernel is chosen at
+each launch, so a number in the tensor says which kernel's bytes they are.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def saved_bytes(
 ) -> SavedBytes:
     """Ask the backend that takes a plain call how many bytes its kernels leave for backward.
 
-    Where another backend computes the call in the end, nothing is wrong: what doesn't fit isn't
-    kept, and backward runs forward again.
+    If another backend computes the call in the end, results are still right: bytes that don't fit
+    aren't kept, and backward runs forward again.
 
     Args:
         device, dtype: of query.
@@ -54,8 +54,8 @@ def saved_bytes(
 
     try:
         device_type, arch = posed or (device.type, architecture(device))
-    except (RuntimeError, AssertionError):  # torch's answers for a device that isn't here
-        return NOTHING  # fake tensors may be of one
+    except (RuntimeError, AssertionError):  # torch's errors for a device that isn't here
+        return NOTHING  # fake tensors may be on one
     plain = Spec(
         device_type,
         arch,
@@ -71,7 +71,7 @@ def saved_bytes(
         answers = ((entry, choice.ask(entry)) for entry in choice.candidates)
         entry, answer = next((e, a) for e, a in answers if a.decision is not None)
     except (AnyflexError, torch.OutOfMemoryError, StopIteration):
-        return NOTHING  # the call itself raises, and tells of its own spec
+        return NOTHING  # the call itself raises, with its own spec
     decision, chosen = answer.decision, answer.state.backend
     if decision is None or decision.backward != "own" or chosen is None:
         return NOTHING
@@ -99,8 +99,8 @@ def cut(
     Args:
         memory: [bytes], uint8; with `new` as it was allocated.
         specs: of a kernel's saved outputs.
-        new: nothing is in the memory yet. What no kernel writes is zeroed, so that an op's outputs
-            are the same whenever its inputs are.
+        new: the memory is uninitialised. Bytes that no kernel writes are zeroed, so that an op's
+            outputs are the same whenever its inputs are.
     """
     end = 0
     places = []
@@ -115,12 +115,12 @@ def cut(
         memory[end:].zero_()
     origin = int(memory.storage_offset())
     if not memory.is_contiguous() or (memory.data_ptr() | origin) % _ALIGNMENT:
-        # Between forward and backward a hook of autograd's may have packed the bytes anywhere.
+        # Between forward and backward, hooks of autograd may have packed the bytes anywhere.
         memory, origin = memory.clone(memory_format=torch.contiguous_format), 0
     storage = memory.untyped_storage()
     tensors = []
     for spec, begin in zip(specs, places, strict=True):
-        # A third of the time that slices and views of the bytes take.
+        # Takes a third of the time of slices and views of the bytes.
         tensor = torch.empty(0, dtype=spec.dtype, device=memory.device)
         place = (origin + begin) // spec.dtype.itemsize
         tensor.set_(storage, place, spec.shape)  # type: ignore[call-overload]

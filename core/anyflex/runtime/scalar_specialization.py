@@ -1,4 +1,5 @@
-"""Which closed-over numbers are constants of a kernel, and which are run-time scalars.
+"""Specialization of closed-over numbers: which are constants of a kernel, and which are run-time
+scalars.
 
 A number is a constant until it is seen with a second value; from then on it is a run-time scalar
 for every mod of that structure. So a number that changes between calls compiles at most twice, and
@@ -21,7 +22,7 @@ HISTORIES = 4096
 
 
 class NumberHistory:
-    """What was seen of the numbers of one structure."""
+    """Numbers seen so far for one structure."""
 
     __slots__ = ("__weakref__", "_first", "_lock", "_varying", "bound", "last")
 
@@ -39,8 +40,8 @@ class NumberHistory:
             if self._first is None:
                 self._first = values
             for i, (first, value) in enumerate(zip(self._first, values, strict=True)):
-                # NaN differs from itself, and 0.0 equals -0.0: neither can be compared, so
-                # neither is ever a constant.
+                # NaN differs from itself, and 0.0 equals -0.0: neither can be compared, so neither
+                # is ever a constant.
                 if first != value or (value == 0 and isinstance(value, float)):
                     self._varying.add(i)
             varying = self._varying

@@ -4,8 +4,8 @@ torch collects what a process compiles in ``CacheArtifactManager``, and lets oth
 of their own (https://github.com/pytorch/pytorch/pull/152977). A bundle that holds a type which
 isn't registered is lost whole, torch's own part too: so this module is loaded by `import anyflex`.
 
-``torch.compiler._cache`` is private. In a torch whose cache looks otherwise nothing is registered
-or recorded, `problem` says why, and everything else works.
+``torch.compiler._cache`` is private. In a torch with another cache nothing is registered or
+recorded, `problem` says why, and everything else works.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def record(member: str, digest: bytes) -> None:
         return
     try:
         _manager.record_artifact(TYPE, member, _Digest(digest))
-    # torch's private code is as foreign as a plugin's, and a call must not fail for it.
+    # torch's private code is as foreign as a plugin's, and a call must not fail because of it.
     except Exception as error:  # noqa: BLE001
         _manager, _problem = None, f"recording raised {type(error).__name__}: {error}"
         _log.warning("torch's cache bundles lack anyflex's artifacts from here on: %s", _problem)
@@ -65,7 +65,7 @@ def _register() -> Any:
     """Register the type; return torch's manager.
 
     Raises:
-        Exception: of any kind, where torch's cache isn't the one that is known here.
+        Exception: of any kind, where torch's cache isn't the known one.
     """
     if None in (CacheArtifact, CacheArtifactFactory, CacheArtifactManager, artifact_types):
         raise AttributeError(f"torch {torch.__version__} has no such torch.compiler._cache")
@@ -117,14 +117,14 @@ def _file_of(member: str) -> bytes:
 
 
 def _restore(member: str, file: bytes) -> None:
-    """Put an artifact of a bundle into the cache. What can't be put there is one log line: an
-    exception would keep torch from the rest of the bundle."""
+    """Put an artifact of a bundle into the cache. A failure is one log line: an exception would
+    keep torch from the rest of the bundle."""
     try:
         from anyflex.runtime.cache_archive import restore
         from anyflex.runtime.disk_cache import store
 
         refused = restore(store(), member, file)
-    # An exception, a warning made one too, would keep torch from the rest of the bundle.
+    # An exception, or a warning made one, would keep torch from the rest of the bundle.
     except Exception as error:  # noqa: BLE001
         refused = f"{type(error).__name__}: {error}"
     if refused is not None:
@@ -133,7 +133,7 @@ def _restore(member: str, file: bytes) -> None:
 
 try:
     _manager = _register()
-# torch's private code may raise anything, and `import anyflex` must not fail for it.
+# torch's private code may raise anything, and `import anyflex` must not fail because of it.
 except Exception as error:  # noqa: BLE001
     _problem = f"registering raised {type(error).__name__}: {error}"
     _log.info("torch's cache bundles lack anyflex's artifacts: %s", _problem)

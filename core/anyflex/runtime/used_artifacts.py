@@ -1,4 +1,4 @@
-"""Notes of which artifacts this process has used, for those who ask to be told."""
+"""Record of the artifacts that this process has used, for registered listeners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _told: list[Callable[[str, bytes], None]] = []
 
 
 def tell(listener: Callable[[str, bytes], None]) -> None:
-    """Let `listener` be called for each artifact that is read or written.
+    """Call `listener` for each artifact that is read or written.
 
     It takes the artifact's member name, ``"build/key/name"``, and the digest of its content.
     """
@@ -18,6 +18,6 @@ def tell(listener: Callable[[str, bytes], None]) -> None:
 
 
 def note(member: str, digest: bytes) -> None:
-    """Tell the listeners of an artifact."""
+    """Report an artifact to the listeners."""
     for listener in _told:
         listener(member, digest)

@@ -1,8 +1,8 @@
 """Compiling a spec ahead of its first call, by small calls that have it.
 
-Some backends compile when a kernel is launched, in a class that the spec doesn't name (do tiles
-divide the lengths? are there more tiles than multiprocessors?), so a spec is warmed by calls: on
-an accelerator of several lengths.
+Some backends compile when a kernel is launched, for a class of calls that the spec doesn't name
+(whether tiles divide the lengths, whether there are more tiles than multiprocessors), so a spec is
+warmed by calls; on an accelerator, by calls of several lengths.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _QUERIES = {"one": (1,), "short": (16,), "long": (256, 250, 4096, 4090)}
 _ON_CPU = {"one": (1,), "short": (16,), "long": (256,)}
 """Query rows of the calls by `Spec.q_class`."""
 _KEYS = 256
-"""Keys of a call, at least; 250 where queries are no whole tiles either."""
+"""Minimum number of keys of a call; 250 where queries aren't whole tiles either."""
 _CAPTURED = 2**20
-"""Elements of a captured tensor, at most."""
+"""Maximum number of elements of a captured tensor."""
 
 
 def warm_spec(spec: Spec, backend: str) -> None:
@@ -72,7 +72,7 @@ def warm_spec(spec: Spec, backend: str) -> None:
                 dlse = torch.zeros_like(outputs.lse) if spec.dlse else None
                 launch_backward(plan, call, saved, GradInputs(torch.zeros_like(outputs.out), dlse))
         except ModIndexError:
-            # The sample's captured tensors are too small, which the compiled kernel has found.
+            # The sample's captured tensors are too small, which the compiled kernel has reported.
             continue
         if device.type != "cpu":
             torch.accelerator.synchronize()
@@ -99,7 +99,7 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
     query_memory, key_memory, value_memory = spec.alignment
 
     def zeros(batch: int, heads: int, length: int, dim: int, memory: Alignment) -> Tensor:
-        # Columns of a larger tensor are what a call's tensors of that class are like.
+        # Columns of a larger tensor have the layout of a call's tensors of that class.
         first, step, more = {"aligned": (0, 1, 0), "strided": (1, 1, 1), "scattered": (0, 2, dim)}[
             memory
         ]
@@ -137,7 +137,7 @@ def _call_of(spec: Spec, queries: int, device: torch.device) -> Call:
 
 
 def _count(slots: list[str], kind: str) -> int:
-    """How many slots there are, of which not each is read."""
+    """Number of slots, not all of which are read."""
     found = [int(slot[1:]) for slot in slots if re.fullmatch(rf"{kind}\d+", slot)]
     return max(found, default=-1) + 1
 

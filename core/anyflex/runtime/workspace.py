@@ -14,23 +14,23 @@ from anyflex.tensors.allocation import no_memory_for, total_bytes
 __all__ = ["KEPT_BYTES", "Workspace", "allocate", "give_back", "take"]
 
 KEPT_BYTES = 256 << 20
-"""A process keeps at most so much memory of the CPU from one launch to the next."""
+"""Maximum CPU memory in bytes that a process keeps from one launch to the next."""
 
 _SMALL_BYTES = 1 << 20
-"""What is smaller the C library keeps when it is freed, so that to make it anew is no more work
-than to find a place for it in other memory. Launches that ask for the same share it all the same:
-to make a tensor takes as long as a tenth of a small attention."""
+"""Minimum size in bytes of kept memory. The C library keeps smaller pieces when they are freed, so
+allocating them again costs no more than finding room in other memory. Launches with equal requests
+still share small tensors: making a tensor takes a tenth of a small attention's time."""
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What a launch has taken.
+    """Workspace of one launch.
 
     Args:
         specs: what the kernel asked for.
         tensors: one for each.
-        memory: the bytes that all lie in, which any launch may use after this one, or None.
+        memory: the bytes that hold all tensors, which any launch may use after this one, or None.
         again: a launch that asks for the same may use the tensors after this one.
     """
 
@@ -42,7 +42,7 @@ class Workspace:
 
 _NONE = Workspace((), ())
 
-# One at most in each. A list's methods, and assignment to all of it, are atomic.
+# At most one entry in each. A list's methods, and assignment to all of it, are atomic.
 _kept: list[Workspace] = []
 _kept_small: list[Workspace] = []
 
@@ -106,10 +106,10 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
     last = _pop(_kept)
     memory = None if last is None else last.memory
     if memory is None or memory.numel() < end:
-        # Both at a time would be more than is promised.
+        # Both at a time would exceed the promised size.
         del last, memory
         (memory,) = _allocate_writable(device, (TensorSpec((end,), torch.uint8),))
-    # What inference mode makes can't be written outside of it.
+    # Tensors made in inference mode can't be written outside of it.
     with torch.inference_mode(False):
         tensors = tuple(
             memory[place].view(spec.dtype).view(spec.shape)
@@ -119,7 +119,7 @@ def take(device: torch.device, specs: tuple[TensorSpec, ...]) -> Workspace:
 
 
 def _allocate_writable(device: torch.device, specs: tuple[TensorSpec, ...]) -> tuple[Tensor, ...]:
-    """As `allocate`: tensors that may be written outside of inference mode too."""
+    """As `allocate`: tensors that may also be written outside of inference mode."""
     if not torch.is_inference_mode_enabled():
         return allocate(device, specs)
     with torch.inference_mode(False):

@@ -1,3 +1,3 @@
-"""What torch tells of tensors, its settings and its compiler."""
+"""Facts about tensors, torch's settings and its compiler."""
 
 from __future__ import annotations

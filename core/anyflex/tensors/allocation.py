@@ -1,7 +1,7 @@
-"""Allocations that fail, told as such: for what, and how many bytes.
+"""Failed allocations, reported with their purpose and their size in bytes.
 
-``torch.OutOfMemoryError`` of an accelerator, which users catch, passes as it is everywhere. Other
-allocators, the CPU's first, raise plain RuntimeErrors that only their text tells from others.
+``torch.OutOfMemoryError`` of an accelerator, which users catch, passes unchanged everywhere. Other
+allocators, above all the CPU's, raise plain RuntimeErrors that only their text tells from others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["failed_allocation", "no_memory_for", "total_bytes"]
 
 _FAILED = re.compile(
     r"tried to allocate|can't allocate|not enough memory|out of memory|"
-    # Sizes whose product no int64 holds.
+    # Sizes whose product exceeds int64.
     r"size calculation overflowed|multiplication overflow",
     re.IGNORECASE,
 )
@@ -34,11 +34,11 @@ def total_bytes(tensors: Iterable[tuple[Sequence[int], torch.dtype]]) -> int:
 def no_memory_for(
     what: str, size: int, device: torch.device, error: BaseException
 ) -> AllocationError | None:
-    """Return the error to raise where an allocation raised `error`, or None where it failed for
-    another reason than its size.
+    """Return the error to raise where an allocation raised `error`, or None where the size wasn't
+    the cause.
 
     Args:
-        what: is allocated: ``"out"``.
+        what: the object that is allocated: ``"out"``.
         size: in bytes.
     """
     if not _is_failure(error):
@@ -47,8 +47,8 @@ def no_memory_for(
 
 
 def failed_allocation(doing: str, error: BaseException) -> AllocationError | None:
-    """Return the error to raise where plugin code raised `error`, or None where that isn't an
-    allocation that failed.
+    """Return the error to raise where plugin code raised `error`, or None where that isn't a
+    failed allocation.
 
     Args:
         doing: ``"backend 'cpu' ran out of memory in its kernel"``.
@@ -77,7 +77,7 @@ def _error(problem: str, size: int | None, error: BaseException) -> AllocationEr
 
 
 def _readable(size: int) -> str:
-    """``"1.5 GiB"``."""
+    """Return a size for people: ``"1.5 GiB"``."""
     number, unit = float(size), "bytes"
     for larger in _UNITS:
         if number < 1024:

@@ -20,7 +20,7 @@ def outside_graphs(method: Method) -> Method:
 
     Under ``fullgraph=True`` torch raises: call it outside.
     """
-    # Not for every call: that would import the compiler.
+    # Imported on demand: it would import the compiler.
     disabled = kept_out_of_graphs(method)
 
     @functools.wraps(method)

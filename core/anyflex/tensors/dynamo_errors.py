@@ -1,8 +1,8 @@
 """Raising typed errors from code that Dynamo may be inlining.
 
-A plain ``raise`` inside a compiled function reaches the user as Dynamo's "observed exception".
-The error raised here is ours and Dynamo's ``Unsupported`` at once: with ``fullgraph=True`` it
-comes out as it is, without it the graph breaks and the eager call raises the plain error.
+A plain ``raise`` inside a compiled function reaches the user as Dynamo's "observed exception". The
+error raised here is both ours and Dynamo's ``Unsupported``: with ``fullgraph=True`` it reaches the
+user unchanged, without it the graph breaks and the eager call raises the plain error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fail(name: str, message: str, **attributes: Any) -> NoReturn:
 def fail_while_compiling(
     name: str, message: str, attributes: dict[str, Any], *, breaks_graph: bool = True
 ) -> NoReturn:
-    """Raise the error as Dynamo has to get it; also for code that Dynamo itself calls.
+    """Raise the error in the form that Dynamo needs; also for code that Dynamo itself calls.
 
     Args:
         name: of a class of `anyflex.errors`; `message` and `attributes` are its arguments.

@@ -7,23 +7,24 @@ import torch
 __all__ = ["Posed", "pose", "posed_as", "posed_in_force"]
 
 Posed = tuple[str, str]
-"""What CPU tensors stand in for: a device type and its architecture."""
+"""Device that CPU tensors stand in for: its type and architecture."""
 
 # A plain global of the process: Dynamo, which traces its reader, puts a guard on it.
 _posed: Posed | None = None
 
 
 def posed_as(device: torch.device) -> Posed | None:
-    """Return what a tensor on `device` stands in for, or None for itself. On the hot path."""
+    """Return the device that a tensor on `device` stands in for, or None for itself. On the hot
+    path."""
     return None if _posed is None or device.type != "cpu" else _posed
 
 
 def posed_in_force() -> Posed | None:
-    """Return what CPU tensors stand in for, or None."""
+    """Return the device that CPU tensors stand in for, or None."""
     return _posed
 
 
 def pose(posed: Posed | None) -> None:
-    """Let CPU tensors stand in for something else: for `anyflex.testing.posing`."""
+    """Let CPU tensors stand in for another device: for `anyflex.testing.posing`."""
     global _posed
     _posed = posed

@@ -1,6 +1,6 @@
-"""Whether a tensor has the memory that its sizes and strides reach.
+"""Checks that a tensor has the memory that its sizes and strides reach.
 
-Kernels read by address, and torch itself doesn't look: a tensor whose storage was freed or made
+Kernels read by address, and torch itself doesn't check: a tensor whose storage was freed or made
 smaller would be read past its end, and one that never had any at address 0.
 """
 
@@ -28,7 +28,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def check_readable(name: str, tensor: Tensor) -> None:
-    """Raise ArgumentError, which tells `name`, where `why_unreadable` has a reason."""
+    """Raise ArgumentError, with `name`, where `why_unreadable` has a reason."""
     if not _is_usual(tensor):
         _refuse(name, tensor)
 
@@ -46,28 +46,28 @@ def check_captured(
         ArgumentError: one can't be read.
     """
     for tensor in captured:
-        # `_is_usual` without a call: every attention with mods comes here.
+        # `_is_usual` inlined: every attention with mods comes here.
         try:
             if type(tensor) in PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
                 storage = tensor.untyped_storage()
                 if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
                     continue
-        except RuntimeError:  # torch's answer where there is no storage, which the check tells
+        except RuntimeError:  # torch's error where there is no storage, which the check reports
             pass
         position = next(i for i, other in enumerate(captured) if other is tensor)
         check_readable(captured_name(position, names), tensor)
 
 
 def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> str:
-    """What a message calls a captured tensor; arguments as for `check_captured`."""
+    """Return the name of a captured tensor in messages; arguments as for `check_captured`."""
     known = [*names[0], *names[1]]
     name = known[position] if position < len(known) else ""
     return f"captured tensor {name!r}" if name else f"captured tensor {position}"
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """Whether the tensor is a plain one inside of its memory."""
-    # FakeTensor warns when it is asked for its address.
+    """Whether the tensor is a plain one inside its memory."""
+    # FakeTensor warns when its address is read.
     if type(tensor) not in PLAIN:
         return False
     try:
@@ -80,12 +80,13 @@ def _is_usual(tensor: Tensor) -> bool:
         else:
             size = (last_element(tensor.shape, tensor.stride()) + 1) * tensor.element_size()
         return begin + size <= storage.data_ptr() + len(storage)
-    except RuntimeError:  # torch's answer for a BatchedTensor, which has no storage
+    except RuntimeError:  # torch's error for a BatchedTensor, which has no storage
         return False
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last that a tensor addresses; 0 of one without elements."""
+    """Number of elements from the first to the last that a tensor addresses; 0 for one without
+    elements."""
     return sum([max(0, size - 1) * step for size, step in zip(shape, strides, strict=True)])
 
 
@@ -133,7 +134,7 @@ def why_unreadable(tensor: Tensor) -> str:
             f"of {end} bytes and has one of {storage.nbytes()}, which was freed or made smaller: "
             "resize it back and fill it, or pass a tensor that was .clone()d before"
         )
-    # An accelerator's tensors may have no addresses, which is its backend's matter.
+    # An accelerator's tensors may have no addresses, which is up to its backend.
     if tensor.data_ptr() == 0 and tensor.device.type == "cpu":
         kind = type(tensor).__name__
         cure = (

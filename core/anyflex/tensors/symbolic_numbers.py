@@ -1,4 +1,4 @@
-"""Symbolic numbers: what a size is while torch.export or make_fx runs a program to record it.
+"""Symbolic numbers: sizes while torch.export or make_fx runs a program to record it.
 
 They are no int and no float to Python, and asking one for its value makes it a constant of the
 program. Dynamo has its own: to the code that it inlines they are plain ints and floats.

@@ -59,10 +59,10 @@ def memory(tensor: Tensor, name: str = "") -> tuple[Alignment, bool]:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Elements from the first to the last, the outer strides' bits, and whether the last dimension
-    isn't contiguous."""
+    """Number of elements from the first to the last, the outer strides' bits, and whether the last
+    dimension isn't contiguous."""
     *outer, inner = strides
-    # A multiple of a power of two has its low bits 0, and so has what all of them have together.
+    # A multiple of a power of two has zero low bits, and so has the bitwise or of several.
     return (
         last_element(shape, strides),
         functools.reduce(operator.or_, outer),
@@ -73,15 +73,15 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int,
 def memories(
     query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[tuple[Alignment, bool], ...] | None:
-    """What tells, together with dtype and head dims, `memory` of all three: itself, or None for
-    the usual case.
+    """Key that, together with dtype and head dims, determines `memory` of all three: `memory`
+    itself, or None for the usual case.
 
     Raises:
         ArgumentError: one of them can't be read (`anyflex.tensors.storage_checks`).
     """
     try:
         query_at, key_at, value_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    except RuntimeError:  # torch's answer where there is no storage
+    except RuntimeError:  # torch's error where there is no storage
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_readable(name, tensor)
         raise
@@ -94,7 +94,7 @@ def memories(
         and key.is_contiguous()
         and value.is_contiguous()
     ):
-        # `check_readable` of all three, without three calls.
+        # `check_readable` of all three, inlined.
         queries, keys, values = (
             query.untyped_storage(),
             key.untyped_storage(),
@@ -116,18 +116,18 @@ def q_class(length: int) -> str:
 
 
 def determinism() -> str:
-    """torch's mode at this moment."""
+    """Return torch's mode at this moment."""
     if not torch.are_deterministic_algorithms_enabled():
         return "off"
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
 
 
 _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
-"""By torch's settings of a backend, those of `torch.set_float32_matmul_precision`."""
+"""torch's setting of a backend -> setting of `torch.set_float32_matmul_precision`."""
 
 
-# A compiled program keeps what was allowed when it was compiled. torch.compile compiles again
-# where what CUDA is allowed has changed.
+# A compiled program keeps the precision that was allowed when it was compiled. torch.compile
+# compiles again where CUDA's allowed precision has changed.
 @dynamo_constant
 def fp32_precision(dtype: torch.dtype, device_type: str) -> str:
     """Return to what torch allows products of float32 on the device to be rounded at this moment:
