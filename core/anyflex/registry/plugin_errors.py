@@ -86,7 +86,7 @@ def report(error: PluginError, consequence: str = "") -> None:
     """
     if environment.strict():
         raise again(error)
-    # By cause: a backend that can't compile fails for many specs in the same way.
+    # Keyed by cause: a backend that can't compile fails for many specs in the same way.
     cause = error.__cause__
     key = (error.plugin, error.distribution, str(error) if cause is None else first_line(cause))
     with _lock:

@@ -14,8 +14,8 @@ _LATER = {
     "Conformance": "anyflex.testing.conformance",
     "posing": "anyflex.testing.stand_in_device",
 }
-"""Public names whose modules are imported at first use. No module has the name of what it
-holds: importing it would put it in the place of that."""
+"""Public names whose modules are imported at first use. No module has the name of an object that
+it holds: importing it would replace the object."""
 
 
 def __getattr__(name: str) -> Any:

@@ -31,15 +31,15 @@ _OTHER_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 Layout = Literal[
     "dense", "heads_last", "last_stride_2", "offset", "expanded_heads", "mixed", "negated"
 ]
-"""How q, k, v and the gradients of out and lse lie in memory: contiguous; stored as (B, L, H, E);
-each second element of a wider last dimension; a view inside of a larger tensor; one head repeated
-by stride 0; key, value and the gradients in three of these ways; as their negatives, with torch's
-negative bit, like the imaginary part of a conjugated tensor."""
+"""Layouts of q, k, v and the gradients of out and lse in memory: contiguous; stored as (B, L, H,
+E); each second element of a wider last dimension; a view inside of a larger tensor; one head
+repeated by stride 0; key, value and the gradients in three of these ways; as their negatives, with
+torch's negative bit, like the imaginary part of a conjugated tensor."""
 
 _MIXED: dict[str, Layout] = {"key": "heads_last", "value": "offset", "dout": "last_stride_2"}
 
 Values = Callable[[dict[str, Tensor]], None]
-"""Changes what was drawn in place: query, key, value, dout and dlse by name, float64 here."""
+"""Changes the drawn tensors in place: query, key, value, dout and dlse by name, float64 here."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class AttentionCase:
         of_sums: those gradients are one number each, repeated by strides of 0, as those of sums.
         layout: of q, k, v and those gradients.
         form: how the mods are written.
-        values: changes what was drawn.
+        values: changes the drawn tensors.
         rounded_delta: the budget allows a backward that reads out after it was rounded.
         rounded_inputs: the budget allows query, key and value to be rounded again, as those do
             that multiply one of them by the scale.
         quick: in the subset that CI runs.
         required: names of the sets ("forward", "backward", "decode") that `--require` may name
             and that the case belongs to.
-        seed: what is drawn.
+        seed: of the drawn tensors.
     """
 
     name: str
@@ -112,7 +112,7 @@ class AttentionCase:
 
     @property
     def sizes(self) -> Sizes:
-        """What the shapes of captured tensors depend on."""
+        """Sizes that the shapes of captured tensors depend on."""
         group = self.heads // self.kv_heads
         return Sizes(self.batch, self.heads, group, self.q_length, self.kv_length)
 
@@ -121,7 +121,7 @@ class AttentionCase:
 
         A case of float32 that doesn't insist on it is run in the first declared type of bfloat16,
         float16 and float64 where float32 isn't declared. A head dim is raised to the next one that
-        the rule allows. What can't be fitted stays, and is refused.
+        the rule allows. Properties that can't be fitted stay, and are refused.
         """
         dtype = self.dtype
         if dtype is torch.float32 and not self.insists and dtype not in can.dtypes:
@@ -137,7 +137,7 @@ class AttentionCase:
 
     def reduced(self, can: Capabilities) -> tuple[AttentionCase, ...]:
         """Return the case with those gradients and auxiliary outputs that a backend declares: two
-        cases where it gives lse and gradients, but none that arrive at lse."""
+        cases where it gives lse and gradients, but takes no gradient of lse."""
         gradients = self.gradients if can.core_backward else self.gradients & can.gradients
         aux = self.aux & can.aux
         learns_lse = can.core_backward or "lse" in can.gradients

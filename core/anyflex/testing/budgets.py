@@ -1,13 +1,12 @@
-"""What a case's results are by the dense formula, and how far a backend may be from them.
+"""Budgets of a case: its results by the dense formula, and how far a backend may be from them.
 
 The budget comes from the data. The dense formula is evaluated in float64, then three times more
-with query, key, value, the softmax weights and the sum of dout * out changed at random by what
-rounding them in the call's type changes, and once in float32. The largest change of an element's
-row, or half of the tensor's largest, times 8 (16 in float32 and float64, where long sums round
-too), is what an element may be off; and one step of its 16-bit type or 4 of a wider one. NaN and
-infinities must stand where the formula has them. Where torch allows products of float32 in
-TF32 or bfloat16, operands are changed by what that changes. Nothing here knows how a backend
-computes.
+with query, key, value, the softmax weights and the sum of dout * out changed at random by as much
+as rounding them in the call's type changes them, and once in float32. An element may be off by the
+largest change in its row, or by half of the tensor's largest, times 8 (16 in float32 and float64,
+where long sums round too), and by one step of its 16-bit type or 4 of a wider one. NaN and
+infinities must be where the formula has them. Where torch allows products of float32 in TF32 or
+bfloat16, operands are changed by as much. Nothing here knows how a backend computes.
 """
 
 from __future__ import annotations
@@ -26,27 +25,28 @@ from anyflex.testing.results import Results, gradients
 __all__ = ["Budgets", "by_oracle", "result_dtype", "wanted_inputs"]
 
 _FACTOR, _FACTOR_WIDE = 8.0, 16.0
-"""A kernel's errors add up in another order than the changed oracle's. The second: where sums are
-computed in the call's own type, so that errors of long sums count too."""
+"""Factors of the largest change: a kernel's errors add up in another order than the changed
+oracle's. The second is for sums in the call's own type, where errors of long sums count too."""
 _TRIALS = 3
 _STEPS, _STEPS_NARROW = 4, 1
 """Steps of the result's type that are always allowed: approximate exponentials and logarithms in
-float32 and float64; what is computed wide and rounded once to 16 bits is off by half a step."""
+float32 and float64; a value that is computed wide and rounded once to 16 bits is off by half a
+step."""
 _UNITS = {"high": 2.0**-10, "medium": 2.0**-9}
-"""Of products' operands: of TF32's tensor cores leave out the other bits, which is up to a whole
-step; bfloat16's are rounded."""
+"""Relative rounding of product operands: TF32's tensor cores drop the other bits, which is up to a
+whole step; bfloat16's are rounded."""
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """What the oracle says: the exact results and how far each may be missed, by name."""
+    """Oracle's results of a case: the exact values and the allowed errors, by name."""
 
     exact: Mapping[str, Tensor]
     allowed: Mapping[str, Tensor]
 
 
 def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
-    """Evaluate the dense formula exactly, and again with what rounding explains."""
+    """Evaluate the dense formula exactly, and again with rounded values."""
     exact = _formula(case, drawn, torch.float64)
     trials = _trials(case, drawn, exact)
     wide = _compute_dtype(case) is case.dtype and not _is_rounded(case)
@@ -57,14 +57,15 @@ def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
         for trial in trials:
             change = (trial[name].double() - exact[name]).abs().nan_to_num(0.0, 0.0, 0.0)
             gap = torch.maximum(gap, change)
-        # Of a few trials one element's gap is chance: its row's and half of the tensor's count.
+        # With a few trials one element's difference is chance: the row's and half of the tensor's
+        # count.
         row = gap.amax(-1, keepdim=True).expand_as(gap) if gap.dim() and gap.numel() else gap
         usual = torch.maximum(row, 0.5 * gap.amax()) if gap.numel() else gap
         result = torch.finfo(result_dtype(name, case, drawn))
         steps = _STEPS_NARROW if result.bits == 16 else _STEPS
         size = exact[name].abs().nan_to_num(0.0, 0.0, 0.0)
         if name == "lse":
-            # It is the maximum plus a logarithm, which may cancel.
+            # lse is the maximum plus a logarithm, which may cancel.
             size = size + exact["max_scores"].abs().nan_to_num(0.0, 0.0, 0.0)
         allowed[name] = (_FACTOR_WIDE if wide else _FACTOR) * usual
         allowed[name] += steps * result.eps * size + torch.finfo(case.dtype).tiny
@@ -74,7 +75,7 @@ def by_oracle(case: AttentionCase, drawn: Drawn) -> Budgets:
 def _trials(
     case: AttentionCase, drawn: Drawn, exact: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
-    """Results that rounding alone sets apart from the exact ones."""
+    """Results that differ from the exact ones by rounding alone."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shaken = _Shaken(
         _UNITS[case.products] if _is_rounded(case) else torch.finfo(case.dtype).eps / 2,
@@ -103,11 +104,11 @@ def _compute_dtype(case: AttentionCase) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Shaken:
-    """Changes that rounding makes.
+    """Random changes that are as large as rounding's.
 
     Args:
         unit: half a step of the call's type, or of `_UNITS`.
-        step: of the type that scores are computed in.
+        step: one step of the type that scores are computed in.
         generator: of the noise.
         exact: the exact results.
     """
@@ -122,22 +123,22 @@ class _Shaken:
         return tensor * (1 + self.unit * self._noise(tensor))
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Softmax weights, rounded after backward has computed them again as exp(score - lse):
-        they are off by what rounding the two changes in the exponent."""
+        """Softmax weights, rounded after backward has computed them again as exp(score - lse): the
+        error of the exponent is that of rounding score and lse."""
         smallest = torch.finfo(torch.float32).tiny
         exponent = weights.detach().clamp_min(smallest).log().abs()
         exponent = 1 + exponent + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0).unsqueeze(-1)
         return self.tensor(weights * (1 + 2 * self.step * self._noise(weights) * exponent))
 
     def delta(self, dout: Tensor) -> Tensor:
-        """Backward subtracts the sum of dout * out, of an out that was rounded: that arrives like
-        a change of dlse."""
+        """Change of delta: backward subtracts the sum of dout * out with a rounded out, which acts
+        like a change of dlse."""
         change = self.unit * (dout * self.exact["out"].nan_to_num(0.0)).abs().sum(-1)
         return change * self._noise(change)
 
     def dlse(self, dlse: Tensor) -> Tensor:
-        """Backward multiplies it by the weights, computed again from a rounded lse: all of a row's
-        are off by one factor."""
+        """Change of dlse: backward multiplies it by the weights, computed again from a rounded
+        lse, so all of a row's are off by one factor."""
         exponent = 1 + self.exact["lse"].abs().nan_to_num(0.0, 0.0, 0.0)
         return dlse * (1 + 2 * self.step * self._noise(dlse) * exponent)
 
@@ -155,9 +156,9 @@ def _formula(
     """The dense formula.
 
     Args:
-        dtype: that it is computed in.
+        dtype: the type of the computation.
         shaken: changes inputs, weights and dlse.
-        numbers: what integers become that meet a Python float, if not `dtype`.
+        numbers: type of integers that meet a Python float, if not `dtype`.
     """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype if numbers is None else numbers)

@@ -13,7 +13,7 @@ __all__ = ["BehaviourCase", "Case", "behaviour", "comparisons"]
 
 @dataclass(frozen=True)
 class BehaviourCase:
-    """What isn't one comparison: threads, processes, refusals, caches.
+    """A behaviour: threads, processes, refusals, caches; more than one comparison.
 
     Args:
         name: ``"processes/fork"``: the group, then what is special.
@@ -21,7 +21,7 @@ class BehaviourCase:
         run: raises `ConformanceFailure`; returns a reason where the case doesn't apply.
         quick: in the subset that CI runs.
         required: sets of `--require` that the case belongs to.
-        alone: what else the machine does changes what it finds: no other case runs beside it.
+        alone: other load on the machine changes its result: no other case runs beside it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Comparing one call of the backend under test with the oracle."""
+"""Comparison of one call of the backend under test with the oracle."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def compare(
     drawn: Drawn | None = None,
     attention: Callable[..., Any] = anyflex.flex_attention,
 ) -> None:
-    """Run a case by the backend and fail unless it did it itself, and rightly.
+    """Run a case by the backend and fail unless it computed the call itself, with right results.
 
     Where the call is refused, the same call without undeclared gradients and auxiliary outputs
     must still be right; the refusal is raised then.
 
     Args:
-        drawn: the inputs, where they aren't what the case draws.
+        drawn: the inputs, if not those that the case draws.
         attention: see `by_backend`.
     """
     can = session.backend.capabilities
@@ -48,7 +48,7 @@ def compare(
     except BackendRefused:
         for reduced in case.reduced(can):
             if reduced != case:
-                # A refused backward doesn't hide what forward computes.
+                # A refused backward doesn't hide the forward's results.
                 with contextlib.suppress(BackendRefused):
                     _compare(session, reduced, drawn, attention)
         raise
@@ -99,7 +99,7 @@ def plain(session: Session, name: str, **changes: Any) -> AttentionCase:
 
 
 def differentiable(session: Session, *, captured: bool = False) -> frozenset[str]:
-    """Return of "q", "k", "v" and, if asked for, "captured" what gradients can be asked for."""
+    """Return which of "q", "k", "v" and, if asked for, "captured" can have gradients."""
     can = session.backend.capabilities
     wanted = {"q", "k", "v", "captured"} if captured else {"q", "k", "v"}
     return frozenset(wanted if can.core_backward else wanted & can.gradients)
@@ -113,7 +113,7 @@ def with_mod(
     *numbers: int | float,
     **leaves: Tensor,
 ) -> Drawn:
-    """Return the inputs with a mod that is none of the list.
+    """Return the inputs with a mod that isn't in the list.
 
     Args:
         builder: takes the leaves and then the numbers, returns the mod.

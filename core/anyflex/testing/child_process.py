@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FORK_SECONDS = 30.0
-"""What was compiled before the fork takes moments: longer is for ever."""
+"""Time limit in seconds: kernels compiled before the fork take moments, so a longer run hangs."""
 _SECONDS = 120
 _MARK = "anyflex-conformance-answer "
 
@@ -64,7 +64,7 @@ def forked(work: Callable[[], None]) -> str | None:
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of forks of a process with threads: that such a child works is the point.
+        # Python warns of forks of a process with threads: the case tests that such a child works.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -85,7 +85,7 @@ def _be_the_child(work: Callable[[], None], writing: int) -> None:
     except BaseException:  # noqa: BLE001  all that happens here is told to the parent
         os.write(writing, traceback.format_exc(limit=-3).encode()[:60000])
     finally:
-        # Nothing of the parent's may be flushed or cleaned up by the child.
+        # The child must not flush or clean up anything of the parent's.
         os._exit(0)
 
 
@@ -108,7 +108,7 @@ def _wait(pid: int, reading: int, deadline: float) -> str | None:
 
 
 def killed_by(number: int) -> str:
-    """Return what a signal did, in words."""
+    """Describe a signal in words."""
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
@@ -125,7 +125,7 @@ def why_not_fresh(session: Session) -> str | None:
 
 
 def what_to_open(session: Session) -> dict[str, Any]:
-    """Return what another process needs to open the same session, as plain data."""
+    """Return the arguments that another process needs to open the same session, as plain data."""
     return {
         "name": session.name,
         "device": str(session.device),

@@ -1,4 +1,4 @@
-"""Running a case by a backend, and the differences from what it should give."""
+"""Running a case by a backend, and comparing its results with the right ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mask_of(case: AttentionCase, drawn: Drawn, device: torch.device) -> anyflex.
         seq_lengths=lengths,
         block_size=case.block_size,
         mask_mod=function,
-        capacity=len(listed) + 3,  # kernels trust offsets only
+        capacity=len(listed) + 3,  # kernels must read offsets only
     ).to(device)
 
 
@@ -107,7 +107,7 @@ def _moved(mod: Mod, device: torch.device, case: AttentionCase) -> Mod:
 def mismatches(
     found: Mapping[str, Tensor], budgets: Budgets, case: AttentionCase, drawn: Drawn
 ) -> list[str]:
-    """Return a sentence for each result that is wrong."""
+    """Return a sentence for each wrong result."""
     lines = []
     for name, wanted in budgets.exact.items():
         if name not in found:
@@ -127,7 +127,7 @@ def mismatches(
 
 
 def _difference(found: Tensor, wanted: Tensor, allowed: Tensor, dtype: torch.dtype) -> str:
-    # What the type can't hold is infinite in it.
+    # A value beyond the type's range becomes infinite.
     wanted = wanted.to(dtype).double() if dtype is torch.float16 else wanted
     finite = wanted.isfinite()
     strange = ~finite & ~((found == wanted) | (found.isnan() & wanted.isnan()))

@@ -1,4 +1,4 @@
-"""The kit as tests of a plugin's own pytest suite."""
+"""The kit as tests in a plugin's own pytest suite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of expected failures, which a plugin's authors own."""
+"""File of expected failures, which a plugin's authors own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def read_expected(path: str | Path, known: Collection[str]) -> dict[str, str]:
         Case -> reason.
 
     Raises:
-        ArgumentError: the file can't be read, a line is none of the form, a case stands twice or
-            doesn't exist.
+        ArgumentError: the file can't be read, a line has another form, a case is there
+            twice or doesn't exist.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

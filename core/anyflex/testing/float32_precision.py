@@ -1,4 +1,4 @@
-"""To what torch allows products of float32 to be rounded, while something runs."""
+"""Precision of float32 products that torch allows while something runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from anyflex.tensors.tensor_facts import fp32_precision
 __all__ = ["products_in"]
 
 _SAID = {"highest": ("highest",) * 2, "high": ("high",) * 2, "medium": ("high", "medium")}
-"""What CUDA's products and others may be rounded to, by the function's word."""
+"""Settings of CUDA's products and of others, by the function's word."""
 
 
 @contextlib.contextmanager
 def products_in(precision: str) -> Iterator[None]:
-    """Allow what `torch.set_float32_matmul_precision` does with this word; afterwards all that
-    torch was told before holds again. What is so already isn't touched: the settings are the
-    process's, and other threads may run."""
+    """Allow as much as `torch.set_float32_matmul_precision` does with this word; afterwards
+    restore all settings. Settings that hold already aren't touched, because they belong to the
+    process and other threads may run."""
     before = _settings()
     try:
         if tuple(fp32_precision(torch.float32, of) for of in ("cuda", "cpu")) != _SAID[precision]:
@@ -40,10 +40,11 @@ def _backends() -> tuple[Any, ...]:
 
 
 def _settings() -> tuple[str, ...]:
-    """The function's word, then what the backends were told."""
+    """The function's word, then the backends' settings."""
     try:
         word = torch.get_float32_matmul_precision()
     except RuntimeError:
-        # They allow more than the function was told, in all likelihood nothing.
+        # The backends' settings allow more than the function's word; most likely nobody set that
+        # word.
         word = "highest"
     return (word, *(str(backend.fp32_precision) for backend in _backends()))

@@ -1,4 +1,4 @@
-"""What a fresh process is asked: to probe a backend, or to compute with it."""
+"""Tasks of a fresh process: to probe a backend, or to compute with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def answer(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(task: dict[str, Any]) -> dict[str, Any]:
-    """Load and probe: which modules came, which programs were started, which device runs."""
+    """Load and probe: return the modules that were loaded, the programs that were started, and the
+    device that runs."""
     import torch
 
     from anyflex.registry import backend_table
@@ -48,7 +49,7 @@ def _probe(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compute(task: dict[str, Any]) -> dict[str, Any]:
-    """Run a case, twice: with artifacts that another process has kept, and without any."""
+    """Run a case twice: with artifacts that another process has kept, and without any."""
     import torch
 
     from anyflex.testing.cases import every_case
@@ -76,7 +77,7 @@ def registered(task: dict[str, Any]) -> Iterator[None]:
     """Put the parent's backend into an empty registry, unless it is installed.
 
     Raises:
-        ImportError: what was registered in the parent is of a module that can't be imported.
+        ImportError: the module of the parent's backend can't be imported.
         AttributeError: it isn't in that module.
     """
     from anyflex.registry import backend_table

@@ -17,8 +17,8 @@ _NO_ACCESS = 0
 def at_guard_page(tensor: Tensor, side: Literal["before", "after"]) -> Tensor:
     """Return a copy of a CPU tensor that ends at a guard page, or begins behind one.
 
-    A read or write past that end kills the process: for forked children. The memory is never
-    given back.
+    A read or write past that end kills the process: use it in forked children. The memory is never
+    freed.
 
     Raises:
         OSError: the page can't be protected.
@@ -32,7 +32,7 @@ def at_guard_page(tensor: Tensor, side: Literal["before", "after"]) -> Tensor:
     guard = 0 if side == "before" else pages * page
     copy = whole[begin : begin + size].view(tensor.dtype).reshape(tensor.shape)
     copy.copy_(tensor)
-    # mmap has no way to protect a page.
+    # mmap can't protect a page.
     libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.c_void_p(whole.data_ptr() + guard)
     if libc.mprotect(address, ctypes.c_size_t(page), _NO_ACCESS) != 0:

@@ -1,8 +1,8 @@
-"""Guarded memory: tensors between two stretches of a pattern, full of it themselves.
+"""Guarded tensors: memory between two stretches of a pattern, which also fills the tensor.
 
 The pattern is a NaN of every floating type that no arithmetic makes (all bits set would be one
-that vectorised conversions and exponentials do make): what a kernel leaves of it inside was not
-written, what it changes outside was written past the end.
+that vectorised conversions and exponentials do make). Where a kernel leaves it inside, the element
+was not written; where a kernel changes it outside, it wrote past the end.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Guarded:
         return None
 
     def content(self) -> Tensor:
-        """Return what the given memory holds, whatever became of `tensor`."""
+        """Return the content of the given memory, whatever became of `tensor`."""
         return self._memory.as_strided(*self._layout)
 
     def trespass(self) -> str | None:

@@ -1,7 +1,7 @@
-"""The inspector: a backend that stands before the one under test and watches each contract.
+"""Inspector: a backend in front of the one under test that checks both sides of each contract.
 
-It passes every question and every call on. What a kernel is given to fill is guarded, poisoned
-memory; what it is given to read is compared afterwards, bit for bit.
+It passes every question and every call on. Memory that a kernel must fill is guarded and poisoned;
+memory that it must only read is compared afterwards, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ __all__ = ["Journal", "ask", "inspected", "promised_bytes"]
 
 @dataclass
 class Journal:
-    """What an inspector has seen since it was last cleared.
+    """Record of an inspector since it was last cleared.
 
     Attributes:
         violations: broken promises, a sentence each.
         decisions: (spec, decision) of each `supports`.
         forwards, backwards: specs whose kernels ran, in order.
         compiled: specs that were compiled.
-        launches: (backend, variant) of each launch that the registry knows of, whoever ran.
-        workspaces: (direction, what was asked for) of each launch that asked for any.
-        artifacts: what kernels are compiled with, in place of the registry's.
+        launches: (backend, variant) of each launch that the registry knows of, by any backend.
+        workspaces: (direction, specs) of each launch that asked for workspace.
+        artifacts: used for compiling, in place of the registry's.
         watching: False lets kernels run on core's own memory, unchecked: the checks read values,
-            for which the host waits.
+            and the host waits for them.
         poisons: False lets saved outputs and workspaces hold zeros, not NaN, before a launch.
-        index_offsets: of each call, None for what core gives.
+        index_offsets: of each call, None for core's.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ def inspected(backend: Backend, journal: Journal) -> type[Backend]:
 
 
 def promised_bytes(backend: Backend, dtype: torch.dtype, journal: Journal) -> tuple[int, int]:
-    """Ask `saved_bytes`; an answer that says nothing is a violation, and promises nothing."""
+    """Ask `saved_bytes`; an answer without a size is a violation, and promises nothing."""
     found = backend.saved_bytes(dtype)
     problem = saved_bytes_problem(found)
     if problem is None:
@@ -170,7 +170,7 @@ class _InspectedKernel(Kernel):
         self._saved_bytes = saved_bytes
 
     def describe(self, call: Call) -> str:
-        # Calls pass over what is wrong here, with a warning.
+        # Calls accept such values, with a warning.
         try:
             variant: object = self._kernel.describe(call)
         except Exception as error:

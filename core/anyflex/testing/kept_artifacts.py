@@ -1,4 +1,4 @@
-"""Artifacts in memory: what another process has kept."""
+"""Artifacts in memory, kept from another process."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ from anyflex.testing.time_limit import GRACE
 __all__ = ["Pool"]
 
 _START_SECONDS = 300.0
-"""For the imports and the session of all processes at once: longer is for ever."""
+"""Time limit in seconds for the imports and the session of all processes at once."""
 _END_SECONDS = 10.0
-"""For what an interpreter does when it ends, and for a device that is given back."""
+"""Time limit in seconds for an interpreter's exit and for releasing a device."""
 
-# The channel is taken away first: an import may print.
+# The channel is taken away first, because an import may print.
 _START = (
     "import json, os, sys; channel = os.dup(0), os.dup(1); "
     "os.dup2(os.open(os.devnull, os.O_RDONLY), 0); os.dup2(2, 1); "
@@ -48,7 +48,7 @@ class Pool:
     """Processes that run cases on sessions of their own; a context manager, which ends them.
 
     Args:
-        session: what the processes open too.
+        session: the session that the processes open too.
         jobs: how many run at once.
         require: sets whose cases must be accepted.
         expected: case -> reason, for failures that the plugin's authors know of.
@@ -150,13 +150,13 @@ class Pool:
         return died(self._session, case, how, taken, require=self._require)
 
     def _take(self) -> _Process:
-        """Return a process that waits, or a new one."""
+        """Return a waiting process, or a new one."""
         with self._lock:
             if self._closed:
                 raise CancelledError
             if self._idle:
                 return self._idle.pop()
-            # No more than threads run.
+            # At most as many run as there are threads.
             process = _Process()
             self._processes.add(process)
         begin = time.perf_counter()
@@ -185,7 +185,7 @@ class Pool:
         )
 
     def _drop(self, process: _Process) -> str:
-        """End a process, and all that it has started; return what became of it."""
+        """End a process, and all that it has started; return how it ended."""
         process.kill()
         how = process.how_it_ended()
         with self._lock:
@@ -197,7 +197,8 @@ class _Process:
     """One process, and the channel to it."""
 
     def __init__(self) -> None:
-        # A session of its own: all that it starts is killed with it, and Ctrl-C is the parent's.
+        # A session of its own: all processes that it starts are killed with it, and Ctrl-C goes to
+        # the parent.
         self._child = subprocess.Popen(
             [sys.executable, "-c", _START, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
@@ -207,7 +208,7 @@ class _Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._questions = self._child.stdin
         self._answers = self._child.stdout
-        # Held while its end is waited for: after that its number may be another process's.
+        # Held while its end is waited for: afterwards another process may have its number.
         self._reaping = threading.Lock()
 
     def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
@@ -226,7 +227,7 @@ class _Process:
             self._questions.flush()
             line = next((line for line in self._answers if line.startswith(MARK)), b"")
         except OSError:
-            # It has ended, before it read: `how_it_ended` tells.
+            # It ended before it read: `how_it_ended` has the reason.
             return None
         finally:
             timer.cancel()
@@ -244,7 +245,7 @@ class _Process:
             return
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for its end, and return whether it came."""
+        """Wait for its end; return whether it ended in time."""
         with self._reaping:
             try:
                 self._child.wait(seconds)
@@ -254,7 +255,7 @@ class _Process:
             return True
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill it and the processes that it has started."""
         with self._reaping:
             if self._child.returncode is not None:
                 return
@@ -264,14 +265,14 @@ class _Process:
             try:
                 os.killpg(self._child.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                # macOS answers so for a group of which nobody runs any more.
+                # macOS raises this for a group without running processes.
                 return
 
     def how_it_ended(self) -> str:
-        """Return what became of a process that was killed or has closed its channel."""
+        """Describe the end of a process that was killed or has closed its channel."""
         self.dismiss()
         if not self.ends_within(_END_SECONDS):
-            # It waits in the system, for a device for one, where no signal reaches it.
+            # It waits in the kernel, for example for a device, where no signal reaches it.
             return "was killed and doesn't end"
         status = self._child.returncode
         return f"ended with exit status {status}" if status >= 0 else killed_by(-status)

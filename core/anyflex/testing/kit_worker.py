@@ -1,8 +1,8 @@
 """A process of `anyflex.testing.kit_pool`: opens the session, then runs the cases it is told.
 
-What runs here may print and read as it likes, and native code too: the pool is spoken with over
-copies of stdin and stdout that nobody else knows. Stdout itself is stderr, since the parent's may
-be the report, and stdin is empty.
+Cases may print and read freely, native code too: the process talks to the pool over copies of
+stdin and stdout that nothing else knows. Stdout itself is redirected to stderr, since the parent's
+may be the report, and stdin is empty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from anyflex.testing.time_limit import ended_after
 __all__ = ["MARK", "device_lost", "main"]
 
 MARK = b"anyflex-conformance-answer "
-"""Before an answer: what Python runs at its start may have printed on the channel before."""
+"""Prefix of an answer: code that Python runs at its start may have printed on the channel
+before."""
 _OPENING_ERRORS = (ArgumentError, BackendRefused, PluginError)
 
 
@@ -42,11 +43,11 @@ def main(reading: int, writing: int) -> None:
     """Answer the pool line by line, until it closes the channel.
 
     Args:
-        reading: file descriptor of what it asks: a line of JSON each.
+        reading: file descriptor of the questions: a line of JSON each.
         writing: of the answers: lines of JSON behind `MARK`.
     """
     faulthandler.enable()
-    # Registered first, so the last at the end: whatever cases have started ends too.
+    # Registered first, so it runs last at exit: the processes of cases have ended by then.
     atexit.register(_end_as_the_last, os.getpid())
     status = 1
     try:
@@ -59,7 +60,7 @@ def main(reading: int, writing: int) -> None:
         traceback.print_exc()
     else:
         return
-    # At once: while an interpreter shuts down it can't be told from one that hangs.
+    # At once: an interpreter that shuts down can't be told from one that hangs.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -68,8 +69,8 @@ def main(reading: int, writing: int) -> None:
 def device_lost(device: torch.device) -> bool:
     """Return whether this process can't compute on its device any more.
 
-    After some faults of a kernel, an access outside of memory for one, a device answers every call
-    of the process with that fault, and only a new process can use it.
+    After some faults of a kernel, for example an access outside of memory, a device answers every
+    call of the process with that fault, and only a new process can use it.
     """
     if device.type == "cpu":
         return False
@@ -81,7 +82,7 @@ def device_lost(device: torch.device) -> bool:
 
 
 class _Questions:
-    """What the pool asks, and an eye on whether it is still there.
+    """Questions of the pool, with a check that the pool still exists.
 
     Attributes:
         busy: the pool waits for an answer.
@@ -94,7 +95,7 @@ class _Questions:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> Any:
-        """Return what is asked next, or None at the end."""
+        """Return the next question, or None at the end."""
         line = self._lines.get()
         return json.loads(line) if line else None
 
@@ -103,7 +104,7 @@ class _Questions:
             self.busy = True
             self._lines.put(line)
         if self.busy:
-            # Nobody waits for the answer any more, and the case may never end.
+            # The pool is gone, and the case may never end.
             _end_at_once()
         self._lines.put(b"")
 
@@ -118,7 +119,7 @@ def _end_as_the_last(pid: int) -> None:
 
 def _end_at_once() -> None:
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-        # Processes that the case has started go too.
+        # Ends the processes that the case has started, too.
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
@@ -152,7 +153,7 @@ def _serve(questions: _Questions, writing: BinaryIO) -> None:
 
 @contextmanager
 def _opened(task: dict[str, Any]) -> Iterator[Session]:
-    # In the session torch's operations have one thread; this is what it remembers.
+    # In the session torch's operations have one thread; this is the number from before.
     torch.set_num_threads(task["threads"])
     with ExitStack() as stack:
         stack.enter_context(posed(task))

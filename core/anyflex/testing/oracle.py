@@ -1,7 +1,7 @@
 """Oracle (a): attention by a dense float64 formula and plain autograd. It takes every case.
 
-The mask is evaluated on broadcast index tensors. The score mod is evaluated on vectors that hold
-the live pairs only, so that what a mod gives for a dead pair can't reach any result or gradient:
+The mask is evaluated on broadcast index tensors. The score mod is evaluated on vectors of the live
+pairs only, so that a mod's value at a dead pair can't reach any result or gradient:
 scores[live] = mod(scores[live], b, h, q, k).
 """
 
@@ -54,8 +54,8 @@ def dense_attention(
         key: [Bkv, Hkv, S, E], Bkv 1 or B, Hq a multiple of Hkv; any length may be 0.
         value: [Bkv, Hkv, S, Ev].
         mask: bool, broadcastable to [B, Hq, L, S]; None for all live.
-        round_weights: applied to the softmax before the product with value: what an
-            implementation does that rounds it.
+        round_weights: applied to the softmax before the product with value: as by an
+            implementation that rounds it.
     """
     batch, heads, q_length, _ = query.shape
     group = heads // key.shape[1]
@@ -90,7 +90,7 @@ def dense_attention(
 
 
 def _scores(query: Tensor, key: Tensor, live: Tensor) -> Tensor:
-    """[B, H, L, E] times [B, H, S, E] over E, and nothing of dead pairs in the gradients."""
+    """[B, H, L, E] times [B, H, S, E] over E; dead pairs don't reach the gradients."""
     if bool(query.isfinite().all()) and bool(key.isfinite().all()):
         return torch.einsum("bhqe,bhke->bhqk", query, key)
     # 0 * NaN is NaN: each pair has operands of its own, and dead ones are 0.

@@ -1,8 +1,8 @@
-"""A recording device layer: what a kernel asks of the device beside computing on it.
+"""Recorder of a kernel's calls to the device's runtime, beside computing on it.
 
 Core has selected the device and the stream before a kernel runs, and the kernel synchronises
-nothing. So a kernel has no reason to call what is watched here, on any machine: torch's functions
-are replaced for a while by ones that only write the call down.
+nothing. So a kernel has no reason to call the functions that are watched here, on any machine:
+they are replaced for a while by ones that only note the call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WATCHED = {
 
 
 class _Nothing:
-    """What a recorded function returns: a context, a stream or nothing."""
+    """Result of a recorded function: it serves as a context, a stream or nothing."""
 
     cuda_stream = 0
     stream_id = 0
@@ -49,7 +49,7 @@ class _Nothing:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Record what the body asks of any device; nothing of it is carried out.
+    """Record the body's calls to any device's runtime, without making them.
 
     Yields:
         A sentence a call: ``"torch.cuda.synchronize() waits for the device"``.

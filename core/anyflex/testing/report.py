@@ -51,7 +51,7 @@ def make_report(
         "require": sorted(require),
         "patterns": list(globs),
         "capabilities": _plain(session.backend.capabilities),
-        # Where all is refused or skipped, and no kernel ran, nothing is shown.
+        # A run in which all was refused or skipped, and no kernel ran, proves nothing.
         "passed": all(outcome.good for outcome in outcomes)
         and any(outcome.ran or outcome.status in ("passed", "expected") for outcome in outcomes),
         "jobs": jobs,
@@ -101,7 +101,7 @@ td.status { font-weight: 600; white-space: nowrap; } code { font-size: .9em; }
 
 
 def html_page(report: Report) -> str:
-    """Return a report as a page that needs nothing beside itself, what is to be mended first."""
+    """Return a report as a page without other files, failures first."""
     title = f"Conformance of {report['backend']}"
     counts = ", ".join(f"{count} {status}" for status, count in report["counts"].items() if count)
     bad = report["counts"]["failed"] or report["counts"]["unexpected"]

@@ -1,4 +1,5 @@
-"""What an attention implementation gives for one call, gradients included, and how two agree."""
+"""Results of an attention implementation for one call, gradients included, and their
+comparison."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def gradients(
     """Gradients of sum(out * dout) + sum(lse * dlse) with respect to `inputs`.
 
     Args:
-        dout, dlse: None where nothing arrives.
+        dout, dlse: None where no gradient arrives.
         missing_is_zero: an input that the outputs don't depend on has gradient 0; else autograd's
             None is an error of the implementation under test.
     """

@@ -1,4 +1,4 @@
-"""Running conformance cases on a session, and what comes of each."""
+"""Runs conformance cases on a session, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Status = Literal["passed", "refused", "skipped", "failed", "expected", "unexpect
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case.
+    """Outcome of a case.
 
     Args:
         case: its name.
@@ -32,7 +32,7 @@ class Outcome:
             failures says; ``unexpected``: that file names it and it passed.
         detail: the failure, the refusal's reason, or why it was skipped.
         seconds: how long it took.
-        command: what repeats it alone.
+        command: repeats it alone.
         ran: a kernel of the backend ran here: of a refused case the call without undeclared
             gradients and auxiliary outputs was compared.
     """
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Nothing is to be mended."""
+        """Whether nothing has to be mended."""
         return self.status not in ("failed", "unexpected")
 
 
@@ -127,7 +127,7 @@ def timed_out(
     require: frozenset[str] = frozenset(),
     then: str = "the run with it",
 ) -> Outcome:
-    """Return the outcome of a case that has not ended within so many seconds.
+    """Return the outcome of a case that has not ended within the time limit.
 
     No file of expected failures makes it good: in one process the cases behind it are not run.
 
@@ -136,7 +136,7 @@ def timed_out(
         case: what hung.
         seconds: the limit.
         require: as for `run_cases`.
-        then: what comes of it, for the message.
+        then: the consequence, for the message.
     """
     detail = (
         f"it has not ended within {seconds:g} s (--timeout), and {then}: where it hangs "
@@ -156,12 +156,12 @@ def died(
 ) -> Outcome:
     """Return the outcome of a case that ended its own process.
 
-    As with one that hangs, no file of expected failures makes it good.
+    As for a hang, no file of expected failures makes it good.
 
     Args:
         session: with the backend under inspection.
-        case: what ran.
-        how: what became of the process: ``"was killed by SIGSEGV"``.
+        case: the case that ran.
+        how: how the process ended: ``"was killed by SIGSEGV"``.
         seconds: how long it took.
         require: as for `run_cases`.
     """

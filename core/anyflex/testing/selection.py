@@ -1,4 +1,4 @@
-"""Which cases are run, and which of them must be accepted."""
+"""Selection of cases to run, and of cases that must be accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUIREMENTS: Mapping[str, str] = {
     "decode": "one query row, grouped queries, lse",
     "all": "every case",
 }
-"""Sets of cases that may be required, and what is in them."""
+"""Sets of cases that may be required, with descriptions."""
 
 
 def select(

@@ -1,4 +1,4 @@
-"""A session: one backend under inspection, alone in the registry but for the reference."""
+"""Session of one backend under inspection, which shares the registry with the reference alone."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ConformanceFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Session:
-    """What a case works with.
+    """Tools that a case works with.
 
     Args:
         name: of the backend, for ``backend=``.
         device: where tensors are.
         backend: the object under test; its answers go through the inspector.
-        journal: what the inspector sees.
+        journal: the inspector's record.
         distribution: ``"name version"`` of what carries the backend.
         target: ``"module:Class"``, for other processes.
         installed: the backend came from an entry point.
@@ -51,7 +51,7 @@ class Session:
 
     @property
     def device_type(self) -> str:
-        """What a spec of a call on the session's tensors says."""
+        """Device type in a spec of a call on the session's tensors."""
         posed = stand_in.posed_as(self.device)
         return self.device.type if posed is None else posed[0]
 
@@ -69,7 +69,7 @@ class Session:
             raise ConformanceFailure("; ".join(self.journal.violations))
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Let kernels run unchecked in the body: as fast, and as asynchronous, as they are."""
+        """Let kernels run unchecked in the body, with their own speed and asynchrony."""
         return self._with("watching", False)
 
     def zeroed_scratch(self) -> AbstractContextManager[None]:
@@ -79,12 +79,12 @@ class Session:
     def index_offsets(
         self, b: int, h: int, q_idx: int, kv_idx: int
     ) -> AbstractContextManager[None]:
-        """Let calls in the body have these offsets, which no argument of a user's sets yet."""
+        """Give calls in the body these offsets, which no argument of a user's sets yet."""
         return self._with("index_offsets", (b, h, q_idx, kv_idx))
 
     @contextmanager
     def _with(self, name: str, value: object) -> Iterator[None]:
-        """Let an attribute of the journal have another value in the body."""
+        """Set an attribute of the journal in the body."""
         before = getattr(self.journal, name)
         setattr(self.journal, name, value)
         try:
@@ -98,7 +98,7 @@ class Session:
 
 
 class _Listener:
-    """A hook plugin that writes down who was launched."""
+    """A hook plugin that notes the launches."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -125,7 +125,7 @@ def open_session(
         device: where tensors shall be; None for the name's device type (the CPU for the
             reference, and where CPU tensors pose as that type). With ``"cpu"`` for a backend of
             another device type, CPU tensors pose as that (`anyflex.testing.posing`).
-        backend_class: what shall stand under `name`, in place of what is registered.
+        backend_class: the class for `name`, in place of the registered one.
 
     Raises:
         BackendRefused: there is no such backend, or its probe refuses this machine.
@@ -188,7 +188,7 @@ def _usable(entry: Entry) -> Backend:
     if state.error is not None:
         raise state.error
     posed = stand_in.posed_in_force()
-    # A device that is only posed is missed by the probe, as everywhere in such a block.
+    # A probe doesn't find a device that is only posed, so its rejection is ignored.
     missing = state.kind == "rejected" and not (posed and posed[0] == entry.device_type)
     if state.backend is None or state.kind not in ("usable", "rejected") or missing:
         raise BackendRefused(f"backend {entry.name!r} can't be used here: {state.reason}")

@@ -26,8 +26,8 @@ class posing(ContextDecorator):
     asks the backends of that type, ``spec.device_type`` names it, warnings, refusals and
     `anyflex.explain` speak of it, forced names bind as they do there, and the kernel gets CPU
     tensors. A probe that rejects is no obstacle: it misses the device. ``create_block_mask`` and
-    ``BlockMask.to`` take the device too, and make a mask on the CPU. Everything else stays what
-    it is: tensors say that they are on the CPU, and autocast is the CPU's.
+    ``BlockMask.to`` take the device too, and make a mask on the CPU. Everything else is unchanged:
+    tensors report that they are on the CPU, and autocast is the CPU's.
 
     The block holds for the whole process, so for threads that are started in it and for those
     that run already; a forked child inherits it, a spawned one doesn't. Blocks nest, the inner
@@ -125,7 +125,7 @@ class posing(ContextDecorator):
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A block that is entered; two of equal content are two."""
+    """An entered block; two of equal content are two."""
 
     posed: stand_in.Posed | None
     thread: int

@@ -1,9 +1,9 @@
-"""A limit on the time that a case may take.
+"""Time limit of a case.
 
-What hangs in a kernel can't be stopped, so the process ends. A thread says what was running and
-writes the report. Native code that never lets another thread of Python run keeps that thread from
-it: some seconds later faulthandler, which needs no interpreter, writes the tracebacks and ends
-the process with the same status.
+Code that hangs in a kernel can't be stopped, so the process ends. A thread reports what was
+running and writes the report. Native code that never lets another Python thread run blocks that
+thread too: some seconds later faulthandler, which needs no interpreter, writes the tracebacks and
+ends the process with the same status.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ T = TypeVar("T")
 GRACE = 10.0
 """Seconds that the thread has before faulthandler ends the process."""
 _STATUS = 1
-"""faulthandler's, and that of a case that failed."""
+"""Exit status of faulthandler, and of a case that failed."""
 
 
 def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[[], None]) -> T:
-    """Return what `work` returns, or end the process with status 1 after so many seconds.
+    """Return the result of `work`, or end the process with status 1 after `seconds`.
 
     Args:
         name: stands in the tracebacks that are written to stderr then, as a function's name.
-        work: what may hang.
+        work: the function that may hang.
         seconds: 0 for no limit.
         expired: is called in another thread before the process ends.
     """
@@ -57,7 +57,7 @@ def ended_after(name: str, work: Callable[[], T], seconds: float) -> T:
 
     Args:
         name: stands in the tracebacks, as a function's name.
-        work: what may hang.
+        work: the function that may hang.
         seconds: 0 for no limit.
     """
     if not seconds:
@@ -76,7 +76,7 @@ def _named(name: str, work: Callable[[], T]) -> Callable[[], T]:
     def call() -> T:
         return work()
 
-    # Where Python can't run any more this is what tells the case.
+    # Where Python can't run any more, this line names the case.
     call.__code__ = call.__code__.replace(co_name=name)
     return call
 
@@ -89,5 +89,5 @@ def _end(expired: Callable[[], None]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        # Neither sys.exit nor an exception reaches the thread that hangs.
+        # Neither sys.exit nor an exception reaches the hanging thread.
         os._exit(_STATUS)

@@ -1,4 +1,4 @@
-"""lse and max_scores."""
+"""Auxiliary outputs: lse and max_scores."""
 
 from __future__ import annotations
 

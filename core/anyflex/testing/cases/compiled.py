@@ -53,7 +53,7 @@ def _fullgraph(session: Session) -> str | None:
     compare(session, _modded(session, "fullgraph"), attention=attention)
     compare(session, _modded(session, "fullgraph", q_length=90, kv_length=70), attention=attention)
     if torch.bfloat16 in session.backend.capabilities.dtypes:
-        # What a kernel saves beside out and lse is mostly for narrow types.
+        # Kernels save tensors beside out and lse mostly for narrow types.
         compare(session, _modded(session, "fullgraph", dtype=torch.bfloat16), attention=attention)
     return None
 
@@ -104,7 +104,7 @@ def _forward_once(session: Session) -> str | None:
 
 
 def _arguments_of_the_operation(session: Session, case: AttentionCase) -> tuple[Any, ...]:
-    """Return what a compiled call hands to the forward operation."""
+    """Return the arguments that a compiled call passes to the forward operation."""
     calls: list[tuple[Any, ...]] = []
 
     class Recording(torch.fx.Interpreter):
@@ -147,7 +147,8 @@ def _opcheck(session: Session) -> str | None:
 
 
 def _leaves(value: Any, *, learn: bool) -> Any:
-    """Copies of all tensors. Nothing is differentiable twice: backward gets none that learns."""
+    """Copies of all tensors. Nothing is differentiable twice, so backward gets no tensor that
+    learns."""
     if isinstance(value, (list, tuple)):
         return type(value)(_leaves(item, learn=learn) for item in value)
     if not isinstance(value, Tensor):

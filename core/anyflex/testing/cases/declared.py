@@ -1,4 +1,5 @@
-"""What is declared is accepted, at the ends of each range; and the contract's handshake."""
+"""Declarations: declared calls are accepted, at the ends of each range; and the contract's
+handshake."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ __all__ = ["CASES"]
 CASES: dict[str, Case] = {}
 
 _LARGEST = 1024
-"""Head dims above are tried in the whole kit only, up to `_HUGE`."""
+"""Head dims above this are tried in the whole kit only, up to `_HUGE`."""
 _HUGE = 1 << 14
 _USUAL = (8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512, _LARGEST)
 
@@ -37,7 +38,7 @@ def _dims(session: Session) -> list[int]:
 def _accepted(session: Session, case: AttentionCase) -> None:
     cases = [case]
     if case.aux != (aux := session.backend.capabilities.aux):
-        # The lse that no gradient may arrive at stands in a call without gradients.
+        # An lse that takes no gradient is in a call without gradients.
         cases.append(dataclasses.replace(case, gradients=frozenset(), aux=aux))
     try:
         for each in cases:

@@ -1,4 +1,4 @@
-"""Equal calls give equal bits."""
+"""Determinism: equal calls give equal bits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _require_same(
 
 
 def _repeat(session: Session, case: AttentionCase, runs: int) -> None:
-    """Fail unless so many runs give the same bits."""
+    """Fail unless this many runs give the same bits."""
     drawn: Drawn = case.draw(session.device)
     first = by_backend(case, drawn, session.name, session.device)
     for run in range(1, runs):
@@ -83,7 +83,7 @@ def _mode(session: Session) -> str | None:
         warnings.simplefilter("ignore")
         compare(session, _mode_case(session, 80))
     with _deterministic():
-        # Many additions into two addresses: another order of them is another sum.
+        # Many additions into two addresses: another order gives another sum.
         _repeat(session, _mode_case(session, 512), 4)
         compare(session, _mode_case(session, 80))
     return None
@@ -109,7 +109,7 @@ def _scratch(session: Session) -> str | None:
     # Rows that fill tiles, that fill 16 bytes, and that fill neither.
     cases: list[dict[str, Any]] = [{"q_length": length} for length in (80, 84, 85)]
     if can.decode:
-        # So few rows and so many keys that their sums may be split.
+        # Few rows and many keys, so that their sums may be split.
         cases += ({"q_length": length, "kv_length": 1200, "batch": 1} for length in (1, 5))
     if {"mask_graph", "mask_kind", "captured"} <= can.known_fields:
         cases.append({"mask_mod": "doc_sorted"})
@@ -119,7 +119,7 @@ def _scratch(session: Session) -> str | None:
     for changes in cases:
         forward = {**changes, "gradients": frozenset()}
         _require_scratch_unread(session, plain(session, "forward", **forward))
-    # After all of forward: whoever can't repeat a backward refuses these.
+    # After forward, because a backend that can't repeat a backward refuses these.
     with _deterministic():
         for changes in cases:
             _require_scratch_unread(session, plain(session, "backward", **changes))

@@ -27,10 +27,10 @@ CASES: dict[str, Case] = {}
 
 _NO_ACCELERATOR = "the CPU has no streams"
 _LAUNCHES = 5
-"""Of a `_keep_busy`."""
+"""Number of launches of a `_keep_busy`."""
 _MOST_LAUNCHES = 100
-"""Where some thousand are queued on CUDA, the host waits before it can add one: most of that is
-left to the backend."""
+"""Maximum number of launches. Once about a thousand are queued on CUDA, the host waits before it
+can add one: most of that number is left to the backend."""
 
 
 def _call(session: Session, seed: int = 0) -> AttentionCase:
@@ -55,11 +55,11 @@ def _recorded(session: Session) -> str | None:
 
 
 def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[int], None]:
-    """What gives the current stream, so many times, far more work than the host needs time for
-    the call.
+    """Return a function that queues, a given number of times, far more device time than the call's
+    host time.
 
-    The call is made twice here: compiled once, timed then. Where other programs use the device
-    meanwhile, its own work took longer than it will.
+    The call is made twice here: once to compile, once to be timed. If other programs use the
+    device meanwhile, the measured time is longer than needed.
     """
     call()
     _keep_busy(device)
@@ -74,7 +74,7 @@ def _busy_during(device: torch.device, call: Callable[[], object]) -> Callable[[
     call()
     of_host = time.perf_counter() - began
     torch.accelerator.synchronize()
-    # Of a busy host too: it may be kept from running for a tenth of a second.
+    # A minimum also for a busy host, which may be interrupted for a tenth of a second.
     repeats = 1 + int(max(20 * of_host, 0.3) / min(units))
 
     def queue(times: int) -> None:
@@ -101,7 +101,7 @@ def _keep_busy(device: torch.device) -> None:
 def _two_streams(session: Session) -> str | None:
     if session.device.type == "cpu":
         return _NO_ACCELERATOR
-    # Of one size, as scratch memory may be shared by size.
+    # All of one size, because scratch memory may be shared by size.
     cases = [
         plain(session, "devices", q_length=256, kv_length=256, seed=seed) for seed in range(2)
     ]
@@ -196,8 +196,8 @@ def _no_synchronisation(session: Session) -> str | None:
         for mask in (None, "causal"):
             _require_no_wait(
                 session,
-                # Blocks of 64: a backend of torch's operations, which launches kernels for each,
-                # isn't to fill the device's queue.
+                # Blocks of 64: a backend made of torch's operations launches kernels for each,
+                # which must not fill the device's queue.
                 plain(
                     session,
                     "devices",
@@ -232,7 +232,7 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
             out.backward(dout)
 
     def waits(times: int) -> str | None:
-        """Which direction, behind so many times the work."""
+        """Return the direction that waits, behind this many units of work."""
         keep_busy(times)
         behind = torch.accelerator.current_stream(session.device).record_event()
         out = forward()
@@ -259,7 +259,7 @@ def _require_no_wait(session: Session, case: AttentionCase) -> None:
 
 
 def _waits_of(device: torch.device, call: Callable[[], object]) -> str:
-    """Which lines wait in it, as far as torch knows: on CUDA, and none that synchronize."""
+    """Lines of the call that wait, as far as torch knows: on CUDA, and none that synchronize."""
     if device.type != "cuda":
         return ""
     before = torch.cuda.get_sync_debug_mode()

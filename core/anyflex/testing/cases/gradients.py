@@ -1,4 +1,4 @@
-"""Gradients: what arrives, of what they are asked for, and what nobody asked for."""
+"""Gradients: which arrive, which are asked for, and which must not be computed."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ comparisons(
         dlse=True,
         quick=True,
     ),
-    # Every subset of what can be asked for, with each way that gradients arrive.
+    # Every subset of the gradients that can be asked for, with each way that gradients arrive.
     *(
         AttentionCase(
             f"gradients/{'_'.join(sorted(wanted))}_{arrives}",

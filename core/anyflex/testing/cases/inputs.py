@@ -1,4 +1,4 @@
-"""Inputs with NaN, infinities and very different magnitudes."""
+"""Inputs with non-finite values and very different magnitudes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nan_in_dead_rows(tensors: dict[str, Tensor]) -> None:
 
 
 def infinite_gradient_of_dead_lse(tensors: dict[str, Tensor]) -> None:
-    """What the gradient of lse ** 2 is where lse is -inf."""
+    """Infinite gradients of dead rows' lse: those of lse ** 2 where lse is -inf."""
     tensors["dlse"][..., -2:] = -math.inf
 
 
@@ -237,7 +237,7 @@ comparisons(
             ("_float64", 70, torch.float64),
         )
     ),
-    # The list's combinations that have broken implementations.
+    # Combinations of the acceptance list that have broken implementations.
     *(
         AttentionCase(
             f"inputs/{score_mod}_and_{mask_mod}",

@@ -1,9 +1,8 @@
-"""Scores whose size leaves a softmax little room: exact ones, so that the results are known.
+"""Scores whose size leaves a softmax little room; they are exact, so that the results are known.
 
 Queries and keys are small whole numbers and the scale is a multiple of 1/8: float32 holds each
-score, and each sum that the mods below make of it, to the last bit, and equal scores are equal. So
-the dense formula says what must come out. The general budgets, which allow what rounding does to
-scores of this size, don't.
+score, and each modified score, exactly, and equal scores are equal. So the dense formula has the
+right results. The general budgets, which allow what rounding does to scores of this size, don't.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ CASES: dict[str, Case] = {}
 LOWEST = torch.finfo(torch.float32).min
 KEYS = 150
 LSE_THAT_TELLS = 2.0**17
-"""Up to here its rounding changes weights by less than a hundredth."""
+"""Largest lse whose rounding changes weights by less than a hundredth."""
 
 Builder = Callable[..., Callable[..., Any]]
 
 
 def lowered_to_lowest(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
-    """Whole rows, whole columns and the rest, as padding masks are written as biases."""
+    """Lowers whole rows, whole columns and others, as padding masks are written as biases."""
     return lambda s, b, h, q, k: s + torch.minimum(rows[q], keys[k])
 
 
 def lowest_instead(rows: Tensor, keys: Tensor) -> Callable[..., Any]:
-    """The same by a choice."""
+    """`lowered_to_lowest` by a choice instead of a sum."""
     return lambda s, b, h, q, k: torch.where(torch.minimum(rows[q], keys[k]) < 0, LOWEST, s)
 
 
 def raised() -> Callable[..., Any]:
-    """By as much as leaves scores their last bit."""
+    """Raises scores by as much as leaves them their last bit."""
     return lambda s, b, h, q, k: s + 2.0**20
 
 
@@ -53,12 +52,12 @@ def lowered() -> Callable[..., Any]:
 
 
 def in_steps() -> Callable[..., Any]:
-    """Each step of keys wins over all before it, from small scores to large ones."""
+    """Each step of keys exceeds all before it, from small scores to large ones."""
     return lambda s, b, h, q, k: s + (k // 30) * 3000.0
 
 
 def magnified() -> Callable[..., Any]:
-    """All but the largest, of which there are several, vanish."""
+    """All scores but the largest, of which there are several, vanish."""
     return lambda s, b, h, q, k: s * 2.0**24
 
 
@@ -80,19 +79,19 @@ def _lowest_tables(case: AttentionCase) -> dict[str, Tensor]:
 
 
 def _cases(session: Session, name: str, **changes: Any) -> list[AttentionCase]:
-    """Many rows and, where that is declared, few."""
+    """Cases with many rows and, where that is declared, few."""
     lengths = [80, 3] if session.backend.capabilities.decode else [80]
     given = {"kv_length": KEYS, "scale": 0.125, **changes}
     return [plain(session, name, q_length=length, **given) for length in lengths]
 
 
 def _compare(session: Session, case: AttentionCase, drawn: Drawn) -> None:
-    """Fail where a result is further from the dense formula than a few roundings of its own, and
-    of lse, from which a backward may compute weights. Where lse tells too little for that,
-    gradients must be finite; better ones need more than a kernel is given."""
+    """Fail where a result is further from the dense formula than a few roundings of its own and of
+    lse, from which a backward may compute weights. Where lse is too coarse for that, gradients
+    must be finite; better ones need more than a kernel's inputs."""
     found = by_backend(case, drawn, session.name, session.device)
     session.check_journal()
-    # What rounding may do depends on lse, whether or not the backend gives it.
+    # The allowed rounding depends on lse, whether or not the backend returns it.
     exact = by_oracle(dataclasses.replace(case, aux=case.aux | LSE), drawn).exact
     steps = 64 if case.dtype.itemsize >= 4 else 8
     size = float(exact["lse"].abs().amax())

@@ -1,4 +1,4 @@
-"""How query, key and value lie in memory. The kit's other cases are mostly contiguous."""
+"""Layouts of query, key and value in memory. The kit's other cases are mostly contiguous."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ comparisons(
 )
 
 _FAR = 2**31
-"""Elements: no 32-bit integer counts so many."""
+"""Number of elements that exceeds 32-bit integers."""
 
 
 def _far_apart(tensor: Tensor, axis: int) -> Tensor:
     """Return a tensor [B, H, L, E] whose last batch (axis 0) or row (axis 2) is so far from its
-    first. Of the memory only what is written to is ever touched, where the system allows that."""
+    first. Only written pages take memory, where the system allows that."""
     step = -(-_FAR // (tensor.shape[axis] - 1) // 64) * 64 + 64
     strides = list(tensor.contiguous().stride())
     strides[axis] = step

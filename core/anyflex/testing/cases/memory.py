@@ -1,4 +1,4 @@
-"""Memory: nothing outside of tensors is touched, and nothing is kept after a call."""
+"""Memory: no kernel touches memory outside of tensors, or keeps any after a call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REPEATS = 50
 
 
 class _Owner(bytearray):
-    """Memory that can be watched: it is gone when the last tensor over it is."""
+    """Memory that can be watched: it is freed with the last tensor over it."""
 
 
 def _owned(like: Tensor) -> tuple[Tensor, weakref.ref[_Owner]]:
@@ -215,7 +215,7 @@ def _guard_page(session: Session) -> str | None:
         gradients=gradients,
     )
     values = torch.randn(length, generator=torch.Generator().manual_seed(4))
-    # What runs is compiled here: a forked child is no place for a compiler.
+    # Compiled here, because a forked child is no place for a compiler.
     for builder, numbers in ((_counted_down, (length - 1,)), (_counted_up, ())):
         drawn = case.draw(session.device)
         compare(session, case, with_mod(drawn, "score", case, builder, *numbers, table=values))

@@ -68,7 +68,7 @@ def _wrong_type(session: Session) -> str | None:
 
 
 def _values(option: Option) -> list[object]:
-    """Every value that it says it takes; its default, or nothing, where it says none."""
+    """Every value that the option declares; its default, or nothing, where it declares none."""
     if option.choices:
         return [*option.choices]
     if option.type is bool:

@@ -1,4 +1,4 @@
-"""Precision: what a type promises, where less of it would show."""
+"""Precision that a type promises, in cases where less of it would show."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def one_large_score(tensors: dict[str, Tensor]) -> None:
 
 
 def four_times(tensors: dict[str, Tensor]) -> None:
-    """Scores of about 4, to which a step of a 16-bit type is a step worth seeing."""
+    """Scores of about 4, where a step of a 16-bit type is large enough to see."""
     tensors["query"].mul_(4.0)
 
 
 def sixty_four(tensors: dict[str, Tensor]) -> None:
-    """Products of query and key sum to 64 * 64 * 64, which float16 can't hold; scores can be."""
+    """Products of query and key that sum to 64 * 64 * 64, which float16 can't hold although it
+    holds the scores."""
     for name in ("query", "key", "value"):
         tensors[name].fill_(64.0)
 
@@ -255,7 +256,7 @@ comparisons(
             insists=True,
             score_mod="softcap",
             mask_mod="causal",
-            scale=0.25,  # a power of two: to multiply query by it rounds nothing
+            scale=0.25,  # a power of two: multiplying query by it rounds nothing
             values=four_times,
             rounded_inputs=False,
             quick=True,

@@ -1,4 +1,4 @@
-"""Refusals: what isn't declared is refused with a reason, before anything runs."""
+"""Refusals: undeclared calls are refused with a reason, before anything runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _plainest(session: Session) -> Spec:
 
 
 def _undeclared(session: Session) -> Iterator[tuple[str, Spec]]:
-    """Specs that are one step outside of the declaration each."""
+    """Specs that are each one step outside of the declaration."""
     can, spec = session.backend.capabilities, _plainest(session)
 
     def other(**changes: Any) -> Spec:

@@ -1,7 +1,7 @@
-"""What ``--require forward``, ``backward`` and ``decode`` name: calls that must be accepted.
+"""Calls that must be accepted under ``--require forward``, ``backward`` and ``decode``.
 
-Each asks for nothing that its set doesn't promise: no grouped heads outside of decode, no
-auxiliary output but lse where a gradient arrives there, more than 64 rows outside of decode.
+Each uses only properties that its set promises: no grouped heads outside of decode, no auxiliary
+output except an lse with a gradient, more than 64 rows outside of decode.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _wide_numbers(session: Session) -> str | None:
 def _float64_numbers(session: Session) -> str | None:
     case = plain(session, "float64_numbers", score_mod="identity", dtype=torch.float64)
     drawn = case.draw(session.device)
-    # The first may be compiled into the kernel; those after it are run-time values.
+    # The first number may be compiled into the kernel; later ones are run-time values.
     for factor in (0.3, 0.1, 1.7):
         compare(session, case, with_mod(drawn, "score", case, _scaled, factor))
     return None
@@ -188,7 +188,7 @@ def _mask_at_indices(b0: int, h0: int, q0: int, k0: int) -> ScoreMod:
 def _index_offsets(session: Session) -> str | None:
     case = plain(session, "index_offsets", batch=2, score_mod="identity", mask_mod="causal")
     columns = -(-case.kv_length // case.block_size[1])
-    # By hand: the structure that core would build knows nothing of offsets.
+    # The structure is built by hand: core's knows nothing of offsets.
     kinds = ((2,) * columns,) * -(-case.q_length // case.block_size[0])
     case = dataclasses.replace(case, runs=kinds)
     drawn = case.draw(session.device)
@@ -205,7 +205,7 @@ def _index_offsets(session: Session) -> str | None:
             found = by_backend(asked, with_offsets(0, 0, 0, 0), session.name, session.device)
         session.check_journal()
         if gradients and not session.journal.backwards:
-            # Core computed them: it never has offsets in this contract.
+            # Core computed the gradients: it never has offsets in this contract.
             continue
         lines = mismatches(found, by_oracle(asked, wanted), asked, wanted)
         session.require(not lines, "; ".join(lines))
@@ -300,7 +300,7 @@ def _in_place(session: Session) -> str | None:
     copies: list[list[torch.Tensor]] = []
     for index, name in enumerate(("query", "key", "value", "a captured tensor")[: len(tensors)]):
         tensors[index].mul_(1.5).add_(0.25)
-        # Other memory, the same values; kept, so that no address comes again.
+        # Other memory, the same values; kept, so that no address is used again.
         copies.append([tensor.clone() for tensor in tensors])
         wanted = call(copies[-1])
         session.require(

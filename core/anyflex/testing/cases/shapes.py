@@ -14,10 +14,10 @@ __all__ = ["CASES"]
 
 CASES: dict[str, Case] = {}
 _LARGEST_DIM = 2048
-"""Of a backend that declares any head dim."""
+"""Largest head dim that is tried with a backend that declares any."""
 _UNEQUAL_DIMS = ((40, 72), (96, 128), (128, 40), (128, 96), (192, 128))
-"""E and Ev. A kernel cuts both into the steps of one of them, or of its registers: here neither
-need divide the other, nor its halves."""
+"""Pairs of E and Ev. A kernel cuts both into the steps of one of them, or of its registers: here
+neither need divide the other, nor its halves."""
 
 
 def last_key_only(tensors: dict[str, Tensor]) -> None:

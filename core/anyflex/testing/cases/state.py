@@ -1,4 +1,4 @@
-"""State: what lies between forward and backward, and what a call leaves as it found it."""
+"""State between forward and backward, and state of the process that a call must restore."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _leaves(drawn: Drawn) -> list[Tensor]:
 def _check_gradients(
     session: Session, case: AttentionCase, drawn: Drawn, grads: tuple[Tensor, ...], slack: float
 ) -> None:
-    """Compare dq, dk and dv with the oracle's, within so many times its budget."""
+    """Compare dq, dk and dv with the oracle's, within a multiple of its budget."""
     right = by_oracle(case, drawn)
     names = ("dq", "dk", "dv")
     budgets = Budgets(
@@ -187,7 +187,7 @@ def _modes(session: Session) -> str | None:
 
         def attention(*given: Any, mode: Any = mode, **named: Any) -> Any:
             with mode():
-                # Made in the mode: tensors of inference mode know less.
+                # Made in inference mode: its tensors carry less information.
                 made = [t.clone() if isinstance(t, Tensor) else t for t in given]
                 return _attention(*made, **named)
 
@@ -210,7 +210,8 @@ def _global_state() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _fresh_state() -> Iterator[None]:
-    """State that no earlier call has left: one that changes it to the same each time shows."""
+    """State that no earlier call has left, so that a call which changes it to the same each time
+    shows."""
     numbers = torch.get_rng_state()
     with products_in("highest"), warnings.catch_warnings():
         warnings.resetwarnings()
@@ -233,7 +234,7 @@ def _raised(by: float) -> Callable[..., Any]:
     quick=True,
 )
 def _precision_of_products(session: Session) -> str | None:
-    # A mod that no other case has: what is compiled for it has seen no other precision.
+    # A mod that no other case has: the code compiled for it has seen no other precision.
     case = plain(session, "matmul_precision", score_mod="identity")
     if case.dtype is not torch.float32:
         return "float32 isn't declared"
@@ -256,7 +257,7 @@ def _leaves_state(session: Session) -> str | None:
     case = plain(session, "global_state")
     drawn = case.draw(session.device)
     leaves = [t.requires_grad_(_differentiable(session)) for t in _leaves(drawn)]
-    # What is imported at a first call may change filters.
+    # Imports at a first call may change filters.
     _attention(*leaves, backend=session.name)
     with _fresh_state():
         before = _global_state()

@@ -1,6 +1,6 @@
-"""The structure of a block mask: runs, gaps, ragged ends, rows of none, and masks that change.
+"""Structure of a block mask: runs, gaps, ragged ends, rows without runs, and masks that change.
 
-Where runs are given by hand they may say other things than the mask mod: structure wins.
+Runs that are given by hand may contradict the mask mod: structure wins.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mods that the kit needs beyond the acceptance list, by the same rules.
 
-Their numbers start with the list's letter, which says what kind of mod they are.
+Their numbers start with the list's letter for the kind of mod.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def bf16_collide(w: Any) -> ScoreMod:
 
 @score_mod("S+5", w=floats("16", torch.float16, grad=True))
 def f16_collide(w: Any) -> ScoreMod:
-    """The same of float16."""
+    """As `bf16_collide` with float16."""
     return lambda s, b, h, q, k: s + w[(q + k) % 2]
 
 
@@ -64,7 +64,8 @@ def f16_collide(w: Any) -> ScoreMod:
 def seven_tables(
     factors: Any, offsets: Any, rows: Any, columns: Any, distances: Any, kinds: Any, of_kinds: Any
 ) -> ScoreMod:
-    """Of four types; four learn. Head, key head, batch, row, key and pair decide elements."""
+    """Tables of four types; four learn. Head, key head, batch, row, key and pair decide
+    elements."""
     group = factors.shape[0] // columns.shape[0]
 
     def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -82,7 +83,7 @@ def squared_table(w: Any) -> ScoreMod:
 
 @mask_mod("M+2")
 def constant_true() -> MaskMod:
-    """No index is looked at."""
+    """Reads no index."""
     return lambda b, h, q, k: b.new_ones((), dtype=torch.bool)
 
 
@@ -94,5 +95,5 @@ def _wide_ids(sizes: Sizes, generator: torch.Generator, dtype: torch.dtype) -> T
 
 @mask_mod("M+1", ids=Leaf(_wide_ids))
 def wide_ids(ids: Any) -> MaskMod:
-    """Ids that only 64 bits of an integer tell apart."""
+    """Ids that only differ as 64-bit integers."""
     return lambda b, h, q, k: ids[q] == ids[k]

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the shapes of captured tensors depend on; lengths may be 0."""
+    """Sizes that the shapes of captured tensors depend on; lengths may be 0."""
 
     batch: int
     heads: int
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """M of the list: tables that are read at both q and k."""
+        """M of the list: length of tables that are read at both q and k."""
         return max(self.q_length, self.kv_length)
 
     @property

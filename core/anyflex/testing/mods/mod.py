@@ -1,4 +1,4 @@
-"""What a mod of the list is: leaves, views of them, numbers, and three forms of the function."""
+"""Mods of the list: leaves, views of them, numbers, and three forms of the function."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entry:
         name: the list's name.
         builder: takes the captured tensors and numbers, returns the mod.
         leaves: the tensors that own the captured values.
-        views: what the builder captures, given the sizes and the leaves; None for the leaves.
+        views: makes the captured tensors from the sizes and the leaves; None for the leaves.
         numbers: closed-over Python numbers, given the sizes.
         batched, headed: the mod depends on b, on h: its mask can't be broadcast.
         smooth: False where a NaN or an infinite derivative is the point of the mod.
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def learns(self) -> bool:
-        """Some captured tensor requires a gradient."""
+        """Whether some captured tensor requires a gradient."""
         return any(leaf.grad for leaf in self.leaves.values())
 
     def make(
@@ -71,7 +71,7 @@ class Mod:
         return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
 
     def captured(self) -> tuple[Tensor, ...]:
-        """What the builder captures: the leaves or views of them."""
+        """Tensors that the builder captures: the leaves or views of them."""
         leaves = tuple(self.leaves.values())
         return leaves if self.entry.views is None else self.entry.views(self.sizes, *leaves)
 

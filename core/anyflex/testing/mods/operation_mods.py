@@ -1,7 +1,7 @@
 """A score mod for each operation of the mod graph, with its slope where it has one.
 
-What jumps is a function of indices, where every backend has the same exact value, ties and
-negative numbers among them.
+Operations that jump take a function of indices, of which every backend has the same exact value,
+ties and negative numbers included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from anyflex.testing.mods.mod import Entry
 __all__ = ["OPERATION_MODS"]
 
 Formula = Callable[[Any, Any, Any], Any]
-"""Of the score and of q_idx and kv_idx."""
+"""Function of the score, q_idx and kv_idx."""
 
 _SMOOTH: dict[str, Formula] = {
     "exp": lambda s, q, k: torch.exp(s * 0.3),

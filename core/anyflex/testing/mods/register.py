@@ -1,4 +1,4 @@
-"""The decorator that puts a builder into one of the two tables."""
+"""Decorator that enters a builder into one of the two tables."""
 
 from __future__ import annotations
 
