@@ -34,9 +34,10 @@ VENV = ROOT / os.environ.get("VENV", ".venv")
 CONSTRAINTS = ROOT / "constraints-dev.txt"
 WITHOUT_CUDA = ROOT / "scripts" / "torch_without_cuda.py"
 CPU_BACKEND = "./backends/cpu[jit]"
-# Of this repository too, and so in one command with what they need.
+# Projects of this repository too, installed in one command with their requirements.
 TRITON_BACKENDS = ["./backends/triton", "./backends/xpu"]
-# Requires the index's Triton, which would overwrite those that torch for AMD or Intel has brought.
+# Projects that require the index's Triton, which would overwrite the one of torch for AMD or
+# Intel.
 CUDA_BACKEND = "./backends/cuda"
 TRITON = "triton; platform_system == 'Linux'"
 PARTS = {
@@ -49,7 +50,7 @@ COMPILERS = ("c++", "g++", "clang++")
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 
-# Run by the interpreter that is asked about; finds torch without importing it.
+# Program for the interpreter in question; it finds torch without importing it.
 FACTS_PROGRAM = """
 import json, re, sys, sysconfig
 from importlib.util import find_spec
@@ -145,11 +146,11 @@ def pip(*arguments: str) -> None:
         # A site-wide constraint may cap torch below the one that was asked for.
         environment["PIP_CONSTRAINT"] = os.devnull
     if any(map(shutil.which, COMPILERS)):
-        # A library that doesn't compile is an error then, not a reason to leave it out.
+        # Makes a library that doesn't compile an error, not a reason to leave it out.
         environment["ANYFLEX_CPU_REQUIRE_LIBRARY"] = "1"
     where = {"cwd": ROOT, "env": environment, "check": False}
     quiet = subprocess.run([*command, "-qq"], stdin=subprocess.DEVNULL, **where)
-    # pip says why requirements conflict only where it is not quiet.
+    # pip prints the reason for conflicting requirements only where it is not quiet.
     if quiet.returncode != 0 and subprocess.run(command, **where).returncode != 0:
         raise SystemExit(f"error: pip install {shlex.join(arguments)} failed (see above)")
 
@@ -204,7 +205,7 @@ def main(parts: list[str]) -> None:
     missing = [part for part in parts if state["parts"].get(part) != wanted]
     if missing:
         print(f"installing what {', '.join(missing)} needs", flush=True)
-        # The torch that is there stays, whatever constraints-dev.txt says.
+        # The installed torch stays, whatever constraints-dev.txt says.
         installed = interpreter_facts(str(venv_python()))
         lines = constraints_beside(installed)
         constraints = VENV / "constraints.txt"

@@ -43,7 +43,8 @@ def exit_codes() -> str:
 
 
 def spellings() -> str:
-    """What a mod may write on a symbol: operators, functions by namespace, methods, facts."""
+    """Spellings that a mod may use on a symbol: operators, functions by namespace, methods,
+    facts."""
     import torch
 
     from anyflex.tracing.conversions import FACTORIES

@@ -9,7 +9,7 @@ ones that run when torch is imported. torch computes on the CPU and says that CU
 available. The installed metadata no longer asks for what was left out, so that pip doesn't bring
 it later. Needs gcc and binutils (readelf, nm); takes half a minute and the download.
 
-A wheel that asks for nothing of NVIDIA's is installed as it is.
+A wheel without requirements of NVIDIA's is installed unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEEDED_AT_IMPORT = ("nvidia-cuda-runtime", "nvidia-cuda-cupti")
 SYSTEM = re.compile(
     r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp)\.so|ld-linux|libc10|libtorch|libshm|libcaffe2"
 )
-"""Libraries that the machine or torch itself has."""
+"""Libraries that the machine or torch itself provides."""
 
 PREFIXES = {
     "cu": "libcuda",
@@ -49,7 +49,7 @@ PREFIXES = {
     "nvrtc": "libnvrtc",
     "nvshmem": "libnvshmem_host",
 }
-"""How a function's name begins -> the library that has it. The longest prefix counts."""
+"""Beginning of a function's name -> the library that has it. The longest prefix counts."""
 
 
 def output(*command: str | Path) -> str:
@@ -68,7 +68,8 @@ def is_nvidia(requirement: str) -> bool:
 
 
 def take_requirements(packages: Path) -> list[str]:
-    """Take what NVIDIA publishes out of the installed torch's metadata; return what was there."""
+    """Remove NVIDIA's packages from the installed torch's metadata; return the removed
+    requirements."""
     (metadata,) = packages.glob("torch-*.dist-info/METADATA")
     taken, kept = [], []
     for line in metadata.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -94,8 +95,8 @@ def needed_at_import(requirements: list[str]) -> list[str]:
 
 
 def missing_functions(library: Path) -> dict[str, dict[str, set[str]]]:
-    """Return what torch's libraries in the folder link and nobody has: file -> version of its
-    functions ("" for none) -> their names."""
+    """Return the functions that torch's libraries in the folder link and no library has: file ->
+    version of its functions ("" for none) -> their names."""
     needed: set[str] = set()
     functions: dict[str, set[str]] = defaultdict(set)
     for path in library.glob("*.so*"):
@@ -155,7 +156,7 @@ def main(python: str, *requirement: str) -> None:
         library = packages / "torch" / "lib"
         for name, functions in missing_functions(library).items():
             put_empty_library(library / name, functions)
-    # Brings what is left of torch's requirements.
+    # Installs torch's remaining requirements.
     pip(python, *requirement)
     say = "import torch; print('torch', torch.__version__, 'CUDA:', torch.cuda.is_available())"
     subprocess.run([python, "-c", say], check=True)

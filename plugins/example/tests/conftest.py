@@ -1,4 +1,4 @@
-"""Where the tests' tensors are."""
+"""Device of the tests' tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device() -> Iterator[torch.device]:
     """The backend's device; where it is absent CPU tensors stand in for it."""
     try:
         torch.empty(1, device=DEVICE_TYPE)
-    # torch says it in as many ways as it has devices.
+    # torch reports a missing device with a different exception per device type.
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         with posing(DEVICE_TYPE):
             yield torch.device("cpu")

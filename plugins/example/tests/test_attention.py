@@ -1,4 +1,4 @@
-"""Results and gradients against a dense formula, and what the backend refuses.
+"""Results and gradients against a dense formula, and the backend's refusals.
 
 The conformance kit asks far more; these are quick to read and to debug.
 """

@@ -1,4 +1,4 @@
-"""The table covers every operation, and its text is what it says it is."""
+"""The table covers every operation, and its text computes what it should."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Modules that stand in for flash_attn.cute and CUTLASS: what they are called with is computed by
-the dense formula, a whole score matrix as one lane."""
+"""Modules that stand in for flash_attn.cute and CUTLASS: their calls are computed by the dense
+formula, with a whole score matrix as one lane."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _scores(
     index = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in sizes), indexing="ij")
     tables = [Table(each) for each in given.get("aux_tensors") or ()]
     if given.get("score_mod") is not None:
-        # As the kernels ask it: indices past the end, too, are none here.
+        # As in the kernels: indices past the end are masked too.
         found = Modified.apply(scores, given, index, tables)
         scores = found
     live = torch.ones(sizes, dtype=torch.bool)
@@ -203,7 +203,7 @@ def _within(
 
 
 def install(patch: pytest.MonkeyPatch) -> Recorded:
-    """Put the modules in place; return what records the calls."""
+    """Install the modules; return the record of their calls."""
     recorded = Recorded()
 
     def forward(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which masks are bands, and whether a structure says the same as its band."""
+"""Masks that are bands, and structures that agree with their band or don't."""
 
 from __future__ import annotations
 

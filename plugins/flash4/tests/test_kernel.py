@@ -1,5 +1,5 @@
-"""What FlashAttention-4 is asked for, and that the answers are the formula's: a stand-in computes
-densely what it is asked."""
+"""Requests to FlashAttention-4, and results against the formula: a stand-in computes each request
+densely."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_blocks_of_any_size_become_tiles_and_structure_wins(
     lengths = (300, 290)
     inputs = [each.requires_grad_() for each in tensors(lengths)]
     built = anyflex.create_block_mask(documents, None, 4, *lengths, BLOCK_SIZE=size)
-    # Some blocks say more than the function.
+    # Some blocks contradict the function.
     runs = built.runs.clone()
     runs[::3, 2] = FULL
     mask = anyflex.BlockMask.from_runs(
@@ -187,7 +187,7 @@ def test_a_band_is_given_as_arguments(
         out.sum().backward()
         for given in (recorded.forward, recorded.backward):
             assert arguments.items() <= given.items() and "block_sparse_tensors" not in given
-        # Asked for lists, or with a diagonal that ends elsewhere, the mask is a function.
+        # With lists, or with a diagonal that ends elsewhere, the mask is a function.
         anyflex.flex_attention(
             *inputs,
             None,

@@ -1,4 +1,4 @@
-"""What `cuda.flash4` answers: CPU tensors stand in for the device, nothing is computed."""
+"""Answers of `cuda.flash4` to specs: CPU tensors stand in for the device, nothing is computed."""
 
 from __future__ import annotations
 

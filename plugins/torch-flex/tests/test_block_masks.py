@@ -1,4 +1,4 @@
-"""Block masks in torch's form, looked at pair by pair."""
+"""Block masks in torch's form, checked pair by pair."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from anyflex.plugin import PARTIAL, MaskViews
 
 
 def visited_pairs(mask: BlockMask, lengths: tuple[int, int]) -> Tensor:
-    """bool [B', H', Q, KV]: what torch's kernels would make of it."""
+    """bool [B', H', Q, KV]: pairs that torch's kernels visit."""
     q_block, kv_block = mask.BLOCK_SIZE
     batch, heads = mask.kv_num_blocks.shape[:2]
     live = torch.zeros(batch, heads, *lengths, dtype=torch.bool)
@@ -42,7 +42,7 @@ def test_no_pair_is_lost_or_gained_where_blocks_become_larger(
     lengths = (150, 170)
     built = anyflex.create_block_mask(mask_mod, None, heads, *lengths, BLOCK_SIZE=16)
     views = MaskViews(built.offsets, built.runs, *lengths, (16, 16))
-    # In FULL blocks the function isn't asked, in those that are not listed neither.
+    # FULL blocks and blocks that aren't listed don't call the function.
     wrong_elsewhere = visited_pairs(torch_block_mask(views, None, 1), lengths)
     kinds = views.dense()
 

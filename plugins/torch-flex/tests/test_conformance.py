@@ -1,4 +1,4 @@
-"""A few cases of the conformance kit: those that torch's own code fails, and what mends it.
+"""Cases of the conformance kit that torch's own code fails, and their mending here.
 
 torch's compiler takes seconds a case. The README says how to run them all.
 """
@@ -19,7 +19,7 @@ class TestConformanceOnCpu(Conformance):
         "mods/ignores_score",
         "mods/nan_one_pair",
         "operations/pow_of_ints",
-        # What torch 2.13 compiles of it for AVX2 leaves some of out as it finds it, which is right
+        # The code that torch 2.13 compiles for AVX2 leaves some of out unwritten, which is right
         # in some runs and 0 in others: neither a pass nor an expected failure.
         *(() if AVX2 else ("run_time/captured_strides",)),
     )

@@ -1,4 +1,4 @@
-"""Results of `cpu.torch` against a dense formula, and what it refuses.
+"""Results of `cpu.torch` against a dense formula, and its refusals.
 
 Each kernel costs seconds of C++ compilation: few calls here, each with much in it.
 """

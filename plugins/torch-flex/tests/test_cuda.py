@@ -1,4 +1,4 @@
-"""What `cuda.torch` answers: CPU tensors stand in for the device, nothing is computed."""
+"""Answers of `cuda.torch` to specs: CPU tensors stand in for the device, nothing is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry point: what the backend declares, whether it can run here, and how it compiles."""
+"""Entry point of the example backend: declarations, the probe of this machine, and compilation."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ KEYS_AT_ONCE = 128
 class ExampleBackend(Backend):
     """Right on every device that torch computes on; fast on none."""
 
-    # A declaration, not a wish: what is named here must work, and the default `supports` refuses
-    # everything else with the reason.
+    # A declaration, not a wish: everything declared here must work, and the default `supports`
+    # refuses everything else with the reason.
     capabilities = Capabilities(
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}),
         head_dim_max=1024,
@@ -74,8 +74,8 @@ class ExampleBackend(Backend):
         return Accepted()
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key: what something else has written isn't found."""
-        # The version stays what it is while one works on the table.
+        """Part of the disk cache's key, so that artifacts of another version aren't found."""
+        # The version stays the same while one works on the table, so its contents are hashed.
         table = zlib.crc32(inspect.getsource(mods).encode())
         return f"torch {torch.__version__}, anyflex {anyflex.__version__}, mods {table:08x}"
 

@@ -52,7 +52,7 @@ class ExampleKernel(Kernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Sums over many tiles: of dk and dv, then of each captured tensor that learns."""
+        """Return sums over many tiles: of dk and dv, then of each captured tensor that learns."""
         if direction == "forward":
             return ()
         inputs = {"k": call.key, "v": call.value}
@@ -81,7 +81,7 @@ class ExampleKernel(Kernel):
                 higher = torch.maximum(maximum, scores.amax(-1, keepdim=True))
                 shift = _finite_shift(higher)
                 weights = torch.exp(scores - shift)
-                # What was summed so far was relative to the old maximum.
+                # Earlier sums were relative to the old maximum.
                 factor = torch.exp(maximum - shift)
                 total = total * factor + weights.sum(-1, keepdim=True)
                 result = result * factor + _product(weights, value, scores != -torch.inf)
@@ -107,7 +107,8 @@ class ExampleKernel(Kernel):
         for tile in tiles(call, self.keys_at_once):
             query = tile.of_rows(call.query, kv_heads).to(self.dtype)
             lse = tile.of_rows(saved.lse, kv_heads).unsqueeze(-1)
-            # A row without a live key: whatever arrives there is dropped, and exp(s - inf) is 0.
+            # A row without a live key: gradients that arrive there are dropped, and exp(s - inf)
+            # is 0.
             dead = lse == -torch.inf
             lse = lse.masked_fill(dead, torch.inf)
             dout = tile.of_rows(grad.dout, kv_heads).to(self.dtype).masked_fill(dead, 0)
@@ -157,7 +158,7 @@ class ExampleKernel(Kernel):
         raw = query @ self._keys(tile, call.key, keys).mT * call.scale
         pairs = Pairs(call, {**tile.indices(call, keys), "score": raw}, check=check)
         live = torch.ones((), dtype=torch.bool, device=raw.device).expand(raw.shape)
-        # Structure wins: in a FULL run the mask function isn't even asked.
+        # Structure wins: in a FULL run the mask function isn't even called.
         if partial and self.mask_mod is not None:
             live = self.mask_mod(pairs).expand(raw.shape)
             pairs.raise_for_reads_outside("mask_mod", live)
@@ -183,7 +184,8 @@ class ExampleKernel(Kernel):
 
 
 def _finite_shift(maximum: Tensor) -> Tensor:
-    """What is subtracted from scores: 0 for a row without a live key, as -inf - -inf is NaN."""
+    """Number subtracted from scores: 0 for a row without a live key, because -inf - -inf is
+    NaN."""
     return maximum.masked_fill(maximum == -torch.inf, 0)
 
 
@@ -197,14 +199,14 @@ def _product(weights: Tensor, operand: Tensor, live: Tensor) -> Tensor:
 
     A kernel for a device selects in its inner loop. Here the operand's NaN and infinities are
     taken out of the product, and counted at live pairs by two more: a sum that has any of them is
-    infinite if all of its terms that are not finite are infinities of one sign, else NaN.
+    infinite if all of its non-finite terms are infinities of one sign, else NaN.
 
     Args:
         weights, live: [..., R, C].
         operand: [..., C, E].
     """
     strange = ~operand.isfinite()
-    # Elsewhere the host would wait for the device to know it.
+    # On a device the host would wait for it to know whether any value is non-finite.
     if operand.device.type == "cpu" and not bool(strange.any()):
         return weights @ operand
     result = weights @ operand.masked_fill(strange, 0)

@@ -121,7 +121,7 @@ def load_source(text: str) -> dict[str, Callable[[Pairs], Any]]:
 
 
 class Pairs:
-    """What mods read at one piece of pairs.
+    """Inputs of mods at one piece of pairs.
 
     Args:
         call: for captured tensors and numbers.
@@ -133,7 +133,7 @@ class Pairs:
         self.call = call
         self.inputs = inputs
         self.device = call.query.device
-        # Looking at a device's values would make the host wait for it.
+        # Reading a device's values would make the host wait for it.
         self.check = check and self.device.type == "cpu"
         self.outside: list[tuple[int, Tensor]] = []
 
@@ -147,7 +147,7 @@ class Pairs:
         return self.number(numbers[int(slot[1:])], dtype)
 
     def number(self, value: float, dtype: torch.dtype) -> Tensor:
-        """A 0-d tensor: numbers that the type can't hold wrap, or become infinite."""
+        """A 0-d tensor of a number: values beyond the type's range wrap, or become infinite."""
         if not dtype.is_floating_point:
             return torch.full((), value, dtype=torch.int64, device=self.device).to(dtype)
         if abs(value) > torch.finfo(dtype).max:
@@ -170,7 +170,7 @@ class Pairs:
         return table[self.places(wide, table.shape)]
 
     def places(self, indices: Sequence[Tensor], shape: Sequence[int]) -> Indices:
-        """An index in -N..-1 counts from the end; then it is clamped."""
+        """Clamp indices; one in -N..-1 counts from the end first."""
         return tuple(
             torch.where(index < 0, index + size, index).clamp(0, size - 1)
             for index, size in zip(indices, shape, strict=True)

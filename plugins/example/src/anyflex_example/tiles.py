@@ -22,8 +22,8 @@ class Tile:
     """Rows that visit the same keys.
 
     Args:
-        batch, kv_heads, group, rows: where they are in ``query.unflatten(1, (Hkv, G))``. Heads
-            stand in two dimensions, because G query heads read one key head.
+        batch, kv_heads, group, rows: positions in ``query.unflatten(1, (Hkv, G))``. Heads have two
+            dimensions, because G query heads read one key head.
         pieces: key positions, and whether the mask function applies to them (a PARTIAL run).
     """
 
@@ -43,7 +43,7 @@ class Tile:
         return tensor[self.batch if tensor.shape[0] > 1 else ALL, self.kv_heads, keys]
 
     def indices(self, call: Call, keys: slice) -> dict[str, Tensor]:
-        """What mods are told, in shapes that broadcast to [b, hkv, g, rows, keys]."""
+        """Index inputs of mods, in shapes that broadcast to [b, hkv, g, rows, keys]."""
         device = call.query.device
         batch, heads = call.query.shape[:2]
         b, h, q, kv = call.index_offsets
@@ -84,7 +84,7 @@ def tiles(call: Call, keys_at_once: int) -> Iterator[Tile]:
 
 
 def _heads(call: Call, offsets: Tensor) -> Iterator[tuple[slice, slice, slice, list[int]]]:
-    """The batches and heads of each (batch, head) of the mask, and its offsets. A mask of batch
+    """The batches and heads of each (batch, head) of the mask, and its offsets. A mask with batch
     or heads 1 serves all of them at once."""
     ratio = call.query.shape[1] // call.key.shape[1]
     for b, of_batch in enumerate(offsets.tolist()):

@@ -1,4 +1,5 @@
-"""The entry point: what FlashAttention-4 can do, and whether it can run here."""
+"""Entry point of FlashAttention-4 as a backend: its declarations, and the probe of this
+machine."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ _ARCH = "sm_90"
 class Flash4(Backend):
     """FlashAttention-4 (CuTe DSL), with mods of its own and block-sparse masks."""
 
-    # Whoever installs this wants to compare, not to be served by it.
+    # Installed for comparison: it must not be chosen by itself.
     priority = -90
     capabilities = Capabilities(
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        # Of other multiples of 8 the backward was seen wrong: 8, 16, 40 and 72.
+        # The backward was seen to be wrong for other multiples of 8: 8, 16, 40 and 72.
         head_dim_min=64,
         head_dim_max=128,
         head_dim_multiple=32,
@@ -79,19 +80,19 @@ class Flash4(Backend):
                 "flash-attn-4 lacks nvidia-cutlass-dsl (its module cutlass): "
                 "pip install 'nvidia-cutlass-dsl[cu13]'"
             )
-        # To ask before would start the device; then `supports` says it, call by call.
+        # Asking here would start the device; `supports` checks it call by call.
         started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if started:
             return _arch_decision("sm_{}{}".format(*torch.cuda.get_device_capability()))
         return Accepted()
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key: what another table has written isn't found."""
+        """Part of the disk cache's key, so that artifacts of another table aren't found."""
         sources = inspect.getsource(mods) + inspect.getsource(operations)
         return f"flash-attn-4 {_version()}, mods {zlib.crc32(sources.encode()):x}"
 
     def supports(self, spec: Spec) -> Decision:
-        """As declared, on a GPU that this was tried on."""
+        """Accept as declared, on a GPU that this was tried on."""
         decision = super().supports(spec)
         if isinstance(decision, Rejected):
             return decision
@@ -121,7 +122,7 @@ def _version() -> str:
 
 
 def _arch_decision(arch: str) -> Decision:
-    # "": torch doesn't say what it is.
+    # "": torch doesn't know the architecture.
     if arch not in (_ARCH, ""):
         return Rejected(
             f"a GPU of architecture {arch}; cuda.flash4 was tried on {_ARCH} "

@@ -13,12 +13,12 @@ __all__ = ["Band", "find_band", "follows"]
 
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 _FAR = 1 << 31
-"""Beyond any index: sums of what is smaller can't wrap."""
+"""Larger than any index; sums of smaller numbers can't wrap."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Pairs with ``lowest <= q_idx - kv_idx <= highest``; None is no bound."""
+    """Pairs with ``lowest <= q_idx - kv_idx <= highest``; None means no bound."""
 
     lowest: int | None = None
     highest: int | None = None
@@ -29,8 +29,9 @@ class Band:
         return Band(max(lows, default=None), min(highs, default=None))
 
     def arguments(self) -> dict[str, object] | None:
-        """FlashAttention-4's own, for as many keys as queries; None where it has no such band."""
-        # Its bounds count from the diagonal, and a negative one means none.
+        """FlashAttention-4's own arguments, for as many keys as queries; None where it has no such
+        band."""
+        # FlashAttention-4's bounds count from the diagonal, and a negative one means no bound.
         if (self.lowest or 0) > 0 or (self.highest is not None and self.highest < 0):
             return None
         if self.lowest == 0 and self.highest is None:
@@ -113,7 +114,7 @@ def _linear(
 
 def _slot(node: Node, ints: Sequence[int]) -> int:
     slot = str(node.attribute)
-    # A float in an int64 node: no band that was thought of.
+    # A float in an int64 node isn't a known band.
     return ints[int(slot[1:])] if slot[0] == "i" else _FAR
 
 

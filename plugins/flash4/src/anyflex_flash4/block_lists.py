@@ -1,4 +1,4 @@
-"""A call's block mask as FlashAttention-4 takes it, derived once a mask."""
+"""Block mask of a call in FlashAttention-4's form, derived once a mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from anyflex_flash4.bands import Band, follows
 __all__ = ["TILE", "Lists", "fits_tiles", "follows_once", "kinds_of", "lists_of"]
 
 TILE = 128
-"""Of keys, in both directions, up to head dim 128; blocks of queries are multiples of it."""
+"""Elements of a tile: of keys, in both directions, up to head dim 128; blocks of queries are
+multiples of it."""
 _KEPT = "anyflex_flash4"
 
 
@@ -37,15 +38,15 @@ class Lists:
 
 
 def fits_tiles(block_size: tuple[int, int]) -> bool:
-    """Whether a mask's blocks are some that FlashAttention-4's kernels walk over as they are."""
+    """Whether FlashAttention-4's kernels can walk a mask's blocks unchanged."""
     return block_size[1] == TILE and block_size[0] % TILE == 0
 
 
 def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
     """Return a mask's lists: the kv blocks of each q block, for backward the other way round.
 
-    Blocks that are no tiles become tiles: FULL where all of a tile is, else PARTIAL, and then
-    `kinds_of` tells what is visited within.
+    Blocks of other sizes become tiles: FULL where all of a tile is, else PARTIAL, and then
+    `kinds_of` says which blocks in it are visited.
     """
     if not fits_tiles(views.block_size):
         forward, transposed = _kept(views, "tiles", lambda: _tile_lists(views))
@@ -62,8 +63,8 @@ def lists_of(views: MaskViews, *, backward: bool = False) -> Lists:
 
 
 def kinds_of(views: MaskViews) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """Return the kinds of a mask's own blocks, int8 and flat, and where they stand: strides of
-    batch and head, 0 where one serves all, then the number of rows and of columns."""
+    """Return the kinds of a mask's own blocks, int8 and flat, and their layout: strides of batch
+    and head, 0 where one serves all, then the number of rows and of columns."""
     kinds = views.dense()
     batches, heads, rows, columns = kinds.shape
     head = rows * columns if heads > 1 else 0
@@ -72,12 +73,12 @@ def kinds_of(views: MaskViews) -> tuple[Tensor, tuple[int, int, int, int]]:
 
 
 def follows_once(views: MaskViews, band: Band) -> bool:
-    """`follows`, looked at once a mask."""
+    """`follows`, evaluated once a mask."""
     return bool(_kept(views, band, lambda: follows(views, band)))
 
 
 def _kept(views: MaskViews, name: object, make: Any) -> Any:
-    """What is made once a mask hangs on a tensor that the views keep."""
+    """Derived forms, made once a mask and kept on a tensor of the views."""
     made: dict[object, Any] | None = getattr(views.offsets, _KEPT, None)
     if made is None:
         made = {}
@@ -90,12 +91,12 @@ def _kept(views: MaskViews, name: object, make: Any) -> Any:
 def _tiles(views: MaskViews) -> tuple[Tensor, Tensor]:
     """(PARTIAL, FULL) of each tile, bool [B', H', q tiles, kv tiles]."""
     kinds = views.dense()
-    some, spoilt = kinds != 0, kinds != FULL
+    some, lacking = kinds != 0, kinds != FULL
     for axis, (block, length) in enumerate(
         zip(views.block_size, (views.q_length, views.kv_length), strict=True), start=2
     ):
-        some, spoilt = (_any_in_tiles(each, axis, block, length) for each in (some, spoilt))
-    return some & spoilt, ~spoilt
+        some, lacking = (_any_in_tiles(each, axis, block, length) for each in (some, lacking))
+    return some & lacking, ~lacking
 
 
 def _any_in_tiles(blocks: Tensor, axis: int, block: int, length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mods as FlashAttention-4 takes them: functions on CuTe's register vectors.
+"""Mods in FlashAttention-4's form: functions on CuTe's register vectors.
 
 Imports CUTLASS's Python packages: `anyflex_flash4.backend` imports it in ``compile``.
 """
@@ -74,7 +74,7 @@ class CuteMods:
         return called
 
     def _select(self, condition: Any, a: Any, b: Any) -> Any:
-        # What CuTe knows while it traces.
+        # Facts that CuTe has while it traces.
         if isinstance(condition, bool) or isinstance(condition.value, (bool, int)):
             return a if bool(getattr(condition, "value", condition)) else b
         return type(a)(self._select_of(condition, a, b))
@@ -96,7 +96,8 @@ class CuteMods:
         return made.load()
 
     def _named(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        # FlashAttention-4 would look at the bytecode alone, which is the same for every mod.
+        # Distinguishes mods: FlashAttention-4 would compare bytecode alone, which is the same for
+        # every mod.
         function.__cute_hash__ = f"anyflex {name} {self._digest}"  # type: ignore[attr-defined]
         return function
 

@@ -1,4 +1,4 @@
-"""A kernel: FlashAttention-4's forward and backward, filling what core has allocated."""
+"""Kernel of FlashAttention-4: its forward and backward, filling core's outputs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from anyflex_flash4.mods import call_numbers, table_count
 __all__ = ["Flash4Kernel"]
 
 _MOST = 65535
-"""A side of a grid of thread blocks."""
+"""Maximum size of a grid of thread blocks in one dimension."""
 _NUMBERS_KEPT = 64
-"""Sets of run-time numbers that stay on the device."""
+"""Maximum number of sets of run-time numbers that stay on the device."""
 
 
 class Flash4Kernel(Kernel):
@@ -99,13 +99,13 @@ class Flash4Kernel(Kernel):
         tensors = self._tensors(call, masks)
         dout = grad.dout
         dead = saved.lse == -torch.inf
-        # Whatever arrives at a row without a live key is dropped.
+        # Gradients that arrive at a row without a live key are dropped.
         dout = dout.masked_fill(dead.unsqueeze(-1), 0)
         dlse = None if grad.dlse is None else grad.dlse.masked_fill(dead, 0).float()
         out = saved.out
         if grad.delta is not None:
-            # It makes delta of out and dout, and takes dlse from it: with an out of 0, delta
-            # comes that way.
+            # It computes delta from out and dout, and subtracts dlse from it: with an out of 0,
+            # delta can be passed that way.
             delta = grad.delta.masked_fill(dead, 0).float()
             dlse = -delta if dlse is None else dlse - delta
             out = torch.zeros_like(dout, memory_format=torch.contiguous_format)
@@ -180,8 +180,8 @@ class Flash4Kernel(Kernel):
         return {"mask_mod": self._mods.mask_mod, "block_sparse_tensors": sparse}
 
     def _tensors(self, call: Call, masks: dict[str, object]) -> list[Tensor] | None:
-        """What the mods read: captured tensors as flat ones, the mask's own blocks where they are
-        asked, then ints, then floats."""
+        """Tensors that the mods read: captured tensors flattened, the mask's own blocks where they
+        are used, then ints, then floats."""
         if any(call.index_offsets):
             raise BackendRefused("cuda.flash4 takes no index offsets")
         if max(call.query.shape[:2]) > _MOST:
@@ -191,7 +191,8 @@ class Flash4Kernel(Kernel):
         tensors = [_flat(table) for table in call.captured]
         structure: tuple[int, ...] = ()
         if self._asks_structure:
-            # A band asks nothing, but a score mod of the call counts on the same places.
+            # A band doesn't use the blocks, but a score mod of the call counts on the same
+            # positions.
             assert call.mask is not None
             kinds, structure = kinds_of(call.mask)
             tensors.append(kinds)
@@ -225,7 +226,7 @@ def _rows_first(tensor: Tensor) -> Tensor:
 
 
 def _flat(table: Tensor) -> Tensor:
-    """A captured tensor as one that can be read: rank 1, not empty, bools as bytes."""
+    """Return a captured tensor in a readable form: rank 1, not empty, bools as bytes."""
     table = table.detach().contiguous().view(-1)
     if table.numel() == 0:
         table = table.new_zeros(1)

@@ -59,7 +59,7 @@ def _const(program: _Program, node: Node, operands: Sequence[str]) -> str:
     value = node.attribute
     assert isinstance(value, (bool, int, float))
     if node.dtype.is_floating_point:
-        # A number beyond the type's range is infinite in it.
+        # A number beyond the type's range becomes infinite.
         if abs(value) > torch.finfo(node.dtype).max:
             value = math.copysign(math.inf, value)
         text = repr(float(value))
@@ -97,7 +97,7 @@ def _load(program: _Program, node: Node, operands: Sequence[str]) -> str:
 
 
 def _typed(call: str) -> Callable[[_Program, Node, Sequence[str]], str]:
-    """A rule whose function is told the type, and if it asks the bits."""
+    """A rule whose function is told the type, and the number of bits if it wants it."""
 
     def rule(program: _Program, node: Node, operands: Sequence[str]) -> str:
         bits = 0 if node.dtype.is_floating_point else torch.iinfo(node.dtype).bits
@@ -168,12 +168,13 @@ _INDICES = "b, h, q_idx, kv_idx"
 
 
 def _asks_structure(spec: Spec) -> bool:
-    """Whether the mask function has to ask the mask's own blocks: kernels walk over others."""
+    """Whether the mask function has to read the mask's own blocks, because kernels walk over other
+    ones."""
     return spec.mask_kind == "runs" and not fits_tiles(spec.block_size)
 
 
 def _layout(spec: Spec) -> tuple[tuple[int, ...], int]:
-    """Where in ``ints`` each captured tensor's sizes begin, and where the numbers do."""
+    """Positions in ``ints`` where each captured tensor's sizes begin, and where the numbers do."""
     first, places = 4 if _asks_structure(spec) else 0, []
     for facts in spec.captured:
         places.append(first)
@@ -194,10 +195,10 @@ def _function_lines(
 
 
 def _structure_lines(spec: Spec) -> list[str]:
-    """A mask function that asks the mask's own blocks first: structure wins."""
+    """A mask function that reads the mask's own blocks first: structure wins."""
     places = []
     for axis, (index, size) in enumerate(zip(("q_idx", "kv_idx"), spec.block_size, strict=True)):
-        # Indices aren't negative: neither the shift nor the division rounds another way.
+        # Indices aren't negative, so neither the shift nor the division rounds in another way.
         power = size.bit_length() - 1
         by = f">> ops.i32({power})" if size == 1 << power else f"// ops.i32({size})"
         places.append(f"ops.place(ops.i32({index}) {by}, ints[{2 + axis}])")

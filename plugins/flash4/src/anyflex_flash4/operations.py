@@ -1,4 +1,5 @@
-"""What the text of a mod calls: arithmetic with torch's meaning, over any scalars with operators.
+"""Functions that the text of a mod calls: arithmetic with torch's meaning, over any scalars with
+operators.
 
 The same rules serve the scalars of CuTe (`anyflex_flash4.cute_mods`) and, in tests, tensors.
 """
@@ -18,7 +19,7 @@ FUNCTIONS = (
 
 
 class Operations:
-    """Operations with torch's meaning, made of what a target has.
+    """Operations with torch's meaning, built from a target's own.
 
     A scalar's operators are those of its type: ``//`` rounds either way, division by 0 must not
     be asked of it, and amounts of shifts lie within the type.
@@ -58,17 +59,19 @@ class Operations:
         return self.functions[function](*operands)
 
     def floordiv(self, convert: Callable[[Any], Any], a: Any, b: Any) -> Any:
-        """Integers, rounded down. Division by 0 gives something."""
+        """Divide integers, rounding down. Division by 0 gives an arbitrary value."""
         quotient, _ = self._divided(convert, a, b)
         return quotient
 
     def mod(self, convert: Callable[[Any], Any], a: Any, b: Any) -> Any:
-        """Integers, with the divisor's sign. Division by 0 gives something."""
+        """Remainder of integers, with the divisor's sign. Division by 0 gives an arbitrary
+        value."""
         _, remainder = self._divided(convert, a, b)
         return remainder
 
     def fmod(self, convert: Callable[[Any], Any], a: Any, b: Any) -> Any:
-        """Integers, with the dividend's sign. Division by 0 gives something."""
+        """Remainder of integers, with the dividend's sign. Division by 0 gives an arbitrary
+        value."""
         b, zero = self._divisor(convert, b), convert(0)
         remainder = self.mod(convert, a, b)
         unlike = (remainder != zero) & ((a < zero) != (b < zero))

@@ -1,4 +1,4 @@
-"""Autograd where it is turned off: inside of one of torch's operators."""
+"""Autograd inside of one of torch's operators, where it is turned off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["autograd_records", "in_another_thread"]
 
 
 def autograd_records() -> bool:
-    """False inside of one of torch's operators, which torch runs below autograd."""
+    """Whether autograd records: False inside of one of torch's operators, which torch runs below
+    autograd."""
     with torch.enable_grad():
         return (torch.ones((), requires_grad=True, device="cpu") * 1).requires_grad
 
@@ -20,7 +21,7 @@ def autograd_records() -> bool:
 def in_another_thread(device: torch.device, work: Callable[[], None]) -> None:
     """Work where autograd records, on this thread's stream; raises what `work` raises.
 
-    What torch has turned off is turned off for this thread only.
+    torch turns autograd off for the current thread only.
     """
     # A stream selects its device too.
     stream = nullcontext() if device.type == "cpu" else torch.accelerator.current_stream(device)

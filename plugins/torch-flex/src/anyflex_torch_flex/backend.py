@@ -1,4 +1,4 @@
-"""The entry points: what torch's flex attention can do on a device, and whether it can run."""
+"""Entry points of torch's flex attention as backends: declarations, and probes of this machine."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _CAPTURED = frozenset({torch.bool, torch.int32, torch.int64, torch.float32})
 
 
 class _TorchFlex(Backend):
-    # Whoever installs this wants to compare, not to be served by it.
+    # Installed for comparison: it must not be chosen by itself.
     priority = -100
     block_multiple: ClassVar[int] = 1
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key: what something else has written isn't found."""
+        """Part of the disk cache's key, so that artifacts of another version aren't found."""
         return f"torch {torch.__version__}, mods {zlib.crc32(inspect.getsource(mods).encode()):x}"
 
     def compile(self, spec: Spec, artifacts: Artifacts) -> Kernel:
@@ -91,7 +91,8 @@ class TorchFlexCpu(_TorchFlex):
         return Accepted()
 
     def supports(self, spec: Spec) -> Decision:
-        """As declared; and lse that is kept for a backward doesn't exist here."""
+        """Accept as declared, except an lse that is kept for a backward, which doesn't exist
+        here."""
         decision = super().supports(spec)
         if isinstance(decision, Accepted) and spec.needs_lse:
             return Rejected("auxiliary output lse is not supported")

@@ -1,4 +1,4 @@
-"""A call's block mask as torch's BlockMask."""
+"""Block mask of a call as torch's BlockMask."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def torch_block_mask(
 ) -> BlockMask:
     """Return torch's form of `views`, on their device, with a mask function of its own.
 
-    The structure, and its transposed form for backward, is made once for a mask: it hangs on a
-    tensor that the views keep. torch's own way to it, `BlockMask.from_kv_blocks`, uses vmap, which
-    does not work inside of an operator.
+    The structure, and its transposed form for backward, is made once for a mask and kept on a
+    tensor of the views. torch's own `BlockMask.from_kv_blocks` uses vmap, which does not work
+    inside of an operator.
 
     Args:
         mask_mod: what PARTIAL blocks apply, or None.
@@ -43,8 +43,7 @@ def torch_block_mask(
         setattr(holder, _KEPT, structure)
     if not fits:
         mask_mod = _within_structure(views, mask_mod)
-    # Without a mask function torch has one that keeps every pair, which is what PARTIAL means
-    # then.
+    # Without a mask function torch keeps every pair, which is the meaning of PARTIAL then.
     mask: BlockMask = copy.copy(structure)
     if mask_mod is not None:
         mask.mask_mod = mask_mod
@@ -68,7 +67,7 @@ def _larger_blocks(views: MaskViews, multiple: int) -> BlockMask:
     sizes = [math.lcm(size, multiple) for size in views.block_size]
     rows, columns = (size // old for size, old in zip(sizes, views.block_size, strict=True))
     kinds = views.dense()
-    # What lies past the lengths says nothing: it is neither missing nor partial.
+    # Blocks past the lengths are neither missing nor partial.
     spare_rows, spare_columns = -kinds.shape[2] % rows, -kinds.shape[3] % columns
     pad = (0, spare_columns, 0, spare_rows)
     visited = torch.nn.functional.pad(kinds != 0, pad, value=False)
@@ -110,7 +109,7 @@ def _listed(blocks: Tensor) -> Lists:
 
 
 def _within_structure(views: MaskViews, mask_mod: MaskMod | None) -> MaskMod:
-    """A mask function that asks the small blocks first: structure wins."""
+    """A mask function that reads the small blocks first: structure wins."""
     kinds = views.dense()
     q_block, kv_block = views.block_size
     # 0 where the mask serves all batches, or heads, alike.

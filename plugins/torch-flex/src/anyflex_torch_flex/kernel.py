@@ -1,4 +1,4 @@
-"""A kernel: torch's flex attention, compiled by torch at the first call."""
+"""Kernel of torch's flex attention, compiled by torch at the first call."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from anyflex_torch_flex.mods import MakeMods
 __all__ = ["TorchFlexKernel"]
 
 _WIDE = 128
-"""Head dims of float32 above need smaller tiles."""
+"""Head dim above which float32 needs smaller tiles."""
 _GRID = 65535
-"""What the second and third dimensions of a grid of CUDA count."""
+"""Maximum size of the second and third dimensions of a CUDA grid."""
 _GRAPH = "anyflex_torch_flex_graph"
 _NUMBERS = itertools.count()
 # torch compiles under a lock of its own and runs autograd on the device's one thread meanwhile. A
@@ -63,7 +63,8 @@ class TorchFlexKernel(Kernel):
         self.kernel_options = kernel_options
         self._make_mods = make_mods
         self._block_multiple = block_multiple
-        # fullgraph: at torch's recompile limit there is an error, not a path that is 10x slower.
+        # fullgraph: at torch's recompile limit raise an error instead of taking a path that is 10x
+        # slower.
         self._attend = torch.compile(_own_code(_attend), fullgraph=True)
 
     def describe(self, call: Call) -> str:
@@ -74,7 +75,7 @@ class TorchFlexKernel(Kernel):
         return (TensorSpec((0,), torch.float32),) if self.spec.needs_backward else ()
 
     def forward(self, call: Call, out: Outputs) -> None:
-        # torch has no kernel for nothing.
+        # torch has no kernel for empty tensors.
         if call.query.numel() == 0 or call.key.shape[2] == 0 or call.value.numel() == 0:
             out.out.zero_()
             for tensor in (out.lse, out.max_scores):
@@ -84,7 +85,7 @@ class TorchFlexKernel(Kernel):
         if any(call.index_offsets):
             raise BackendRefused("torch's flex attention takes no index offsets")
         self._refuse_large(call)
-        # Inside of one of torch's operators nothing is kept of what autograd would record.
+        # Inside of one of torch's operators autograd's records aren't kept.
         learns = self.spec.needs_backward and autograd_records()
         leaves, result, lse, max_scores = self._results(call, learns=learns)
         out.out.copy_(result.detach())
@@ -118,11 +119,11 @@ class TorchFlexKernel(Kernel):
     ) -> None:
         kept = getattr(saved.extras[0], _GRAPH, None)
         if kept is None:
-            # What core has passed through one of torch's operators is another object.
+            # Core has passed it through one of torch's operators, which returns another object.
             leaves, result, lse, _ = self._results(call, learns=True)
         else:
             leaves, result, lse = kept
-            # A graph serves once: what torch compiles may overwrite what forward has kept.
+            # A graph serves once: compiled code may overwrite tensors that forward has saved.
             delattr(saved.extras[0], _GRAPH)
         roots, arriving = [result], [grad.dout]
         if grad.dlse is not None:
@@ -176,12 +177,13 @@ class TorchFlexKernel(Kernel):
         return leaves, result, aux.lse, aux.max_scores
 
     def _options_for(self, call: Call) -> dict[str, Any]:
-        """torch's own kernel options, with those that it should have found by itself."""
+        """torch's own kernel options, with corrections of those that it should have chosen by
+        itself."""
         options: dict[str, Any] = dict(self.kernel_options)
         if call.query.device.type != "cuda":
             return options
-        # Its kernels for decoding stack the heads of a group, in tiles that must divide the mask's
-        # blocks; where they don't nothing is left to compile.
+        # The kernels for decoding stack the heads of a group, in tiles that must divide the mask's
+        # blocks; where no tile does, no configuration is left to compile.
         no_tile = False
         if call.mask is not None:
             rows = max(16, call.query.shape[2] * self.spec.gqa_ratio)
@@ -207,8 +209,7 @@ class TorchFlexKernel(Kernel):
 
 
 def _numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1-d and never empty. Filled on the device: a copy from the host would wait for all that is
-    queued there."""
+    """1-d and never empty. Filled on the device: a copy from the host would wait for its queue."""
     return torch.stack([torch.full((), v, dtype=dtype, device=device) for v in values or (0,)])
 
 
@@ -226,9 +227,9 @@ def _attend(
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of the same code under a name of its own.
 
-    torch counts recompilations by code object, of a function that has a source file, and at a
-    limit gives up. By file, line and name it remembers which sizes have changed, and compiles for
-    any size from then on, for every kernel alike.
+    torch counts recompilations by code object, for functions with a source file, and gives up at a
+    limit. By file, line and name it remembers which sizes have changed, and compiles for any size
+    from then on, for every kernel alike.
     """
     assert isinstance(function, types.FunctionType)
     name = f"{function.__name__}_{next(_NUMBERS)}"
@@ -237,7 +238,7 @@ def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _readable(table: Tensor) -> Tensor:
-    """A captured tensor that can be indexed: rank 0 becomes [1], and nothing is empty.
+    """A captured tensor in a form that can be indexed: rank 0 becomes [1], and no dimension is 0.
 
     torch's CPU template takes no views with gaps.
     """

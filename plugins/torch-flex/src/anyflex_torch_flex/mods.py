@@ -45,7 +45,7 @@ def _const(lines: Lines, node: Node, operands: Sequence[str]) -> str:
     value = node.attribute
     assert isinstance(value, (bool, int, float))
     if node.dtype.is_floating_point:
-        # A number beyond the type's range is infinite in it.
+        # A number beyond the type's range becomes infinite.
         if abs(value) > torch.finfo(node.dtype).max:
             value = math.copysign(math.inf, value)
         text = repr(float(value))
@@ -139,7 +139,8 @@ def write_source(spec: Spec) -> str:
         result = TORCH_FLEX.lower(graph.nodes, body, [graph.output])[graph.output]
         if mod == "score_mod" and _ignores_the_score(graph):
             # torch's CPU kernel computes such a mod wrongly, and the compiler of backward fails:
-            # let it read the score, where a comparison that it can't know says so, never.
+            # the mod reads the score in a comparison that is never true, which the compiler can't
+            # know.
             text = f"torch.where(ints[0] != ints[0], score, {result})"
             result = _emit(body, graph.nodes[graph.output], text)
         lines.append(f"def {mod}({arguments}):")
@@ -159,7 +160,7 @@ def write_source(spec: Spec) -> str:
 
 
 def _ignores_the_score(graph: ModGraph) -> bool:
-    """No gradient passes through to the score."""
+    """Whether no gradient passes through to the score."""
     return differentiate(graph, wanted_captured=frozenset()).score is None
 
 
