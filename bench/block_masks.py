@@ -1,9 +1,9 @@
-"""What building block masks costs, beside torch's `create_block_mask`.
+"""Cost of building block masks, beside torch's `create_block_mask`.
 
     python bench/block_masks.py [--torch] [--json FILE]
 
 One thread; CPU time, median of nine builds after one that is not counted, tracing and every table
-included. Memory is the peak of torch's allocations during a build, captured tensors not counted.
+included. Memory is the peak of torch's allocations during a build, without captured tensors.
 Permuted document ids are also measured against sorted ones, in turns. Exits with 1 if a mask is
 above its limits, or permuted ids are slower than sorted ones by more than the noise. With --torch,
 torch's figures are taken too where its mask fits into memory: CPU time of one build in a fresh
@@ -93,14 +93,15 @@ CASES: tuple[tuple[str, tuple[int, int, int, int], float | None, float | None], 
 COMPARED: tuple[tuple[str, str, tuple[int, int, int, int], float], ...] = tuple(
     (PERMUTED, DOCUMENTS, (1, 1, length, length), 1.05) for length in (SHORT, LONG)
 )
-"""Mask, the one that it shall be as fast as, (B, H, Q, KV), limit of the ratio of their times:
-1 and what the medians of equal masks differ by."""
+"""Mask, the mask that it must be as fast as, (B, H, Q, KV), and limit of the ratio of their times:
+1 plus the difference of medians of equal masks."""
 
 TURNS = 101
-"""Builds of each of two masks that are compared."""
+"""Number of builds of each of two masks that are compared."""
 
 TORCH_ELEMENTS = 1 << 28
-"""Above, torch's mask takes more than 2.5 GiB and is not built."""
+"""Maximum number of elements of torch's mask: above, it takes more than 2.5 GiB and is not
+built."""
 
 TORCH_PROGRAM = """
 import json, resource, sys

@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only the quick subset")
     arguments = parser.parse_args()
     cores = keep_to_two_cores()
-    # What others do on the machine is in every figure.
+    # Other programs' load on the machine is in every figure.
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
     rows = [measure(which) for which in (("quick",) if arguments.quick else ("quick", "whole"))]
     if arguments.json:

@@ -1,4 +1,4 @@
-"""What the CPU backend costs before its kernels work: first calls of new mods, and small calls.
+"""Cost of the CPU backend before its kernels work: first calls of new mods, and small calls.
 
     python bench/cpu_first_calls.py [--cpu-time] [--json FILE]
 
@@ -42,7 +42,7 @@ LIMITS: dict[str, float | None] = {
     "small call, end to end": 60e-6,
     "small call, in the library": 45e-6,
 }
-"""Name -> seconds; None: shown, and not limited."""
+"""Name -> limit in seconds; None: shown without a limit."""
 MODS = 40
 BATCHES, CALLS = 60, 50
 
@@ -63,7 +63,7 @@ STEPS: tuple[Step, ...] = (
 
 
 def new_mods() -> Iterator[Callable[..., Tensor]]:
-    """Score mods of two to four steps, no two alike; as many as are asked for."""
+    """Yield score mods of two to four steps, no two alike."""
     draw = random.Random(0)
     table = torch.linspace(0.1, 0.8, 8)
     seen = set()
@@ -99,7 +99,7 @@ def first_calls(
     @torch.no_grad()
     def forward() -> Iterator[float]:
         query = torch.randn(1, 2, 128, 64)
-        # Imports llvmlite, and what tracing and assembling need.
+        # Imports llvmlite, and the modules that tracing and assembling need.
         call(lambda s, b, h, q, k: s * 3 + h, query)
         for mod in islice(mods, MODS):
             began = clock()

@@ -1,4 +1,4 @@
-"""What a user of torch can do on a CPU without flex attention: peers beside `anyflex bench`'s own.
+"""Peers that a user of torch has on a CPU without flex attention, beside `anyflex bench`'s own.
 
 A dense bool mask, the heads of a group folded into query rows, and softmax attention written out
 for autograd. They are called as a user would, with nothing of anyflex between.
@@ -20,7 +20,7 @@ __all__ = ["PEERS", "attention_peers"]
 
 
 def _dense_sdpa(inputs: Inputs) -> Attend:
-    """A bool mask [L, S] (made before the clock starts), which no kernel can skip blocks of."""
+    """A bool mask [L, S] (made before the clock starts), whose blocks no kernel can skip."""
     assert inputs.mask_mod is not None
     sizes = (inputs.case.q_shape[2], inputs.case.kv_shape[2])
     mask = dense_mask(inputs.mask_mod, 1, 1, *sizes)[0, 0]
@@ -32,7 +32,7 @@ def _dense_sdpa(inputs: Inputs) -> Attend:
 
 
 def _folded_sdpa(inputs: Inputs) -> Attend:
-    """Query heads of a key head become its query rows: one step of decoding without a mask."""
+    """Query heads of a KV head become its query rows: one step of decoding without a mask."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         folded = query.view(*key.shape[:2], -1, query.shape[3])
@@ -80,7 +80,8 @@ PEERS: dict[str, tuple[Callable[[BenchCase], bool], str, Callable[[Inputs], Atte
         _written_out,
     ),
 }
-"""name -> which cases it takes, why not others, and what binds a case."""
+"""name -> the cases that it takes, the reason for refusing others, and its preparation of a
+case."""
 
 
 def attention_peers() -> list[Contender]:

@@ -40,7 +40,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and what is computed: ``"full"``, ``"causal"`` or ``"alibi"``."""
+    """Sizes, and the pattern: ``"full"``, ``"causal"`` or ``"alibi"``."""
 
     pattern: str
     length: int
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The pattern, with what else is special."""
+        """The pattern, with the other properties of the case."""
         if self.q_length:
             return "decode"
         return self.pattern if self.kv_heads == HEADS else "grouped"
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def group(self) -> tuple[str, str, str]:
-        """What shares a mean."""
+        """Key of the rows that share a mean."""
         return self.level, self.dtype, self.result
 
     @property
@@ -125,13 +125,13 @@ def slopes() -> Tensor:
 
 
 def bias(case: Case, dtype: torch.dtype) -> Tensor:
-    """What ALiBi adds to scores, [heads, L, S]."""
+    """Bias of ALiBi, [heads, L, S]."""
     distance = torch.arange(case.length) - torch.arange(case.length).unsqueeze(-1)
     return (slopes().view(-1, 1, 1) * distance).to(dtype)
 
 
 def results(inputs: list[Tensor], dout: Tensor, way: str, case: Case) -> list[Tensor]:
-    """What the case asks for of out, dq, dk and dv, in float64.
+    """Results of the case among out, dq, dk and dv, in float64.
 
     Args:
         way: ``"cpu"``, ``"torch"`` or ``"formula"``.
@@ -206,7 +206,7 @@ def measured_apart(level: str) -> list[Row]:
         path = Path(folder) / "rows.json"
         command = [sys.executable, __file__, "--level", level, "--json", str(path)]
         environment = {**os.environ, ISA_VARIABLE: level}
-        # It fails where rows are above the limit, which is for the whole run to say.
+        # The process fails where rows are above the limit, which the whole run reports.
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
         return [Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))]
 

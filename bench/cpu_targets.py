@@ -3,13 +3,13 @@
     python bench/cpu_targets.py [--threads 1,2] [--rounds 7] [--group GLOB ...] [--json FILE]
                                 [--without-amx] [--cpu-time] [--without-targets]
 
-One process a thread count, 16 heads, batch 1. Each case is measured in rounds in which everybody
-takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is held by the
-geometric mean of its rows, and no row may be below 0.85 of it; a row of which a peer that counts
-was neither measured nor refused has no best peer, and is printed. Exits with 1 if a target isn't
-met, and with 2, before anything is measured, where no target is set, for a processor of another
-kind or for any of the chosen groups. `--without-targets` measures there all the same, and holds
-nothing.
+One process per thread count, 16 heads, batch 1. Each case is measured in rounds in which every
+contender takes a turn (`anyflex.bench`); a row is best peer's median / ours. A group's target is
+held by the geometric mean of its rows, and no row may be below 0.85 of it; a row of which a peer
+that counts was neither measured nor refused has no best peer, and is printed. Exits with 1 if a
+target isn't met, and with 2, before anything is measured, where no target is set, for a processor
+of another kind or for any of the chosen groups. `--without-targets` measures there all the same,
+and holds nothing.
 
 A processor with AMX can be measured as one without (`--without-amx`), ours and torch's kernels
 alike. Where other programs occupy the machine, `--cpu-time` counts what the calling thread spends:
@@ -57,9 +57,9 @@ WITHOUT_AMX = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
     "MKL_ENABLE_INSTRUCTIONS": "AVX512_E2",
 }
-"""How a process is told to leave AMX alone: our kernels, and both libraries under torch's."""
+"""Settings that keep a process from using AMX: our kernels, and both libraries under torch's."""
 MEMORY = "memory"
-"""A peer that only reads key and value, once, as fast as this run finds memory to be."""
+"""Peer that only reads key and value, once, at this run's memory bandwidth."""
 SDPA = ("torch.sdpa.flash", "torch.sdpa.dense_mask")
 FLEX = ("torch.flex",)
 BEST = SDPA + FLEX
@@ -70,9 +70,9 @@ class Group:
     """Rows with one target.
 
     Args:
-        name: says pattern, type and direction.
+        name: pattern, type and direction.
         cases: its rows.
-        peers: who counts; the fastest is compared with.
+        peers: the peers that count; the fastest is compared.
         target: ratio that the rows' geometric mean must reach, by kind of processor: ``"amx"``,
             ``"avx512_bf16"``. A processor that isn't named has no target here.
     """
@@ -96,7 +96,7 @@ def _case(pattern: str, dtype: str, direction: Direction, length: int, width: in
         "full": ((), ()),
         "causal": (("causal",), ()),
         "window": (("causal_window:256",), ()),
-        # About eight.
+        # Eight heads, approximately.
         "documents": ((f"random_documents:{length // 12},{length // 6}",), ()),
         "alibi": ((), ("alibi",)),
         "softcap": ((), ("softcap:20.0",)),
@@ -168,7 +168,7 @@ def _groups() -> Iterator[Group]:
 
     for dtype in ("bfloat16", "float32"):
         share = {"avx512_bf16": 0.75, "amx": 0.8}
-        # A GiB and more: nothing of it is left in a cache of some hundred MiB.
+        # A GiB and more, so that nothing of it is left in a cache of some hundred MiB.
         yield Group(f"decode {dtype}, bandwidth", _decode(dtype, 16384), (MEMORY,), share)
 
 
@@ -176,7 +176,7 @@ GROUPS = tuple(_groups())
 
 
 class ThreadClock(WallClock):
-    """What the calling thread spends, while other programs may have the processor in between."""
+    """CPU time of the calling thread; other programs may have the processor in between."""
 
     name = "CPU time of the calling thread, time.thread_time"
 
@@ -196,8 +196,8 @@ class ThreadClock(WallClock):
 
 
 class ReadingClock(WallClock):
-    """Another clock that, after each sample, times torch's reading operations too: what other
-    programs leave of a machine's memory changes within seconds, by half."""
+    """Another clock that, after each sample, times torch's reading operations too, because other
+    programs' use of the memory changes it by half within seconds."""
 
     def __init__(self, clock: WallClock, data: Tensor) -> None:
         super().__init__(clock.device)
@@ -307,8 +307,8 @@ def _selection(args: argparse.Namespace) -> list[str]:
 
 
 def _scaling(reports: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """How much faster the last report's threads are than the first's one, full and causal prefill;
-    the targets are for 16 threads."""
+    """Yield the speed-up of the last report's threads over the first's one, full and causal
+    prefill; the targets are for 16 threads."""
     if len(reports) < 2 or reports[0]["machine"]["threads"] != 1:
         return
     one, many = (
@@ -349,7 +349,7 @@ def _measure(groups: Sequence[Group], args: argparse.Namespace) -> int:
     torch.set_num_threads(int(args.threads))
     device = torch.device("cpu")
     known = [*chosen_contenders(device, ["cpu", *FLEX, "torch.sdpa.flash"]), *attention_peers()]
-    # A case may stand in several groups and is measured once.
+    # A case may be in several groups and is measured once.
     peers_of: dict[BenchCase, set[str]] = {}
     for group in groups:
         for case in group.cases:
@@ -425,7 +425,7 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
     ratios: dict[str, float | None] = {}
     missing = []
     for case in group.cases:
-        # Forward's case, and that of forward and backward, have one name.
+        # The cases of forward alone, and of forward and backward, have one name.
         of_case = [
             row
             for row in rows
@@ -438,7 +438,7 @@ def _verdict(group: Group, kind: str, rows: Sequence[dict[str, Any]]) -> dict[st
             if row["contender"] in group.peers and row["median_ms"]
         ]
         ratios[case.name] = min(theirs) / ours[0] if ours and ours[0] and theirs else None
-        # Who failed might have been the fastest.
+        # A peer that failed might have been the fastest.
         came = {row["contender"]: row["status"] for row in of_case}
         for name in ("cpu", *group.peers):
             if came.get(name) not in ("measured", "refused"):

@@ -1,4 +1,4 @@
-"""What a cached call costs before its kernel starts: a null backend, one thread.
+"""Cost of a cached call before its kernel starts: a null backend, one thread.
 
 Usage: python bench/front_end.py [--calls N] [--rounds N] [--json FILE]
 
@@ -175,12 +175,12 @@ def parts(calls, query, key, value, slopes, mask) -> dict[str, float]:  # type: 
 
 
 def machine() -> str:
-    """The processor's name, and how many of its cores there are."""
+    """The processor's name, and its number of cores."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             models = [line for line in file if line.startswith("model name")]
         name = models[0].partition(":")[2].strip()
-    except (OSError, IndexError):  # not on Linux: the architecture must do
+    except (OSError, IndexError):  # not on Linux: use the architecture
         name = platform.machine()
     return f"{name}, {os.cpu_count()} cores"
 

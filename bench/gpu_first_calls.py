@@ -1,4 +1,4 @@
-"""What a GPU backend costs before its kernels work: first calls, and how often it compiles.
+"""Cost of a GPU backend before its kernels work: first calls, and number of compilations.
 
     python bench/gpu_first_calls.py [--backend cuda] [--repeat 3] [--json FILE]
 
@@ -7,13 +7,13 @@
 First, in one process, calls of many lengths and batches, with every compilation counted by
 Triton's listener. Then a causal soft cap, bfloat16, B2 H8 S2048 D128, forward and then backward,
 each time in a process of its own, in which torch has its context of the device and has made a
-backward of its own: a process's first one that is given a gradient imports sympy, whoever's it is,
-and the time of that is printed. In a *fresh* process the clock starts before anyflex and Triton
-are imported; one that has them *imported* has made no call; a *running* one has made one without
-mods. *cold*: the caches on disk are empty but for what that call left there; *warm*: an earlier
-process has made the same calls.
-Medians of --repeat processes. Python's bytecode is there in all of them, as after an installation.
-Exits with 1 if a limit isn't met, or a kernel is compiled twice for one class of calls.
+backward of its own: a process's first backward with a given gradient imports sympy, and the time
+of that is printed. In a *fresh* process the clock starts before anyflex and Triton are imported;
+one that has them *imported* has made no call; a *running* one has made one without mods. *cold*:
+the caches on disk are empty but for what that call left there; *warm*: an earlier process has made
+the same calls. Medians of --repeat processes. Python's bytecode is there in all of them, as after
+an installation. Exits with 1 if a limit isn't met, or a kernel is compiled twice for one class of
+calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LIMITS = {f"{kind}, cold": 2.0 for kind in KINDS} | {
     "imported, warm": 0.06,
     "running, warm": 0.06,
 }
-"""Seconds of a first call, forward or backward."""
+"""Limits in seconds of a first call, forward or backward."""
 CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
     "decoding": tuple(itertools.product((1, 2, 5), (1,), (1000, 4096, 32768))),
     "training": tuple((batch, s, s) for batch in (1, 2, 3) for s in (128, 2048, 4096)),
@@ -54,15 +54,15 @@ CLASSES: Mapping[str, Sequence[tuple[int, int, int]]] = {
 }
 """(batch, queries, keys) of calls for which each kernel is compiled once."""
 SHORT_ROWS = 64
-"""Up to so many query rows take the kernels of decoding: one for Hopper, in the table one for each
-height of tiles."""
+"""Maximum number of query rows that take the kernels of decoding: one kernel for Hopper, in the
+table one for each height of tiles."""
 HEADS, MULTIPROCESSORS = 8, 132
-"""Of the calls; of an H100 or an H200."""
+"""Heads of the calls; multiprocessors of an H100 or an H200."""
 
 
 def classes_of(backend: str) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """Return CLASSES; for the kernels for Hopper those of short rows as one, and each of the
-    others in two: where all tiles of 64 rows run at once, forward has another."""
+    """Return CLASSES. The kernels for Hopper have one class of short rows, and two for each of the
+    others: forward has another kernel where all tiles of 64 rows run at once."""
     if backend != "cuda":
         return CLASSES
     found: dict[str, list[tuple[int, int, int]]] = {}
@@ -165,7 +165,7 @@ def in_a_process(kind: str, args: argparse.Namespace, folder: str, bytecode: str
         **os.environ,
         "TRITON_CACHE_DIR": f"{folder}/triton",
         "ANYFLEX_CACHE_DIR": f"{folder}/anyflex",
-        # Shared by all: without it 480 files of sympy alone take 2 s.
+        # Shared by all: without it compiling the bytecode of 480 files of sympy takes 2 s.
         "PYTHONPYCACHEPREFIX": bytecode,
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -181,7 +181,7 @@ def faults(
     seconds: Mapping[str, Sequence[Mapping[str, float]]],
     compiled: Mapping[str, Mapping[str, int]],
 ) -> list[str]:
-    """A line for each limit that isn't met."""
+    """Return a line for each missed limit."""
     lines = []
     for kind, limit in LIMITS.items():
         for direction in ("forward", "backward"):
@@ -204,8 +204,8 @@ def report_of(
     compiled: Mapping[str, Mapping[str, int]],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Return what was found, with where and of what: as in `anyflex bench`'s reports."""
-    # Not above: a fresh process imports anyflex when the clock runs.
+    """Return the results, with the machine and the versions: as in `anyflex bench`'s reports."""
+    # Not at the top, because a fresh process imports anyflex after the clock starts.
     from anyflex.bench.machine import provenance
 
     return {
@@ -233,7 +233,7 @@ def main() -> int:
         return 0
     seconds: dict[str, list[dict[str, float]]] = {kind: [] for kind in LIMITS}
     with tempfile.TemporaryDirectory() as bytecode:
-        # Imports all that the others do.
+        # Imports every module that the others do.
         with tempfile.TemporaryDirectory() as folder:
             compiled = in_a_process("classes", args, folder, bytecode)
         for _ in range(args.repeat):

@@ -59,15 +59,15 @@ DIMS = (
     (256, 256),
 )
 HEADS = ((4, 4), (8, 2), (6, 2), (32, 8), (8, 1), (1, 1))
-"""Of query and of key."""
+"""Query heads and KV heads."""
 PAIRS = 1 << 26
-"""Of query and key in all heads, at most: the formula keeps ten times as many float64 numbers and
-more, and several calls run at once."""
+"""Maximum pairs of query and key in all heads: the formula keeps more than ten times as many
+float64 numbers, and several calls run at once."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one call's contenders were off.
+    """Errors of the contenders in one call.
 
     Args:
         number: the call's.
@@ -165,7 +165,7 @@ def row_of(number: int, case: BenchCase, names: Sequence[str], device: torch.dev
 
 
 def faults(rows: Iterable[Row], backends: Sequence[str]) -> list[str]:
-    """A line for each backend's error that is too large, and each that failed."""
+    """Return a line for each backend's error that is too large, and each that failed."""
     lines = []
     compared = count = 0
     for row in rows:
@@ -177,7 +177,7 @@ def faults(rows: Iterable[Row], backends: Sequence[str]) -> list[str]:
         compared += 1
         for name in backends:
             mine = row.errors.get(name, 0.0)
-            # NaN is the worst: it compares with nothing.
+            # NaN sorts as the worst, because it compares false.
             if not mine <= LIMIT * theirs:
                 lines.append(f"{row.case}: {name} is off by {mine:.3g}, a peer by {theirs:.3g}")
     if 2 * compared < count:

@@ -52,10 +52,11 @@ __all__ = ["case_of", "drawn_case", "main"]
 
 SEED = 20261122
 PAIRS = 1_500_000
-"""At most: the formula takes seconds for a call of so many."""
+"""Maximum number of pairs: the formula takes seconds for such a call."""
 MOST_REFUSED = 0.05
 LEAST_HOPPER = 1 / 3
-"""Of calls on `cuda`, whose kernels these runs are about: 0.75 of the first 500."""
+"""Minimum share of calls on `cuda` that Hopper's kernels take, which these runs are about: 0.75 of
+the first 500."""
 DTYPES = ("bfloat16", "float16", "float32", TF32)
 DIMS = (
     *[(128, 128)] * 4, *[(64, 64)] * 4, (96, 96), (80, 80), (40, 40), (128, 64), (64, 128),
@@ -66,9 +67,10 @@ BLOCKS = (
     (512, 512),
 )  # fmt: skip
 HEADS = ((1, 2), (2, 2), (4, 1), (8, 1), (3, 1), (1, 1), (2, 1))
-"""(query heads of a key head, key heads)."""
+"""(query heads per KV head, KV heads)."""
 MANY_HEADS = ((1, 32), (4, 8), (2, 16), (8, 4))
-"""Of every third call: more tiles than a GPU has multiprocessors, for which it may have others."""
+"""Heads of every third call: more tiles than a GPU has multiprocessors, for which it may have
+other kernels."""
 LEARNING: tuple[set[str], ...] = ({"q", "k", "v"},) * 6 + ({"k", "v"}, {"q"}, set(), set())
 
 
@@ -168,7 +170,7 @@ def poison(device: torch.device) -> None:
 def outcome_of(
     number: int, case: AttentionCase, device: torch.device, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run one call, compare, repeat. The fields of a line of the report."""
+    """Run one call, compare, repeat. Returns the fields of a line of the report."""
     backend, options = args.backend, dict(args.option)
     row: dict[str, Any] = {"number": number, "problems": [], "variant": ""}
     try:
@@ -187,7 +189,7 @@ def outcome_of(
             )
     except BackendRefused as error:
         row["variant"] = f"refused: {error.reasons.get(backend, error)}"
-    # Whatever else comes is the call's outcome.
+    # Any other exception is the call's outcome.
     except Exception as error:  # noqa: BLE001
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())[:600]
@@ -230,8 +232,8 @@ def _changes(
     budgets: Budgets,
     repeat: int,
 ) -> list[str]:
-    """Which results had other bits in a repetition, or where sums need not repeat were further
-    away than two within the budgets are."""
+    """Return the results with other bits in a repetition, or, where sums need not repeat, those
+    that differ by more than two results within the budgets."""
     outputs = {"out", "lse", "max_scores"}
     exact = set(found) if torch.are_deterministic_algorithms_enabled() else outputs & set(found)
     apart = {
@@ -260,11 +262,11 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """A worker: a number a line comes in, an outcome a line goes out."""
+    """Run as a worker: a number per line comes in, an outcome per line goes out."""
     torch.set_num_threads(1)
     device = torch.device(args.device or args.backend.partition(".")[0])
     out = sys.stdout
-    # What compilers and mods print mustn't come between.
+    # Prints of compilers and mods must not be mixed into the answers.
     sys.stdout = sys.stderr
     for line in sys.stdin:
         case = case_of(int(line), args.dtype, args.head_dims)
@@ -300,7 +302,7 @@ class Worker:
             timer.cancel()
         if line:
             row: dict[str, Any] = json.loads(line)
-            # After a fault of the device nothing of the process's is right.
+            # After a fault of the device no result of the process is right.
             if any("CUDA error" in problem for problem in row["problems"]):
                 self.close()
             return row
@@ -372,7 +374,7 @@ def main() -> int:
                         print(f"FAIL {row['number']} [{row['variant']}] {row['problems'][:3]}")
                         print(f"     {row['case']}", flush=True)
                     if args.json is not None:
-                        # A run that is stopped leaves what it has.
+                        # An interrupted run keeps its results.
                         text = json.dumps(sorted(rows, key=_number), indent=0)
                         args.json.write_text(text + "\n")
         worker.close()
@@ -402,7 +404,7 @@ def _number(row: Mapping[str, Any]) -> int:
 
 
 def _kind(variant: str) -> str:
-    """Which kernels, without their tiles; or why none."""
+    """The kind of kernels, without their tiles; or the reason for none."""
     if variant.startswith("refused"):
         return variant
     forward, _, backward = variant.partition(", backward ")

@@ -38,11 +38,11 @@ from kernel_calls import OF_EACH_KERNEL
 __all__ = ["TOOLS", "control_fault", "controls", "excused", "faults", "hazard_faults", "main"]
 
 _Place = tuple[str, int]
-"""A file's name and a line."""
+"""Name of a file, and a line."""
 _Pair = tuple[_Place, _Place]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 REPORTED = 9
-"""Exit status of a tool that has found something."""
+"""Exit status of a tool that has reported an error."""
 WIDE = "hopper_wide_backward.py"
 CONTROL = Path(__file__).with_name("racecheck_control.cu")
 _HAZARD = re.compile(r"Race reported between(.*)\n=+ +and (.*)")
@@ -50,14 +50,14 @@ _PLACE = re.compile(r"([\w.-]+\.(?:py|cu|h)):(\d+)")
 
 
 def command(args: argparse.Namespace) -> list[str]:
-    """What runs the calls; their numbers come in by its standard input."""
+    """Command that runs the calls; it reads their numbers from standard input."""
     program = str(Path(__file__).with_name("gpu_random.py"))
     called = [sys.executable, program, "--serve", "--backend", args.backend, "--repeat", "1"]
     return [*called, *(["--device", args.device] if args.device else [])]
 
 
 def faults(tool: str, code: int, output: str, wanted: Sequence[int]) -> list[str]:
-    """A line for each fault of a run that ended with `code` and wrote a row a call."""
+    """Return a line for each fault of a run that ended with `code` and wrote a row a call."""
     rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     lines = [
         f"{tool}: call {row['number']}: {row['problems'][:2]}" for row in rows if row["problems"]
@@ -77,19 +77,19 @@ def faults(tool: str, code: int, output: str, wanted: Sequence[int]) -> list[str
 
 
 def hazard_faults(output: str) -> list[str] | None:
-    """A line for each pair of places between which racecheck reports a race that isn't one of the
-    three kinds; None where it reports no race, or one without its places."""
+    """Return a line for each pair of places between which racecheck reports a race that isn't one
+    of the three kinds; None where it reports no race, or one without its places."""
     pairs = _races(output)
     return None if pairs is None else _told(pair for pair in pairs if not _is_excused(pair))
 
 
 def excused(output: str) -> list[str]:
-    """A line for each pair of places of one of the three kinds."""
+    """Return a line for each pair of places of one of the three kinds."""
     return _told(pair for pair in _races(output) or () if _is_excused(pair))
 
 
 def _races(output: str) -> set[_Pair] | None:
-    """Pairs of places, or None as of `hazard_faults`."""
+    """Pairs of places, or None as in `hazard_faults`."""
     hazards = _HAZARD.findall(output)
     pairs = set()
     for accesses in hazards:
@@ -113,7 +113,8 @@ def _is_excused(pair: _Pair) -> bool:
 
 
 def controls(output: str) -> set[str]:
-    """Arguments of the control, for each kind of race that is no error: "" or "arrive"."""
+    """Return the arguments of the control, one for each kind of race that is no error: "" or
+    "arrive"."""
     excused_pairs = [pair for pair in _races(output) or () if _is_excused(pair)]
     found = {"arrive" if all(map(_is_placed, pair)) else "" for pair in excused_pairs}
     # One of the words goes from consumer to consumer by such a barrier.
@@ -123,7 +124,7 @@ def controls(output: str) -> set[str]:
 
 def _is_word(place: _Place) -> bool:
     name, line = place
-    # Of two reads that a compiler has made one, only the call is known that they were made for.
+    # Where a compiler has merged two reads, only the call that they were made for is known.
     return name == "spoken_words.py" or any(
         _calls(node, "said", "said_of_step") and line in _lines(node) for node in _nodes(name)
     )
@@ -165,7 +166,7 @@ def _lines(node: ast.AST) -> range:
 
 @lru_cache
 def _nodes(name: str) -> list[ast.AST]:
-    """Of a file of anyflex_cuda, if there is one of that name."""
+    """Return the nodes of a file of anyflex_cuda, none if there is no file of that name."""
     found = importlib.util.find_spec("anyflex_cuda")
     folders = [] if found is None else found.submodule_search_locations or []
     paths = [path for folder in folders if (path := Path(folder, name)).is_file()]
@@ -175,7 +176,7 @@ def _nodes(name: str) -> list[ast.AST]:
 
 
 def control_fault(sanitizer: str, nvcc: str, timeout: float, argument: str) -> str | None:
-    """Why the control doesn't excuse what racecheck says, or None where it does.
+    """Return why the control doesn't excuse racecheck's hazards, or None where it does.
 
     Args:
         argument: of `controls`.
@@ -203,7 +204,7 @@ def control_fault(sanitizer: str, nvcc: str, timeout: float, argument: str) -> s
 
 
 def main() -> int:
-    """Run, print, say whether all was clean."""
+    """Run and print; return 0 if all was clean."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--device", help="default: the backend's device type")
@@ -222,7 +223,7 @@ def main() -> int:
         before = [] if tool is None else [args.sanitizer, "--tool", tool, *exits]
         environment = dict(os.environ)
         if tool is not None:
-            # Else an access beyond a tensor is one of its neighbour in torch's own cache.
+            # Without it, an access beyond a tensor reaches its neighbour in torch's own cache.
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         began = time.perf_counter()
         try:

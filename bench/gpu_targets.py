@@ -1,4 +1,4 @@
-"""What `anyflex bench --preset h200*` measured, held to what the project wants.
+"""Results of `anyflex bench --preset h200*`, compared with the project's targets.
 
     python bench/gpu_targets.py REPORT.json [...] [--backend cuda] [--rates]
 
@@ -38,11 +38,11 @@ PRECISE = ("torch.flex", "torch.flex.flash", "cuda.flash4")
 SHORT = {"torch.sdpa.cudnn": "cuDNN", "torch.flex.flash": "flex FLASH", "cuda.flash4": "FA4"}
 
 PRECISION = 1.2
-"""Ours may be so many times as far from float64 as the most precise of PRECISE is: by the root of
-the mean of squares, in reports from before it was taken by the largest error."""
+"""Maximum ratio of our error to that of the most precise of PRECISE: the root of the mean of
+squares, in older reports the largest error."""
 
 ROUNDS = 7
-"""Of a report, at least."""
+"""Minimum number of rounds of a report."""
 
 WALL, GRAPH = ", wall", ", graph"
 SMALL = "causal B1 H16 S512 D128 bfloat16"
@@ -56,14 +56,14 @@ class Goal:
     """Rows with one target.
 
     Args:
-        of: takes a case's name.
+        of: whether a case's name belongs to the goal.
         direction: of the rows.
         least: ratio that every row must reach.
         mean: ratio that their geometric mean must reach, or None.
-        peers: who counts.
-        clock: what the names of its cases are followed by.
+        peers: the peers that count.
+        clock: suffix of the names of its cases.
         most_ms: milliseconds that no row may exceed, or None.
-        gb_per_s: what every row must read of keys and values at least, or None.
+        gb_per_s: bandwidth at which every row must read keys and values at least, or None.
     """
 
     of: Callable[[str], bool]
@@ -76,7 +76,7 @@ class Goal:
     gb_per_s: float | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """(case with its clock, direction) of each, of the preset."""
+        """(case with its clock, direction) of each row of the preset."""
         return [
             (case.name + self.clock, self.direction)
             for case in PRESETS["h200"]
@@ -113,7 +113,7 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
         Goal(_named("decode B16", "decode B64"), "forward", 1.0, gb_per_s=4200),
         Goal(_named("decode B1 "), "forward", 1.2, gb_per_s=3200),
         Goal(_named(SMALL), "forward", 1.0, None, FLEX, WALL, 0.045),
-        # 1.1 times the fastest peer's time, at most.
+        # Limit of 1.1 times the fastest peer's time.
         Goal(_named(SMALL), "forward", 1 / 1.1, None, EVERY, GRAPH),
     ),
     "cuda.triton": (
@@ -128,9 +128,9 @@ GOALS: Mapping[str, tuple[Goal, ...]] = {
 
 
 def rows_of(reports: Iterable[Mapping[str, Any]]) -> Rows:
-    """Rows by (case, direction), then by contender, of those that took it or refused it; the last
-    report that has a row counts, for only in one report contenders took their turns beside each
-    other. A case that wasn't timed by the device's clock has the clock in its name."""
+    """Return the rows by (case, direction), then by contender, of those that took or refused them.
+    The last report with a row counts, because contenders took turns within one report only. A case
+    that wasn't timed by the device's clock has the clock in its name."""
     rows: Rows = {}
     for report in reports:
         latest: Rows = {}
@@ -143,7 +143,7 @@ def rows_of(reports: Iterable[Mapping[str, Any]]) -> Rows:
 
 
 def reports_of(paths: Sequence[Path]) -> list[Mapping[str, Any]]:
-    """All reports of some files."""
+    """Return all reports of some files."""
     found: list[Mapping[str, Any]] = []
     for path in paths:
         read = json.loads(path.read_text())
@@ -152,7 +152,8 @@ def reports_of(paths: Sequence[Path]) -> list[Mapping[str, Any]]:
 
 
 def doubts(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each report that isn't of ROUNDS rounds, or not of one commit's tree as all."""
+    """Return a line for each report that has fewer than ROUNDS rounds, or isn't of the same
+    commit's tree."""
     lines = []
     for report in reports:
         name = f"{report['preset'] or 'cases'} by {report['clock']}"
@@ -167,7 +168,7 @@ def doubts(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def clock_of(report: Mapping[str, Any]) -> str:
-    """What a case's name is followed by: the clock, unless it is the device's around calls."""
+    """Return the suffix of a case's name: the clock, unless it is the device's around calls."""
     if "graph" in report["clock"]:
         return GRAPH
     return WALL if report["clock"].startswith("wall") else ""
@@ -192,7 +193,7 @@ def of_rounds(found: Mapping[str, Row], backend: str, peers: Sequence[str]) -> l
 
 
 def counted(case: str, direction: str, backend: str) -> tuple[str, ...]:
-    """The peers that count for a row; where it has no target, all."""
+    """Return the peers that count for a row; all, where it has no target."""
     for goal in GOALS[backend]:
         if (case, direction) in goal.rows():
             return goal.peers
@@ -200,7 +201,7 @@ def counted(case: str, direction: str, backend: str) -> tuple[str, ...]:
 
 
 def table(rows: Rows, backend: str) -> list[str]:
-    """In Markdown."""
+    """Return the table in Markdown."""
     peers = [peer for peer in EVERY if any(peer in found for found in rows.values())]
     names = [SHORT.get(peer, peer) for peer in peers]
     if backend == "cuda" and any("cuda.triton" in found for found in rows.values()):
@@ -264,14 +265,14 @@ def shortfalls(rows: Rows, backend: str) -> tuple[int, list[str]]:
 
 
 def missed_table(rows: Rows, backend: str) -> list[str]:
-    """In Markdown: the rows of prefill and training that miss their ratio, in TFLOP/s of live
-    pairs. What is wanted is the fastest peer's median rate times the ratio wanted; whether a row
-    misses is said by the rounds' ratios, as in `shortfalls`."""
+    """Return in Markdown the rows of prefill and training that miss their ratio, in TFLOP/s of
+    live pairs. The target is the fastest peer's median rate times the ratio wanted; the rounds'
+    ratios decide whether a row misses, as in `shortfalls`."""
     names = ["case", "direction", f"`{backend}`", "the fastest peer", "", "of rounds"]
     names += ["times wanted", "wanted"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for goal in GOALS[backend]:
-        # Decoding is wanted in bytes, the small call in microseconds.
+        # Decoding has targets in bytes, the small call in microseconds.
         if goal.clock or goal.gb_per_s is not None:
             continue
         for case, direction in goal.rows():
@@ -296,8 +297,8 @@ def missed_table(rows: Rows, backend: str) -> list[str]:
 
 
 def fastest_table(rows: Rows, backend: str) -> list[str]:
-    """In Markdown: the largest TFLOP/s of live pairs of each contender, by direction, and the row
-    that it has it on."""
+    """Return in Markdown the largest TFLOP/s of live pairs of each contender, by direction, with
+    the row that it was measured on."""
     there = {name for found in rows.values() for name in found}
     names = [name for name in (backend, *EVERY) if name in there]
     head = ["direction", *(SHORT.get(name, f"`{name}`") for name in names)]
@@ -324,12 +325,13 @@ def _timed(found: Mapping[str, Row], contender: str) -> bool:
 
 
 def _tflops(row: Row) -> float:
-    """Of the median."""
+    """Rate of the median."""
     return float(row["gflops"]) / 1e3
 
 
 def imprecision(found: Mapping[str, Row], backend: str) -> list[str]:
-    """What is wrong with the backend's error, which the check of the row found, beside theirs."""
+    """Return the faults of the backend's error, which the check of the row found, beside the
+    peers'."""
     of = "rms_error" if found[backend].get("rms_error") is not None else "error"
     errors = {name: row[of] for name, row in found.items() if row.get(of) is not None}
     theirs = [errors[peer] for peer in PRECISE if peer in errors]

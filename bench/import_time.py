@@ -1,4 +1,4 @@
-"""What `import anyflex` costs over `import torch`; that it scans nothing and loads no compiler.
+"""Cost of `import anyflex` over `import torch`; it scans nothing and loads no compiler.
 
     python bench/import_time.py [--limit 25] [--percent 3] [--processes 9]
 
@@ -38,7 +38,7 @@ FORBIDDEN = (
     "anyflex_xpu",
     "anyflex_mps",
 )
-"""Modules, with all below them, that `import anyflex` may not load where `import torch` didn't."""
+"""Modules that `import anyflex` may not load, with all below them, where `import torch` didn't."""
 
 PROGRAM = """
 import json, sys, time
@@ -64,10 +64,10 @@ print(json.dumps([*milliseconds, torch_milliseconds, len(scans), added]))
 
 @dataclass(frozen=True)
 class ImportFacts:
-    """What one fresh process saw of `import anyflex` after `import torch`.
+    """Measurements of `import anyflex` after `import torch` in one fresh process.
 
     Args:
-        cpu_milliseconds, wall_milliseconds: that the import took.
+        cpu_milliseconds, wall_milliseconds: of the import.
         torch_milliseconds: of CPU that `import torch` took before it.
         scans: how often it looked for installed distributions.
         modules: names of the modules that it added.
@@ -94,7 +94,7 @@ def import_in_a_fresh_process() -> ImportFacts:
     Raises:
         subprocess.CalledProcessError: the import failed.
     """
-    # Users' interpreters keep bytecode; one that doesn't would time the compiler.
+    # Users' interpreters keep bytecode; without it the compiler would be timed.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, env=environment

@@ -29,15 +29,15 @@ KERNELS: Mapping[str, tuple[int, ...]] = {
     "prefill, backward hopper": (4,),
     "prefill, backward portable": (90,),
 }
-"""What `explain` says of a call, without numbers and reasons -> calls. Forward's first number is a
-tile's rows, 64 for each consumer. dQ is portable under deterministic algorithms (every fourth
-call), but not above head dim 128. Captured tensors learn in 6, 9, 56, 67, 240, 278, 329 and 357.
-Backward's steps are of 64 rows and of 128; masks are there and not. 15 and 75 have columns of two
-parts. Of decoding 968 has no mask and a kernel that adds up parts, 1423 a mask for each entry."""
+"""Variant in `explain`, without numbers and reasons -> calls. Forward's first number is a tile's
+rows, 64 for each consumer. dQ is portable under deterministic algorithms (every fourth call), but
+not above head dim 128. Captured tensors learn in 6, 9, 56, 67, 240, 278, 329 and 357. Backward's
+steps are of 64 rows and of 128, with and without masks. 15 and 75 have columns of two parts. Of
+decoding 968 has no mask and a kernel that adds up parts, 1423 a mask for each entry."""
 
 OF_EACH_KERNEL = (
     *preset_calls.NUMBERS,
     *sorted(number for numbers in KERNELS.values() for number in numbers),
 )
-"""And the presets' rows, whose kernels are compiled with other constants. They come first: a mod's
-number is a constant until the process has met another one in its place."""
+"""Calls of presets' rows, whose kernels are compiled with other constants. They come first: a
+mod's number is a constant until the process has seen another one in its place."""

@@ -1,4 +1,4 @@
-"""Backward where what a score mod reads learns: `cuda`, `cuda.triton`, torch's flex attention.
+"""Backward with learned tables of score mods: `cuda`, `cuda.triton`, torch's flex attention.
 
     python bench/learning_tables.py [--rounds 7] [--length 4096] [--width 128] [--json FILE]
 
@@ -31,7 +31,8 @@ __all__ = ["TABLES", "main"]
 
 BATCH, HEADS = 4, 16
 WRONG = 0.02
-"""Root mean square of a table's gradient's errors, by its own: of bfloat16 it is some 0.003."""
+"""Limit of the root mean square of the errors of a table's gradient, relative to that of the
+gradient: for bfloat16 it is some 0.003."""
 CONTENDERS = ("cuda", "cuda.triton", "torch.flex")
 
 ScoreMod = Callable[..., Any]
@@ -57,7 +58,7 @@ TABLES: Mapping[str, Callable[[int], tuple[tuple[int, ...], Callable[[Tensor], S
         lambda t: lambda s, b, h, q, k: s + t[h, (q - k).abs()],
     ),
 }
-"""What the table is for -> its shape and the score mod that reads it."""
+"""Purpose of the table -> its shape and the score mod that reads it."""
 
 
 def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -69,7 +70,7 @@ def drawn(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> T
 
 
 class Case:
-    """Tensors of a call, and what makes it by each contender."""
+    """Tensors of a call, and its function for each contender."""
 
     def __init__(self, name: str, length: int, width: int, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -118,7 +119,7 @@ def again(case: Case, out: Tensor, ready: object) -> tuple[Tensor, ...]:
 
 
 def measured(name: str, length: int, width: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each contender's backward, a sample a round."""
+    """Return milliseconds of each contender's backward, one sample per round."""
     device = torch.device("cuda")
     case = Case(name, length, width, device)
     clock = clock_of(device)

@@ -129,7 +129,7 @@ def in_a_process(state: str, backend: str, folder: Path, interpreter: str) -> di
         counting.chmod(0o755)
         environment["CC"] = str(counting)
         if state in ("own", "torch"):
-            # No compiler, whoever looks for one.
+            # No compiler on PATH or in the variables.
             environment["PATH"] = caches
         command = [interpreter, __file__, "--process", state, "--backends", backend]
         done = subprocess.run(
@@ -141,7 +141,7 @@ def in_a_process(state: str, backend: str, folder: Path, interpreter: str) -> di
 
 
 def faults(backend: str, rows: Mapping[str, Mapping[str, Any]], limit: float) -> list[str]:
-    """A line for each requirement that isn't met."""
+    """Return a line for each missed requirement."""
     lines = []
     for state in ("own", "torch"):
         row = rows[state]

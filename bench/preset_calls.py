@@ -1,4 +1,4 @@
-"""The calls of `anyflex bench --preset h200`, shrunk: of the same kernels, compiled alike.
+"""Calls of `anyflex bench --preset h200`, shrunk: of the same kernels, compiled alike.
 
 `gpu_random.py` takes them by numbers from `FIRST` on, and holds them to the formula as it does
 random calls, which hardly ever have what a preset's kernels are compiled for.
@@ -24,16 +24,19 @@ __all__ = ["FIRST", "NUMBERS", "PresetCall", "nearer", "preset_call"]
 FIRST = 1_000_000
 """Random calls have numbers below."""
 _LENGTH = 256
-"""Two blocks of the mask, and two tiles: under a causal mask one of these is FULL, one PARTIAL."""
+"""Length of two blocks of the mask, and two tiles: under a causal mask one of these is FULL, one
+PARTIAL."""
 _HEADS = 4
 _ENTRIES = 18
-"""Of a batch: 144 tiles of 128 rows or keys, or of up to 192 rows, are more than the 132
-multiprocessors of a Hopper, so that some take a second tile."""
+"""Number of batch entries: 144 tiles of 128 rows or keys, or of up to 192 rows, are more than the
+132 multiprocessors of a Hopper, so that some take a second tile."""
 _MULTIPROCESSORS = 132
 _LEAST_ROWS = 64
-"""Of a tile: rows that have no more such tiles than multiprocessors have kernels of their own."""
+"""Minimum rows of a tile: calls whose tiles of this height don't outnumber the multiprocessors
+have kernels of their own."""
 _SHORTER = 16
-"""Times, a decoding step's keys. What is left is more than one program's share of a head."""
+"""Factor by which a decoding step's keys are shortened. The rest is more than one program's share
+of a head."""
 _NEARER: Mapping[str, str] = {
     "causal_window:1024": "causal_window:100",
     "prefix_lm:1000": "prefix_lm:100",
@@ -64,7 +67,7 @@ class PresetCall(AttentionCase):
             entries["mask"] = _entry(
                 "M", lambda place: make_mask_mod(self.masks, lengths, place.device)
             )
-        # It stands for the tensors that a mod makes for itself, where they are wanted.
+        # A leaf in place of the tensors that a mod makes for itself, where they are wanted.
         place = {"place": torch.empty(0)}
         mods = {kind: Mod(entry, self.sizes, place) for kind, entry in entries.items()}
         return dataclasses.replace(super().draw(device), mods=mods)
@@ -79,7 +82,7 @@ def _shrunk(case: BenchCase, direction: Direction) -> PresetCall:
     kv_heads, kv_length = case.kv_shape[1:3]
     group = heads // kv_heads
     if q_length == 1:
-        # Entries and heads decide which of them share a program.
+        # Entries and heads decide which tiles share a program.
         kv_length //= _SHORTER
     else:
         many = batch * heads * -(-q_length // _LEAST_ROWS) > _MULTIPROCESSORS
@@ -105,12 +108,12 @@ def _shrunk(case: BenchCase, direction: Direction) -> PresetCall:
 
 
 def nearer(masks: Sequence[str]) -> tuple[str, ...]:
-    """The masks with numbers that matter at a call's lengths."""
+    """Return the masks with numbers that matter at a call's lengths."""
     return tuple(_NEARER.get(text, text) for text in masks)
 
 
 def _each_once() -> tuple[PresetCall, ...]:
-    """Rows that differ in their sizes alone have one call."""
+    """Return one call for all rows that differ in their sizes alone."""
     found: dict[PresetCall, PresetCall] = {}
     for case in PRESETS["h200"]:
         for direction in case.directions:
@@ -122,7 +125,7 @@ def _each_once() -> tuple[PresetCall, ...]:
 _CALLS = _each_once()
 
 NUMBERS = tuple(range(FIRST, FIRST + len(_CALLS)))
-"""Of all of them."""
+"""Numbers of all calls."""
 
 
 def preset_call(number: int) -> PresetCall:

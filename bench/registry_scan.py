@@ -3,7 +3,7 @@
 
     python bench/registry_scan.py [--json]
 
-Half of the distributions have entry points of others (console scripts), one in fifty is a plugin,
+Half of the distributions have other entry points (console scripts), one in fifty is a plugin,
 and each has metadata of a usual length. Every figure is the median over fresh processes of the
 first scan, the files being in the page cache. Exits with 1 if a distribution costs more than
 0.15 ms.

@@ -1,8 +1,8 @@
-"""The innermost loops of a disassembled kernel, and what registers it keeps in memory there.
+"""Innermost loops of a disassembled kernel, and the registers that it spills there.
 
-`nvdisasm -c` prints instructions and labels; loops are found as compilers find them, by dominators
-in the graph of basic blocks, for ptxas puts what is rarely run, and the ends of waits, behind the
-kernel's end, from where it jumps back.
+`nvdisasm -c` prints instructions and labels. Loops are found as in compilers, by dominators in the
+graph of basic blocks, because ptxas moves rarely executed code, and the ends of waits, behind the
+kernel's end, and jumps back from there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _parsed(disassembly: str) -> tuple[list[_Instruction], dict[str, int]]:
 
 
 def _successors(instructions: list[_Instruction], labels: dict[str, int]) -> list[set[int]]:
-    """Where each instruction may be followed."""
+    """Return the instructions that may follow each."""
     found = []
     for i, one in enumerate(instructions):
         kind = one.operation.partition(".")[0]
@@ -58,7 +58,7 @@ def _successors(instructions: list[_Instruction], labels: dict[str, int]) -> lis
         target = _TARGET.search(one.operands)
         # A call of a label within the kernel is a jump to far away.
         if kind in ("BRA", "JMP", "CALL") and target and target[1] in labels:
-            # With operands before its target it depends on them.
+            # An instruction with operands before its target depends on them.
             after = {i + 1} if one.guarded or "," in one.operands else set()
             after.add(labels[target[1]])
         elif kind in ("EXIT", "RET") and not one.guarded:
@@ -83,7 +83,7 @@ def _blocks(successors: list[set[int]]) -> tuple[list[range], list[set[int]]]:
 
 
 def _loops(after: list[set[int]]) -> list[set[int]]:
-    """The blocks of each loop: of jumps back to a block without which none of it is reached."""
+    """Return the blocks of each loop: those of jumps back to a block that dominates the jump."""
     order: list[int] = []
     seen = {0}
     stack = [(0, iter(after[0]))]
@@ -141,5 +141,5 @@ def product_loops(disassembly: str, products: tuple[str, ...]) -> list[Loop]:
 
 
 def spill_instructions(disassembly: str) -> int:
-    """All of a kernel's."""
+    """Return the number of a kernel's spill instructions."""
     return sum(one.operation.startswith(_SPILLS) for one in _parsed(disassembly)[0])

@@ -1,4 +1,5 @@
-"""What Triton's compilers make of every entry of the portable kernels' table; no GPU is needed.
+"""Compilations of every entry of the portable kernels' table by Triton's compilers; no GPU is
+needed.
 
     python bench/triton_compiles.py [--targets hopper,amd] [--types bfloat16,float32,tf32]
         [--dims 64,128,192,256] [--patterns plain,causal,documents]
@@ -63,25 +64,27 @@ ARCHITECTURES: dict[Target, GPUTarget] = {
     "blackwell": GPUTarget("cuda", 100, 32),
     "ampere": GPUTarget("cuda", 80, 32),
     "amd": GPUTarget("hip", "gfx942", 64),
-    # Intel's tiles and warps; its compiler isn't there.
+    # Intel's tiles and warps, compiled without Intel's compiler.
     "xpu": GPUTarget("cuda", 90, 32),
 }
 SHARED_KIB: dict[Target, int] = {
     "hopper": 227, "blackwell": 227, "ampere": 99, "amd": 64, "xpu": 128,
 }  # fmt: skip
-"""What one program may have; an Ampere's is that of its smallest, sm_86."""
+"""Maximum shared memory of a program in bytes; an Ampere's is that of its smallest, sm_86."""
 RECORDED: tuple[Target, ...] = ("hopper", "blackwell", "ampere", "amd")
-"""The others' are only judged: another compiler's spills aren't what Intel's would be."""
+"""Targets whose compilations are recorded. The others are only judged: another compiler's spills
+would differ from Intel's."""
 MEASURED = {("keys", 192, "64x128"), ("keys", 192, "64x64")}
-"""Tiles that are the fastest on an H200 though products wait (`bench/results/h200_triton.md`);
+"""Tiles that are the fastest on an H200 although products wait (`bench/results/h200_triton.md`);
 those of the second wait by triton 3.9.0 alone, which wasn't measured."""
 LEAST_WAITS = 8
-"""A kernel of wide heads has 7, one for each place where products are waited for."""
+"""Number of waits that is always allowed. A kernel of wide heads has 7, one for each place where
+products are waited for."""
 UNSPILLED_DIM = 128
-"""Up to this head dim forward keeps all its registers."""
+"""Largest head dim for which forward keeps all its registers."""
 COPIED_SPILLS = 360
-"""Bytes that it may keep in memory all the same for Hopper's 16-bit rows that TMA doesn't load:
-the fastest tiles spill up to 40 with triton 3.6.0, and that many with 3.9.0."""
+"""Maximum bytes that it may spill all the same for Hopper's 16-bit rows that TMA doesn't load: the
+fastest tiles spill up to 40 with triton 3.6.0, and that many with 3.9.0."""
 PATTERNS = (
     "plain", "causal", "softcap", "documents", "alibi", "relative", "bias", "mixed", "distances",
 )  # fmt: skip
@@ -93,7 +96,7 @@ KERNELS = {
     "key_kernel": "keys",
     "query_kernel": "queries",
 }
-"""Those that the table has entries for."""
+"""Kernels that the table has entries for."""
 BESIDE = {
     "row_kernel": "rows",
     "combine_kernel": "combine",
@@ -101,11 +104,11 @@ BESIDE = {
     "runs_kernel": "runs",
     "total_kernel": "totals",
 }
-"""Those that it has none for."""
+"""Kernels without an entry in the table."""
 SIDES = ("BLOCK_M", "BLOCK_N", "ROWS", "COLUMNS", "BLOCK")
 """Constants that are sides of a kernel's tile."""
 PRODUCTS = ("HGMMA", "HMMA", "UTCHMMA")
-"""NVIDIA's instructions, of tensor cores; float32's are FFMA."""
+"""NVIDIA's tensor core instructions; float32's are FFMA."""
 LENGTH = 256
 
 
@@ -115,9 +118,9 @@ class Compiled:
 
     Args:
         spilled: bytes of memory a thread that stand in for registers.
-        spills: instructions that move them; None where the code wasn't looked at, as AMD's.
+        spills: instructions that move them; None where the code wasn't examined, as AMD's.
         loops: innermost ones with products, in the code's order; empty where spills is None.
-            Forward's last runs only where a value isn't finite.
+            Forward's last runs only where a value is non-finite.
         products, waits: Hopper's.
         loads, own: by tensor descriptors; those whose descriptor is made in the same function.
         copies: sizes of NVIDIA's asynchronous ones by threads, in bytes. They aren't recorded.
@@ -143,30 +146,30 @@ class Compiled:
     copies: tuple[int, ...] = ()
 
     def faults(self) -> Iterator[str]:
-        """What the table's entry may not do."""
+        """Yield the violations of the rules for the table's entries."""
         is_half = self.dtype in ("bfloat16", "float16")
         copied = self.target == "hopper" and is_half and self.dim * 2 % BYTES != 0
         bounded = self.kernel == "forward" and self.dim <= UNSPILLED_DIM
-        # What another vendor's compiler would spill can't be told.
+        # Another vendor's compiler may spill differently, so its spills aren't judged.
         if bounded and self.target != "xpu" and self.spilled > (COPIED_SPILLS if copied else 0):
             yield f"spills {self.spilled} bytes"
         limit = SHARED_KIB[self.target] * 1024  # type: ignore[index]
         if self.shared > limit:
             yield f"takes {self.shared} of {limit} bytes of shared memory"
-        # ptxas makes each product wait for the one before (C7515) when it can't follow where
-        # their registers are; some ways to nest the loops over runs bring that about.
-        # Of narrow heads each of the few has a wait of its own.
+        # ptxas makes each product wait for the one before (C7515) when it can't follow where their
+        # registers are, which some nestings of the loops over runs cause. Narrow heads have few
+        # products, each with a wait of its own.
         allowed = max(self.products / 2, LEAST_WAITS)
         waits = may_wait(self.target, self.dtype) and self.waits > allowed
         if waits and (self.kernel, self.dim, self.tiles) not in MEASURED:
             yield f"{self.products} products wait for each other, {self.waits} times"
 
-        # Intel's compiler makes 2D block loads where it finds who made the descriptor.
+        # Intel's compiler makes 2D block loads where it finds the descriptor's definition.
         if self.target == "xpu" and not 0 < self.loads == self.own:
             yield f"{self.loads} loads by descriptors, {self.own} of them by its own"
 
     def worse(self, before: Mapping[tuple[str, ...], int]) -> Iterator[str]:
-        """What became worse than `compiles_record.recorded`."""
+        """Yield the properties that are worse than in `compiles_record.recorded`."""
         if self.target not in RECORDED or self.kernel not in KERNELS.values():
             return
         was = before.get(entry_of(vars(self)))
@@ -186,8 +189,7 @@ class Compiled:
 
 
 def may_wait(target: str, dtype: str) -> bool:
-    """Whether products could wait for each other. Float32 has no such products; a few of halves
-    are counted, where it is rare."""
+    """Whether products could wait for each other: float32's aren't asynchronous."""
     return target == "hopper" and dtype != "float32"
 
 
@@ -205,7 +207,7 @@ def resources(asm: Mapping[str, Any], products: tuple[str, ...], brief: bool) ->
                 asm["amdgcn"],
             )
         }
-        # Of one lane; what else lies in that memory is none of the table's.
+        # Bytes of one lane. Other data in its scratch memory is not up to the configuration.
         spilled = 4 * found["vgpr_spill_count"]
         return {
             "registers": found["vgpr_count"], "spilled": spilled, "spills": None, "loops": (),
@@ -308,7 +310,7 @@ def compile_entries(
     brief: bool = False,
     length: int = LENGTH,
 ) -> Iterator[Compiled]:
-    """Compile those of these kernels that calls of these patterns need, and yield what came.
+    """Compile those of these kernels that calls of these patterns need, and yield the results.
 
     Args:
         dtype: of `--types`.
@@ -382,7 +384,7 @@ def compile_entries(
         Program.launch = launched  # type: ignore[method-assign]
     for pattern, program in found:
         kernel = {**KERNELS, **BESIDE}[program.function.__name__]
-        # That pattern's forward is the relative one's.
+        # The forward of that pattern is the relative one's.
         if kernel not in kernels or (pattern == "distances" and kernel == "forward"):
             continue
         options = program.options

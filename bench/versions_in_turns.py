@@ -3,14 +3,14 @@
     python bench/versions_in_turns.py [--rounds 5] [--json FILE] before=DIR after=DIR ...
         -- --preset h200-plain --backend cuda.triton
 
-NAME=DIR: what is put first on PYTHONPATH, a folder with the packages of a version as `pip install
---target` makes it, or several with the path separator between. What follows `--` goes to `anyflex
-bench`, whose check before each row counts here too, and whose peers and other backends are timed
-with each version. Every second round the versions run the other way round, so that a GPU that
-warms up favours none. Prints a table in Markdown: the first version's median of medians, and of
-each other version the ratio to it, of the medians and the range of the rounds' ratios: a change is
-told from noise by that range. Exits with 1 if a run fails or the versions don't measure the same
-rows.
+NAME=DIR: the entry that is put first on PYTHONPATH, a folder with the packages of a version as
+`pip install --target` makes it, or several with the path separator between. What follows `--` goes
+to `anyflex bench`, whose check before each row counts here too, and whose peers and other backends
+are timed with each version. Every second round the versions run the other way round, so that a GPU
+that warms up favours none. Prints a table in Markdown: the first version's median of medians, and
+of each other version the ratio to it, of the medians and the range of the rounds' ratios: a change
+is told from noise by that range. Exits with 1 if a run fails or the versions don't measure the
+same rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = tuple[str, str, str]
 
 
 class RunFailed(Exception):
-    """A version's run, and what it said."""
+    """A version's run failed; the message is its output."""
 
 
 def medians_of(folders: str, arguments: Sequence[str]) -> dict[Row, float]:
@@ -43,7 +43,7 @@ def medians_of(folders: str, arguments: Sequence[str]) -> dict[Row, float]:
         report = Path(folder, "report.json")
         command = [sys.executable, "-m", "anyflex", "bench", *arguments, "--json", str(report)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        # In a folder of its own: what happens to be in the current one isn't imported.
+        # Runs in an empty folder, so that nothing in the current one is imported.
         done = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, check=False
         )
@@ -61,7 +61,7 @@ def table_of(times: Mapping[str, Sequence[Mapping[Row, float]]]) -> Iterator[str
     """Lines of the table.
 
     Args:
-        times: of each version by name, a round each. The first is what the others are compared to.
+        times: of each version by name, a round each. The others are compared with the first.
     """
     first, *others = times
     yield f"| case | direction | contender | {first}, ms | " + " | ".join(others) + " |"

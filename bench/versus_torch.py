@@ -88,7 +88,7 @@ ROWS = (
 
 def measure(program: str) -> str:
     """Run a program that ends in `timed`; return its figures, or its error's last line."""
-    # One compile thread is none: the compiler is then a child of the measured process.
+    # With one compile thread the compiler is a child of the measured process.
     environment = os.environ | {
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
