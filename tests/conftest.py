@@ -1,4 +1,5 @@
-"""What tests of several folders use, and the numbers that all of them draw."""
+"""Fixtures and hooks for tests of several folders, and the random numbers that all of them
+draw."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ __all__: list[str] = []
 
 
 def pytest_configure() -> None:
-    """The tests' tensors are small: on a busy machine threads would only wait for each other."""
+    """Use one thread: the tests' tensors are small, and on a busy machine threads would only wait
+    for each other."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # for what test modules draw while they are imported
+    torch.manual_seed(0)  # for numbers that test modules draw while they are imported
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test draws the same numbers in each run, alone or among others: a failure comes again."""
+    """Seed each test, so that it draws the same numbers alone or among others: a failure is
+    reproducible."""
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
 
 
 @pytest.fixture
 def float64_numbers() -> Iterator[None]:
-    """Python numbers promote to float64, so that formulas in float64 are exact to the end."""
+    """Promote Python numbers to float64, so that formulas in float64 are exact to the end."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

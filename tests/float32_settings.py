@@ -1,4 +1,4 @@
-"""The ways to tell torch what products of float32 may be rounded to."""
+"""The ways to tell torch how products of float32 may be rounded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["OWNERS", "forget", "high_but_for_cuda", "of_all", "of_cuda", "of_one
 
 _onednn: Any = torch.backends.mkldnn
 OWNERS: tuple[Any, ...] = (torch.backends.cuda.matmul, _onednn.matmul, torch.backends)
-"""Of a setting `fp32_precision`."""
+"""Owners of a setting `fp32_precision`."""
 
 
 def forget() -> None:
-    """Let all be as in a new process."""
+    """Restore all settings to those of a new process."""
     torch.set_float32_matmul_precision("highest")
     for owner in OWNERS:
         owner.fp32_precision = "none"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = ROOT / "backends" / "cpu"
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 TRACES = {"test_bytecode.py": {"anyflex.tracing.trace"}}
-"""Graphs of mods as users write them, which a backend gets in a spec only."""
+"""Imports beyond the public names: graphs of mods, which a backend gets in a spec only."""
 FILES = sorted([*CPU.glob("src/**/*.py"), *CPU.glob("tests/*.py")])
 
 
@@ -50,7 +50,7 @@ def test_the_quick_subset_of_the_kit_passes(tmp_path: Path) -> None:
 
 
 def test_compiled_mods_compute_what_random_expressions_say(tmp_path: Path) -> None:
-    # The expressions are those of the tests here, which the backend's own don't see.
+    # The expressions are those of the tests here, which the backend's own don't import.
     path = CPU.relative_to(ROOT) / "tests" / "test_jit_random.py"
     printed = run_tests(tmp_path, "-o", "addopts=", str(path), cwd=ROOT)
     assert re.search(r"\b100 passed", printed) and "skipped" not in printed

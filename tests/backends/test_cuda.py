@@ -11,7 +11,8 @@ from tests.backends.packages import FOLDER, imported_modules, run_tests
 
 PUBLIC = {"anyflex", "anyflex.plugin", "anyflex.testing"}
 TIMED = {"test_kernel_calls.py": ("anyflex.bench.",)}
-"""The rows of `anyflex bench`, whose kernels are to be among those that are checked."""
+"""Imports beyond the public names: the rows of `anyflex bench`, whose kernels must be among those
+that are checked."""
 FILES = sorted([*FOLDER.glob("cuda/src/**/*.py"), *FOLDER.glob("cuda/tests/*.py")])
 
 

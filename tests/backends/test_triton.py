@@ -17,7 +17,8 @@ LISTED = {
     "test_listed_mods.py": ("anyflex.tracing.trace", "anyflex.testing.mods."),
     "test_soft_caps.py": ("anyflex.tracing.trace", "anyflex.mods."),
 }
-"""The kit's list of mods and their graphs, which a backend gets in a spec only."""
+"""Imports beyond the public names: the kit's list of mods and their graphs, which a backend gets
+in a spec only."""
 FILES = sorted([*FOLDER.glob("triton/src/**/*.py"), *FOLDER.glob("triton/tests/*.py")])
 
 
@@ -26,7 +27,7 @@ def test_its_own_tests_pass(tmp_path: Path) -> None:
     """All but those of test_triton_compiles.py."""
     compiled = "--ignore-glob=*/test_compiled_*.py"
     passed = re.search(r"(\d+) passed", run_tests("triton", tmp_path, compiled))
-    # Where the backend refused its machine the kit would be skipped.
+    # If the backend refused its machine, the kit would be skipped.
     assert passed is not None and int(passed[1]) > 1500
 
 

@@ -1,6 +1,6 @@
-"""What the portable Triton backend's tests compile for GPUs that aren't there.
+"""Compilations of the portable Triton backend's tests for GPUs that aren't there.
 
-Half of those tests' time: in a file of its own another worker takes it.
+They take half of those tests' time, so they have a file of their own, which another worker runs.
 """
 
 from __future__ import annotations

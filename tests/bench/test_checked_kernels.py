@@ -1,4 +1,4 @@
-"""What `anyflex bench` checks before it times a row is computed by the kernels that it times."""
+"""The kernels that `anyflex bench` checks before it times a row are those that it times."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object]]]:
-    """Name and constants of each that a case launches on a Hopper, functions by their text."""
+    """Name and constants of each kernel that a case launches on a Hopper, functions by their
+    text."""
     lengths = (case.q_shape[2], case.kv_shape[2])
     mask_mod = make_mask_mod(case.masks, lengths, CPU)
     mask = None
     if mask_mod is not None:
         mask = anyflex.create_block_mask(mask_mod, None, None, *lengths)
     learns = "backward" in case.directions
-    # Nothing is written to them: of large ones the system gives no memory.
+    # Never written to, because the system gives no memory for large ones.
     tensors = [
         torch.empty(shape, dtype=case.torch_dtype).requires_grad_(learns)
         for shape in (case.q_shape, case.kv_shape, case.v_shape)
@@ -64,7 +65,7 @@ def kernels_of(case: BenchCase, hopper: Any) -> list[tuple[str, dict[str, object
             {
                 name: getattr(value, "src", value)
                 for name, value in program.constants.items()
-                # Of decoding, by how many splits and steps there are.
+                # Decoding kernels, by the number of splits and steps.
                 if not program.function.fn.__module__.endswith("decode")
             },
         )

@@ -1,5 +1,5 @@
-"""``anyflex bench``: who is measured, what is reported, and how it ends. No test looks at how
-fast anything was."""
+"""``anyflex bench``: the measured contenders, the report, and the exit. No test looks at how fast
+anything was."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_backend_is_measured_with_options_too(
     ]  # fmt: skip
     assert [options.get("SPLITS") for options in given] == [None, 1, 2]
     assert all(row["kind"] == "backend" for row in list(rows.values())[:4])
-    # Not one of its choices: said by the call, and nobody else is stopped.
+    # Not one of its choices: the call reports it, and the others go on.
     failed = rows.pop("cpu.right SPLITS=3")
     assert code == 1 and failed["status"] == "failed" and "SPLITS" in failed["detail"]
     assert all(row["status"] == "measured" for row in rows.values())
@@ -202,7 +202,7 @@ def test_a_run_that_is_stopped_leaves_the_cases_before(
     report = json.loads(file.read_text(encoding="utf-8"))
     assert [case["q_shape"][2] for case in report["cases"]] == [64]
     assert [row["status"] for row in report["measurements"]] == ["measured"]
-    # Where the file lies isn't published with it.
+    # The folder of the file isn't published with it.
     assert report["command"].endswith("--json results.json")
 
 

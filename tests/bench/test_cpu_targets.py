@@ -1,4 +1,4 @@
-"""How bench/cpu_targets.py holds a report to its targets."""
+"""bench/cpu_targets.py holds a report to its targets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_row_below_its_share_of_the_target_or_without_a_time_misses_it(
     assert targets._verdict(group, "avx512_bf16", rows)["met"] is False
     rows[0]["median_ms"] = None
     assert targets._verdict(group, "avx512_bf16", rows)["met"] is False
-    # Which is told from where a processor has no target.
+    # A processor without a target has another verdict: None.
     assert targets._verdict(group, "other", rows)["met"] is None
 
 
@@ -112,7 +112,7 @@ def measured(targets: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[
     ("kind", "arguments"),
     [
         ("other", []),
-        # Nor does switching off what isn't there give it the targets of another kind.
+        # Switching off an absent AMX doesn't give it the targets of another kind either.
         ("other", ["--without-amx"]),
         ("amx", ["--group", "decode float32", "--group", "decode bfloat16"]),
     ],

@@ -1,4 +1,4 @@
-"""The programs under bench/ that a GPU's results come from, where there is none."""
+"""Programs under bench/ that produce a GPU's results, on a machine without one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASE = "full B16 H16 S2048 D128 bfloat16"
 
 @pytest.fixture(autouse=True)
 def _beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They import each other, as programs of one folder do."""
+    """The programs import each other, as programs of one folder do."""
     monkeypatch.syspath_prepend(str(BENCH))
 
 
@@ -63,7 +63,7 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     found = rows[case]
     for peer in ("torch.flex", "torch.flex.flash"):
         found.pop(peer, None)
-    # The third round is another one's than the medians': what counts are the rounds' ratios.
+    # The best peer of the third round isn't that of the medians: the rounds' ratios count.
     mine = found["cuda"]["samples_ms"] = [1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     found["cuda.flash4"]["samples_ms"] = [1.2, 1.3, 2.2, 1.0, 1.0, 1.1, 1.3]
     found["torch.sdpa.cudnn"]["samples_ms"] = [1.5] * 7
@@ -85,7 +85,8 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     assert less == reached - 1 and f"{name}: 0.550, wanted 0.95" in lines
     del slow[case]["cuda"]
     assert f"{name}: not measured" in targets.shortfalls(slow, "cuda")[1]
-    # Less precise than the one, though not than cuDNN; in a report without the mean of squares.
+    # Less precise than the first peer, though not than cuDNN; in a report without the mean of
+    # squares.
     rough = copy.deepcopy(rows)
     for contender in rough[case].values():
         contender.pop("rms_error", None)
@@ -93,7 +94,7 @@ def test_a_row_is_held_to_the_fastest_peer_and_a_missing_one_fails(tmp_path: Pat
     rough[case]["cuda"]["error"] = rough[case]["torch.sdpa.cudnn"]["error"] = error
     (line,) = [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
     assert "an error of" in line
-    # What the mean of squares says counts, where it is there.
+    # The mean of squares decides, where a report has it.
     for contender in rough[case].values():
         contender["rms_error"] = 1e-3
     assert not [each for each in targets.shortfalls(rough, "cuda")[1] if each.startswith(name)]
@@ -126,7 +127,7 @@ def test_decoding_is_held_to_a_rate() -> None:
     found = {name: {**row, "samples_ms": [0.2]} for name in targets.EVERY} | {"cuda": row}
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
     assert f"{case}, forward: 3100 GB/s, wanted 3200" in lines
-    # Both of what it misses are said.
+    # Both misses are reported.
     found["torch.flex"] = {**row, "samples_ms": [0.05]}
     lines = targets.shortfalls({(case, "forward"): found}, "cuda")[1]
     for text in ("3100 GB/s, wanted 3200", "0.500, wanted 1.20"):
@@ -280,7 +281,7 @@ def test_a_gradient_that_a_repetition_has_otherwise_is_told() -> None:
 
     def doubled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
                 **settings: Any) -> Any:  # fmt: skip
-        """Of the same bits, and with twice value's gradient."""
+        """An outcome with the same bits, and with twice value's gradient."""
         return anyflex.flex_attention(query, key, 2 * value - value.detach(), *args, **settings)
 
     for attention, wanted in (
@@ -398,7 +399,7 @@ def test_what_warps_are_handed_is_known_by_its_lines() -> None:
     condition = next(i for i, text in enumerate(lines, 1) if "if CONSUMERS == 1:" in text)
     for line_handed in (kernel, condition):
         assert sanitizer.hazard_faults(race(handed, f"{source}:{line_handed}")) == []
-    # Where a consumer asks what is said, compilers may have lost the word's own line.
+    # Compilers may have lost the line of the word itself where a consumer reads it.
     asked = [i for i, text in enumerate(lines, 1) if "= said_of_step(" in text]
     spoken = source.with_name("spoken_words.py")
     assert all(
@@ -444,7 +445,7 @@ def test_a_control_of_which_a_sanitizer_says_nothing_excuses_nothing(tmp_path: P
 
 
 def test_a_sanitizer_runs_over_calls_that_were_right_without_it(tmp_path: Path) -> None:
-    """One that runs its command and changes nothing, and one that finds something."""
+    """A sanitizer that runs its command and changes nothing, and one that finds something."""
     tool = tmp_path / "tool"
     for status in (0, 9):
         tool.write_text(f'#!/bin/sh\nshift 4\n"$@"\nexit {status}\n')
@@ -478,7 +479,7 @@ def test_tables_that_learn_are_held_to_the_reference(monkeypatch: pytest.MonkeyP
         assert learning.error_of(name, "reference", 64, cpu) == 0.0, name
         with monkeypatch.context() as changed:
             changed.setattr(learning.Case, "gradients", halved)
-            # The first is the contender's.
+            # The first error is the contender's.
             factors = iter((0.5, 1.0))
             assert learning.error_of(name, "reference", 64, cpu) == pytest.approx(0.5), name
     assert learning.WRONG < 0.5

@@ -45,7 +45,7 @@ def test_values_may_have_another_head_dim() -> None:
     assert inputs.key.shape == (1, 2, 40, 8) and inputs.value.shape == (1, 2, 40, 24)
     assert inputs.dout.shape == case.out_shape == (1, 4, 40, 24)
     assert case.kv_bytes() == 4 * 2 * 40 * (8 + 24)
-    # Of each pair and column a multiplication and an addition.
+    # One multiplication and one addition per pair and column.
     pairs = 2.0 * 4 * 40 * 40
     assert case.flops("forward", 1.0) == pairs * (8 + 24)
     assert case.flops("backward", 1.0) == pairs * (3 * 8 + 2 * 24)
@@ -74,10 +74,10 @@ def test_everybody_takes_a_turn_in_each_round(monkeypatch: pytest.MonkeyPatch) -
         # First call, check, warm-up: before the rounds, and one contender after the other.
         assert calls[:-21] == sorted(calls[:-21])
         runs.append([calls[place : place + 3] for place in range(len(calls) - 21, len(calls), 3)])
-    # Another order in each round, the same when it is run again.
+    # Another order in each round, and the same order when it is run again.
     assert all(sorted(each) == ["a", "b", "c"] for each in runs[0])
     assert len({tuple(each) for each in runs[0]}) > 2 and runs[0] == runs[1]
-    # Nobody comes after the same one all the time.
+    # No contender always follows the same other one.
     assert len({tuple(each[:2]) for each in runs[0]}) > 2
 
 
@@ -108,7 +108,7 @@ def test_the_clock_is_read_around_all_calls() -> None:
 
 
 class Readying(WallClock):
-    """A clock that times something else, as one that captures does."""
+    """A clock that times another object, as one that captures does."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__(CPU)
@@ -131,7 +131,7 @@ def test_a_clock_may_time_something_made_of_the_call(monkeypatch: pytest.MonkeyP
     clock = Readying(fails=False)
     racers = [recording("a", calls)]
     (measured,) = measure_case(CASE, racers, CPU, clock, 5, lambda text: None)
-    # First call and check; then nothing but replays, three of them to warm up.
+    # First call and check; then replays alone, three of them to warm up.
     assert measured.status == "measured" and len(calls) == 2 and clock.replayed == 3 + 5 * 2
 
 

@@ -1,5 +1,5 @@
-"""`scripts/nvidia_checks.sh`, with programs in the place of nvidia-smi and Python that say what
-they were asked for: which step runs where, and what a failing one does."""
+"""`scripts/nvidia_checks.sh`, with programs in the place of nvidia-smi and Python that record
+their arguments: which step runs where, and the consequences of a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(
     visible: str | None = None,
     fails: str = "nothing",
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
-    """Run the script; return what came of it, and each step's log."""
+    """Run the script; return its result, and each step's log."""
     for name, text in (("nvidia-smi", NVIDIA_SMI), ("python", PYTHON)):
         program = tmp_path / name
         program.write_text(text)

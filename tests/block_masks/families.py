@@ -42,7 +42,7 @@ def sizes(draw: Any) -> Sizes:
 
 
 class Source:
-    """What a family draws from: parameters by hypothesis, tensors by a drawn seed."""
+    """Source of random values: parameters by hypothesis, tensors by a drawn seed."""
 
     def __init__(self, draw: Any, of: Sizes) -> None:
         self.of = of

@@ -1,4 +1,4 @@
-"""What building costs and promises: the border only, a budget, the reference's agreement."""
+"""Cost and promises of building: the border only, a budget, the reference's agreement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__: list[str] = []
 
 
 def built(made: Made, block: tuple[int, int] = (128, 128)) -> tuple[QuadTree, Budget]:
-    """Build without a budget and return the tree, for what it has done."""
+    """Build without a budget and return the tree, with its counts."""
     traced, _ = trace_mask_mod(made.mask_mod)
     assert traced is not None
     elements = TracedElements(traced, torch.device("cpu"))
@@ -68,7 +68,7 @@ def hashed(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def in_runs(b: Any, h: Any, q: Any, k: Any) -> Any:
-    # Every block is all True or all False, and nothing but looking tells which.
+    # Every block is all True or all False, and only evaluating it tells which.
     return torch.sin((q // 64) * 7.1 + (k // 64) * 3.3) > 0.2
 
 
@@ -249,7 +249,7 @@ def test_pieces_of_rows_are_merged_while_building(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(QuadTree, "_gather", watched)
     mask = anyflex.create_block_mask(hashed, 1, 1, *sizes_, BLOCK_SIZE=16)
     assert mask == wanted
-    # 188 x 125 PARTIAL blocks: a few runs a row wait, never all blocks.
+    # 188 x 125 PARTIAL blocks: a few runs a row are pending, never all blocks.
     assert len(gathers) > 20 and max(gathers) < 1500
 
 

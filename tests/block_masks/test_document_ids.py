@@ -1,4 +1,4 @@
-"""Ids in any order: a mask depends on which of them are equal, not on what they are."""
+"""Ids in any order: a mask depends on which of them are equal, not on their values."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ids_in_any_order_give_their_dense_mask(
     way: str, name: str, block: tuple[int, int]
 ) -> None:
     ids = ONE_ROW[name]()
-    # The ids go on behind the lengths, which end inside a block and inside a document.
+    # The ids continue beyond the lengths, which end inside a block and inside a document.
     of = Sizes(1, 1, 650, 601, block)
     check(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), of)
     check(lambda b, h, q, k: ids[q] != ids[k], of)

@@ -1,4 +1,4 @@
-"""Masks that once came out wrong: each has a reason of its own, which its name tells."""
+"""Masks that once came out wrong: each for a reason of its own, which its name states."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def through_a_float(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def hashed(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """int64 wraps, and its range without that is more than a tensor holds."""
+    """int64 wraps, and its range without wrapping is more than a tensor holds."""
     return ((q * 0x5DEECE66D * k * 0x5DEECE66D).float() * 2.0**-64 * 10).long() < 3
 
 

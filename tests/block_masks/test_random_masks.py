@@ -19,9 +19,9 @@ from tests.block_masks.families import FAMILIES, Sizes, Source, mask_mods, sizes
 __all__: list[str] = []
 
 COUNT = int(os.environ.get("ANYFLEX_RANDOM_MASKS", "400"))
-"""How many masks are drawn: CI's share, or that of `make soak`."""
+"""Number of masks that are drawn: CI's share, or that of `make soak`."""
 EACH = max(3, COUNT // 2 // len(FAMILIES))
-"""Of them, masks of each family alone; the others are combinations."""
+"""Number of masks of each family alone; the others are combinations."""
 
 CHECKED = settings(
     deadline=None,

@@ -1,4 +1,4 @@
-"""What a way is: a score mod that comes by a value somehow, and the steps that change it.
+"""Ways of change: a score mod that reads a value, and the steps that change it.
 
 A step returns None, or the mod that replaces the one before.
 """

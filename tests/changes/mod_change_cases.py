@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Imported for what they enter.
+# Imported for the ways that they enter.
 from tests.changes import object_ways, scope_ways, value_ways
 from tests.changes.mod_change import WAYS, ScoreMod
 

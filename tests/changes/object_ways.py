@@ -1,4 +1,4 @@
-"""Changes of what a mod reads through objects: attributes, items, partials, callables."""
+"""Changes of values that a mod reads through objects: attributes, items, partials, callables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of what a mod reads by name: globals, cells, defaults, code."""
+"""Changes of values that a mod reads by name: globals, cells, defaults, code."""
 
 from __future__ import annotations
 

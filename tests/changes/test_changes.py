@@ -1,4 +1,4 @@
-"""Whatever a mod reads may change between calls: the next call sees it."""
+"""Any value that a mod reads may change between calls: the next call sees it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_change_between_compiled_calls_is_seen(name: str) -> None:
 
 
 UNSEEN_IN_RESULTS = ("a_gradient_that_becomes_wanted",)
-"""Ways that change something else than the numbers."""
+"""Ways that change something other than the numbers."""
 
 
 def agreed(
@@ -174,7 +174,7 @@ CHANGED_IN_PLACE = [
     "a_zero_dimensional_tensor_filled",
 ]
 UNSEEN_BY_TORCH = ["the_data_of_a_tensor"]
-"""Past the count of changes, as for what any other torch function has saved."""
+"""Past torch's version counter, as for any other torch function's saved tensors."""
 
 
 def untraced(mod: ScoreMod) -> ScoreMod:
@@ -195,7 +195,7 @@ def test_a_gradient_of_an_untraced_mod_uses_the_values_of_its_forward(name: str)
         found.append(anyflex.flex_attention(query, key, value, untraced(mod)))
         torch.testing.assert_close(found[-1], out)
     if name in CHANGED_IN_PLACE:
-        # torch itself notices a change of what requires grad.
+        # torch itself notices a change of requires_grad.
         noticed = "changed in place|modified by an inplace"
         with pytest.raises((ArgumentError, RuntimeError), match=noticed):
             found[0].backward(dout)

@@ -1,4 +1,4 @@
-"""Changes of captured tensors, numbers, and what else a cell or a module may hold."""
+"""Changes of captured tensors, numbers, and other contents of a cell or a module."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def a_constant_made_in_the_mod() -> tuple[ScoreMod, list[Step]]:
 
 @way
 def the_default_dtype() -> tuple[ScoreMod, list[Step]]:
-    # In float32 a third is another number than in float64.
+    # A third has other bits in float32 than in float64.
     return (
         lambda s, b, h, q, k: s + (k + 1) / 3,
         [

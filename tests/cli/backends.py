@@ -18,7 +18,7 @@ __all__ = ["ForwardOnly", "Right", "WrongBackward", "WrongForward", "broken"]
 
 
 class _Changed(Kernel):
-    """The reference's kernel, and then a change to what it wrote."""
+    """The reference's kernel, and then a change of its results."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ForwardOnly(Right):
 
 
 def broken(module: str = "broken_package.backend") -> type[Backend]:
-    """Return a class whose probe raises; `module` says which package it is of."""
+    """Return a class whose probe raises; `module` is the module that it claims."""
 
     class Broken(Backend):
         capabilities = Capabilities(dtypes=frozenset())

@@ -17,7 +17,7 @@ __all__ = ["Outcome", "RunCommand"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one command did."""
+    """Outcome of one command."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""``anyflex doctor``: what it lists, and when it fails."""
+"""``anyflex doctor``: its facts, and when it fails."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_fingerprint_that_raises_is_told(command: RunCommand) -> None:
     register("cpu", Nameless)
     out = command("doctor").out
     assert f"kernels of: fingerprint() raised OSError: no compiler ({__file__}:" in out
-    # Its kernels can't be had either; what doctor is said to show stands below.
+    # Its kernels aren't available either; the expected lines of doctor follow.
     (told, *below) = out[out.index("self-test on cpu") :].splitlines()
     assert "`anyflex doctor` shows the traceback" in told
     assert below[0].strip().startswith(f'File "{__file__}"')

@@ -1,4 +1,4 @@
-"""``anyflex explain``: calls made from names, calls from a file, and what is refused."""
+"""``anyflex explain``: calls made from names, calls from a file, and refusals."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_forced_backend_that_refuses_is_not_run(command: RunCommand) -> None:
     register("cpu", ForwardOnly)
     result = command(*SMALL, "--backward", "--backend", "cpu")
     assert result.code == ExitCode.NOT_RUN
-    # Others take it: nobody is said to refuse but the one that is forced.
+    # Other backends take it: only the forced one is reported to refuse.
     assert result.out.startswith("the call fails: backend='cpu' is refused. ")
     assert "These take the call: reference." in result.out
     assert "the gradient of q is not supported" in result.out

@@ -1,4 +1,4 @@
-"""What becomes of output: closed streams, full disks, narrow encodings, plugins that print."""
+"""Output in hard cases: closed streams, full disks, narrow encodings, plugins that print."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_kit_without_stderr_still_reports() -> None:
 def test_a_full_disk_behind_stdout_is_no_traceback(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
-    # No file may grow: what a full disk does, without one.
+    # A limit of the file size, which acts like a full disk.
     done = shell(f'ulimit -f 0; exec "$@" > {tmp_path}/out', *arguments)
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.startswith("anyflex: standard output can't be written: [Errno ")

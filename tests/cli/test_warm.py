@@ -1,4 +1,4 @@
-"""``anyflex warm``: what is compiled ahead is what calls need, and each failure has its reason."""
+"""``anyflex warm``: compiles what calls need, and each failure has its reason."""
 
 from __future__ import annotations
 

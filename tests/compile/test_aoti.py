@@ -1,7 +1,7 @@
-"""AOTInductor: a package of an exported model, loaded in a fresh process, gives what eager calls
-give.
+"""AOTInductor: a package of an exported model, loaded in a fresh process, gives the results of
+eager calls.
 
-Compiling a package takes half a minute whatever is in it, so that one model makes all calls.
+Compiling a package takes half a minute whatever its content, so one model makes all calls.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def causal() -> anyflex.BlockMask:
 
 
 def documents(length: int) -> anyflex.BlockMask:
-    """Documents of so many elements."""
+    """Documents of this length."""
     ids = torch.arange(LENGTH) // length
     return block_mask(lambda b, h, q, k: ids[q] == ids[k])
 
@@ -117,7 +117,7 @@ torch.save(program(*arguments), sys.argv[1] + "/found")
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], ...]:
-    """Return what each case gives in a fresh process, and in an eager call here."""
+    """Return each case's results in a fresh process, and in an eager call here."""
     folder = tmp_path_factory.mktemp("aoti")
     model = Attention()
     learned = torch.randn((2, 300), requires_grad=True)
@@ -127,7 +127,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor]
     dynamic = (
         [[None] * 3] * 2,
         [[{2: length}] * 3, [{0: batch}] * 3],
-        # Torch wants a list for a mask: of its tensors and numbers.
+        # torch wants a list for a mask: its tensors and numbers.
         [[None] * 4, [None, {0: runs}, None, None, None]],
         None,
     )

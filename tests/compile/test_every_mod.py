@@ -1,4 +1,4 @@
-"""Every mod of the list gives under torch.compile(fullgraph=True) what it gives eagerly."""
+"""Every mod of the list gives the same under torch.compile(fullgraph=True) as eagerly."""
 
 from __future__ import annotations
 

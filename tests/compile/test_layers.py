@@ -15,13 +15,14 @@ from tests.compile.graphs import CountingBackend
 
 __all__: list[str] = []
 
-# The first two differ in their masks' number of runs too: what differs becomes dynamic at once.
+# The first two also differ in their masks' number of runs: values that differ become dynamic at
+# once.
 LENGTHS = (80, 130, 96, 112, 70)
 DIM, HEADS = 16, 2
 
 
 class Layer(nn.Module):
-    """Attention with a learned bias a head, a fixed table and a number of its own."""
+    """Attention with a learned bias per head, and its own fixed table and number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The two operations: torch's own checks of them, and that they give what eager calls give."""
+"""The two operations: torch's own checks of them, and agreement with eager calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = {
 
 
 class Recording(TorchDispatchMode):
-    """An active dispatch mode sends calls through the operations; it keeps what it sees."""
+    """Records calls: an active dispatch mode sends them through the operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,8 @@ def test_the_operations_pass_torchs_checks(name: str) -> None:
     recording = Recording()
     call(name, recording)
     for function, (arguments, options) in recording.calls.items():
-        # Nothing is differentiable twice: the backward operation gets no leaf that wants it.
+        # Nothing is differentiable twice: the backward operation gets no leaf that requires a
+        # gradient.
         learns = function._opname == "flex_attention"
         leaf = functools.partial(_leaf, learns=learns)
         torch.library.opcheck(function, *torch.utils._pytree.tree_map(leaf, (arguments, options)))
@@ -125,7 +126,7 @@ def test_a_mask_whose_memory_is_written_again_is_another_mask() -> None:
     )
     scale = torch.tensor(8**-0.5, dtype=torch.float64)
     for mask, out in zip([*masks, *masks], [*wanted, *wanted], strict=True):
-        # As Inductor does it: without a new object, and uncounted.
+        # Runs it as Inductor does: without a new object, and uncounted.
         offsets.numpy()[...] = mask.offsets.numpy()
         runs.numpy()[...] = mask.runs.numpy()
         found, *_ = torch.ops.anyflex.flex_attention(

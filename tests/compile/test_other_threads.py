@@ -23,7 +23,8 @@ TABLE = torch.linspace(0.1, 0.9, 16)
 
 
 def while_compiling(work: Callable[[], Any]) -> Any:
-    """What `work` returns or raises in a thread of its own, in the midst of a compilation."""
+    """Return or raise the result of `work` in a thread of its own, in the midst of a
+    compilation."""
     found: list[Any] = []
 
     def run() -> None:
@@ -35,7 +36,7 @@ def while_compiling(work: Callable[[], Any]) -> Any:
             found.append(error)
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        # Older ones don't set the process's flag while a backend runs.
+        # Older torch versions don't set the process's flag while a backend runs.
         assert torch.compiler.is_compiling() or release(torch.__version__) < (2, 13)
         thread = threading.Thread(target=run)
         thread.start()

@@ -33,7 +33,7 @@ Mod = Callable[..., Any]
 
 @torch.library.custom_op("anyflex_tests::write", mutates_args=("written",))
 def write(written: torch.Tensor) -> None:
-    """Change a tensor, which only the schema tells."""
+    """Change a tensor, which only the operation's schema shows."""
     written.zero_()
 
 
@@ -250,6 +250,6 @@ def test_other_programs_are_compiled_as_before() -> None:
         with Doubling():
             return torch.rand_like(torch.full((3,), 7.0))
 
-    # A mode of somebody else's is not asked more than before, right as that would be.
+    # A user's own mode isn't asked more than before, although that would be right.
     found = torch.compile(random, backend="eager", fullgraph=True)()
     assert (found < 1).all()

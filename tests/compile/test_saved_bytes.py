@@ -1,5 +1,5 @@
-"""What a compiled call's forward leaves for backward: once, where the backend says how much, and
-never another kernel's."""
+"""Saved outputs of a compiled call's forward: computed once, where the backend states their size,
+and never mixed up with another kernel's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 class Saving(Kernel):
-    """Leaves lse times a number, by which its backward divides, in two tensors."""
+    """Saves lse times a number, which its backward divides by, in two tensors."""
 
     def __init__(self, inner: Kernel, backend: type[SavingBackend]) -> None:
         self.inner = inner
@@ -233,7 +233,7 @@ def test_a_strict_registry_raises_for_a_wrong_promise(
     backend.promised = None
     with Passing(), pytest.raises(PluginError, match="saved_bytes"):
         anyflex.flex_attention(*leaves())
-    # Dynamo wraps what is raised while it traces.
+    # Dynamo wraps exceptions that are raised while it traces.
     with pytest.raises(RuntimeError, match=r"PluginError: plugin 'cpu.mine' .*saved_bytes"):
         compiled()(*leaves())
 
@@ -394,7 +394,7 @@ def test_what_does_not_fit_is_not_cut() -> None:
 def test_compiled_autograd_takes_what_an_eager_forward_left(
     backend: type[SavingBackend], length: int, forwards: int
 ) -> None:
-    """Where one of two tensors would begin between multiples of 16 bytes, forward runs again."""
+    """If one of two tensors would begin between multiples of 16 bytes, forward runs again."""
     inputs = leaves(length=length)
     out = anyflex.flex_attention(*inputs)
     with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):

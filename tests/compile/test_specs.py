@@ -1,4 +1,4 @@
-"""Few specs: what is run-time never compiles anew."""
+"""Few specs: run-time values never compile anew."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_backward_is_given_what_forward_kept(seen: list[Call]) -> None:
 def test_the_static_op_s_calls_are_given_what_eager_calls_keep(seen: list[Call]) -> None:
     tensors = inputs(1, 80)
     anyflex.flex_attention(*tensors)
-    with Watching():  # nobody who watches the dispatcher misses the op
+    with Watching():  # a watcher of the dispatcher still sees the op
         anyflex.flex_attention(*tensors)
     assert len(seen) == 2
     assert seen[0].kept is seen[1].kept is not None
@@ -197,7 +197,7 @@ def test_no_more_than_so_many_shapes_are_remembered(
     for length in (70, 71, 72, 73, 70):
         anyflex.flex_attention(*inputs(1, length, kv_length=8))
     assert len(plan._by_shapes) == 3
-    # The first was forgotten, and is worked out anew.
+    # The first was evicted, and is planned again.
     assert seen[0].kept is not seen[-1].kept
     assert all(call.kept is not None for call in seen)
 

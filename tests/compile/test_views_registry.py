@@ -1,4 +1,4 @@
-"""Compiled calls use what the mask has derived, as eager calls do, and derive nothing anew."""
+"""Compiled calls use a mask's derived views, as eager calls do, and derive nothing again."""
 
 from __future__ import annotations
 

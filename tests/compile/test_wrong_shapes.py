@@ -1,4 +1,4 @@
-"""Wrong shapes are told in compiled models with symbolic sizes as in an eager call."""
+"""Wrong shapes are reported in compiled models with symbolic sizes as in an eager call."""
 
 from __future__ import annotations
 

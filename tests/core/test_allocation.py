@@ -1,4 +1,4 @@
-"""Memory that there isn't: an AllocationError that says for what, and how many bytes."""
+"""Allocations without memory: an AllocationError names the purpose and the number of bytes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_column_of_full_blocks_may_continue_as_partial() -> None:
 def test_views_trust_the_offsets_and_not_the_length_of_runs() -> None:
     mask = runs_mask([0, 1, 2], [(0, 1, 2), (0, 2, 1)], capacity=50)
     assert mask.runs.shape == (50, 3)
-    mask.runs[2:] = 77  # what lies past the used runs means nothing
+    mask.runs[2:] = 77  # entries past the used runs mean nothing
     written = written_kinds(mask.offsets, mask.runs, 4)
     views = MaskViews(mask.offsets, mask.runs, 32, 64, (16, 16))
     assert torch.equal(views.kind_rows(0, 2), written)
@@ -147,7 +147,7 @@ def test_the_hosts_views_are_found_where_they_are_and_never_copied() -> None:
     assert views.host is views
     copied = views.on(torch.device("meta"))
     assert copied.host is views
-    # Of a mask that was made elsewhere nothing is on the host until somebody asks for it there.
+    # A mask that was made on a device has no copy on the host until somebody asks for it.
     offsets, runs = (torch.zeros_like(x, device="meta") for x in (views.offsets, views.runs))
     alone = MaskViews(offsets, runs, 70, 90, (16, 16))
     assert alone.host is None

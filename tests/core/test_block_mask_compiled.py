@@ -31,7 +31,7 @@ def documents_mask(length: int, window: int = 9, scale: float = 0.5) -> BlockMas
 
 
 def read_everything(mask: BlockMask, x: Tensor) -> Tensor:
-    """What the traced half of a call reads."""
+    """Everything that the traced half of a call reads."""
     traced = mask.traced
     assert traced is not None and mask.opaque is None and not mask.needs_mask_mod
     q_length, kv_length = mask.seq_lengths
@@ -106,7 +106,7 @@ def test_masks_that_differ_in_data_share_two_graphs() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(read_everything, backend=count, fullgraph=True)
-    # 10: a mask of one run, which has room for two so that no graph of its own is made.
+    # 10: a mask of one run, with room for two so that it needs no graph of its own.
     for length in (70, 131, 260, 10, 300, 77):
         mask = documents_mask(length)
         assert torch.equal(compiled(mask, torch.zeros(())), read_everything(mask, torch.zeros(())))

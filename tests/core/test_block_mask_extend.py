@@ -113,7 +113,8 @@ def test_a_slice_is_extended_at_its_own_place() -> None:
 def test_a_batch_of_the_old_mask_stays() -> None:
     shift = torch.arange(3)
     mask = create_block_mask(lambda b, h, q, k: q + shift[b] >= k, 3, 1, 20, 20, BLOCK_SIZE=16)
-    longer = mask.extend(70, 50, mask_mod=causal)  # not true of the old part: the caller's word
+    # not true of the old part: the caller vouches for it
+    longer = mask.extend(70, 50, mask_mod=causal)
     assert longer.shape == (3, 1, 50, 70)
     kinds = create_block_mask(causal, 3, 1, 50, 70, BLOCK_SIZE=16).views().dense()
     assert torch.equal(longer.views().dense()[:, :, 1:], kinds[:, :, 1:].expand(3, 1, 3, 5))

@@ -26,7 +26,7 @@ def untraceable(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def sliced_kinds(kinds: Tensor, block: int, start: int, stop: int) -> Tensor:
-    """What a slice's blocks must be, element row by element row: kinds int8 [B, H, Qb, Kb]."""
+    """Expected blocks of a slice, element row by element row: kinds int8 [B, H, Qb, Kb]."""
     rows = kinds[:, :, torch.arange(start, stop) // block]
     parts = []
     for begin in range(0, stop - start, block):
@@ -124,7 +124,7 @@ def test_a_mod_that_adds_a_number_to_its_row_gets_no_second_one() -> None:
     mask = create_block_mask(lambda b, h, q, k: q + 5 >= k, 1, 1, 64, 64, BLOCK_SIZE=16)
     sliced = mask.row_slice(20, 30)
     assert sliced.traced.text == mask.traced.text and sliced.traced.ints == [25]
-    # A number so large that the sum would not fit stays as it is.
+    # A number so large that the sum would not fit stays unchanged.
     large = create_block_mask(
         lambda b, h, q, k: q + (2**63 - 1) < k, 1, 1, 64, 64, BLOCK_SIZE=16
     ).row_slice(20, 30)

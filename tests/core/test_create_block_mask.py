@@ -58,7 +58,7 @@ def test_chunks_of_any_size_give_the_same_blocks(
     if budget < 100:
         return  # one element at a time is shown to cover; evaluating them takes long
     hashed = lambda b, h, q, k: (q * 3 + k * (h + 1) + b) % 17 < 12  # noqa: E731
-    # Chunks are for what can't be traced.
+    # Chunks are for mods that can't be traced.
     mod = lambda b, h, q, k: (torch.special.i0(q) > 0) & hashed(b, h, q, k)  # noqa: E731
     mask = create_block_mask(mod, 2, 3, q, kv, BLOCK_SIZE=block)
     assert mask.traced is None

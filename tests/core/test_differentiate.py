@@ -17,7 +17,7 @@ from anyflex.mod_graph.operations import OPERATIONS
 F32, F64, I64, BOOL = torch.float32, torch.float64, torch.int64, torch.bool
 NAN, INF = math.nan, math.inf
 
-# What a user would call; autograd of these is the oracle.
+# torch's own functions for each operation; autograd of these is the oracle.
 TORCH_BINARY: dict[str, Callable] = {
     "add": torch.add,
     "sub": torch.sub,

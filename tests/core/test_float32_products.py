@@ -1,4 +1,4 @@
-"""What torch allows products of float32 to be rounded to, whichever of its ways says so."""
+"""Precision that torch allows for products of float32, whichever way it was set."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ OTHERWISE = {
     "anyflex/testing/kit_pool.py": "of a pool, which belongs to the process that made it",
     "anyflex_cpu/jit_engine.py": "taken before a fork, for llvmlite has one too",
 }
-"""Where a lock is not given to `free_in_child`, and why."""
+"""Locks that aren't given to `free_in_child`, with the reason."""
 
 CHILD = """
 import os, signal, threading

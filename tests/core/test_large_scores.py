@@ -1,4 +1,4 @@
-"""The reference's gradients of rows whose lse, as a float, doesn't tell their weights."""
+"""Gradients of the reference for rows whose lse, as a float, is too coarse for their weights."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_mask_of_mere_objects_is_one_until_it_is_used() -> None:
 
 
 def test_slices_and_masks_with_room_come_back_whole() -> None:
-    """What is asked of rebuilt masks is true of every mask."""
+    """Masks with spare runs and slices pass the checks of rebuilt masks."""
     whole = anyflex.create_block_mask(
         lambda b, h, q, k: (q + 7 * b >= k + 3 * h) & (k % 50 < 40), 3, 2, 150, 130, BLOCK_SIZE=16
     )

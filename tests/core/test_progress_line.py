@@ -1,4 +1,4 @@
-"""How far work is: one line of a terminal, lines of time elsewhere."""
+"""Progress of work: one line of a terminal, lines of time elsewhere."""
 
 from __future__ import annotations
 

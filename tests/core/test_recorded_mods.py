@@ -83,7 +83,7 @@ class Layer(torch.nn.Module):
         return out
 
     def mod(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        """Of the score."""
+        """Return the modified score."""
         return s * i0(self.weight[h]) * self.number
 
 

@@ -219,7 +219,7 @@ def test_narrow_types_accumulate_in_float32(dtype):
     double = dense_attention(
         q.double(), k.double(), v.double(), case.score_mod, case.live(), case.scale
     )
-    # lse never was rounded to the inputs' type, and out was once.
+    # lse was never rounded to the inputs' type, and out was once.
     torch.testing.assert_close(out.lse.double(), double.lse, rtol=1e-5, atol=1e-5)
     bound = 1e-5 if dtype is torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(out.out.double(), double.out, rtol=bound, atol=bound / 4)

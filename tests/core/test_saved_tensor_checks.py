@@ -1,5 +1,5 @@
-"""What backward finds in place of what forward saved: hooks on saved tensors, assignment to .data,
-and a block mask that has changed."""
+"""Saved tensors that backward finds changed: hooks on saved tensors, assignment to .data, and a
+block mask that has changed."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_a_hook_lays_out_anew_reaches_the_kernel_as_it_was_saved(
 
 
 def shrunk(size: int) -> Callable[[Tensor], Tensor]:
-    """Whose storage is smaller than its shape: of `size` bytes."""
+    """Make a tensor whose storage, of `size` bytes, is smaller than its shape."""
 
     def change(tensor: Tensor) -> Tensor:
         made = tensor.detach().clone()
@@ -263,7 +263,7 @@ def test_a_fake_tensor_is_refused_without_being_asked_for_its_address(name: str)
 def test_tensors_that_are_all_contiguous_are_looked_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those no strides are kept; of a call with another one all are."""
+    """Contiguous calls keep no strides; a call with one other tensor keeps all of them."""
     asked: list[int] = []
     plainly = saved_tensor_checks.facts_of
     for module in (autograd, saved_tensor_checks):

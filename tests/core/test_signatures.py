@@ -16,7 +16,7 @@ ADDED = {"flex_attention": ["backend"], "create_block_mask": ["exact"]}
 """Keyword-only parameters that anyflex adds."""
 
 LISTS = {"as_tuple", "full_kv_indices", "full_kv_num_blocks", "kv_indices", "kv_num_blocks"}
-"""What belongs to torch's index lists: `to_torch()` has it."""
+"""Members of torch's index lists: `to_torch()` has them."""
 
 
 def parameters(function: Any) -> list[tuple[str, object, object]]:

@@ -1,4 +1,5 @@
-"""Specs: their text, read in any process, and what a backend that doesn't know a field answers."""
+"""Specs: their text, read in any process, and the answer of a backend that doesn't know a
+field."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_a_text_is_read_back_as_the_same_spec() -> None:
         back = Spec.from_text(spec.to_text())
         assert back == spec
         assert hash(back) == hash(spec)
-        assert back.to_text() == spec.to_text()  # -0.0, True and 1 keep what they are
+        assert back.to_text() == spec.to_text()  # -0.0, True and 1 stay what they are
         assert back.digest() == spec.digest()
 
 

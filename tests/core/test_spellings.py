@@ -1,4 +1,4 @@
-"""Other forms of what tests/spellings lists: keywords, NumPy numbers, sums of several."""
+"""Other forms of the spellings in tests/spellings: keywords, NumPy numbers, sums of several."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ NAMES: dict[str, Any] = {
     "operator": operator,
 }
 
-# Of the score s and the indices q, k; w is a captured table, t0 a captured scalar, m a condition.
+# Expressions of the score s and the indices q, k; w is a captured table, t0 a captured scalar, m a
+# condition.
 EXPRESSIONS = """
 torch.add(input=s, other=k, alpha=2)
 s.mul(other=2.5)

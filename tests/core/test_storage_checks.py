@@ -1,4 +1,4 @@
-"""Tensors whose memory isn't what their sizes and strides say are refused before any launch."""
+"""Tensors whose memory doesn't match their sizes and strides are refused before any launch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def kept_from(transform: Callable[..., Any], *given: Tensor) -> Tensor:
     return kept[0]
 
 
-# What makes it, and what its message says beside the name.
+# Constructor of each tensor, and its message beside the name.
 UNREADABLE: dict[str, tuple[Callable[[], Tensor], str]] = {
     "zero": (lambda: torch._efficientzerotensor(SHAPE), r"zero tensor.*\.clone\(\)"),
     "fake": (fake, "FakeTensor.*every tensor of the call fake"),
@@ -155,7 +155,7 @@ def test_a_gradient_without_its_memory_is_refused(made: str, way: str) -> None:
     )
     refused: tuple[type[Exception], str] = (ArgumentError, rf"^dout.* .*{said}")
     if made == "kept from vmap" and way == "autograd":
-        # What autograd's own batching hands over looks the same.
+        # autograd's own batching passes tensors that look the same.
         refused = (BackendRefused, "can't be batched")
     with pytest.raises(refused[0], match=refused[1]):
         if way == "autograd":

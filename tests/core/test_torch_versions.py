@@ -97,7 +97,7 @@ for path in json.loads(sys.argv[2]):
 
 @pytest.fixture(scope="module")
 def without_each() -> dict[str, int]:
-    """Exit status of a child for each name that it lacked, and what all of them said."""
+    """Exit status of a child for each name that it lacked, and the output of all."""
     paths = [name.path for name in PRIVATE_NAMES]
     printed = subprocess.run(
         [sys.executable, "-c", PROGRAM, torch_versions.__file__, json.dumps(paths)],
@@ -159,7 +159,7 @@ def test_a_version_is_covered_by_the_tests_or_not(version: str, covered: bool) -
 
 
 def _private(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of what names something private of torch."""
+    """Line and text of each use of a private name of torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]

@@ -37,7 +37,7 @@ def test_the_next_launch_gets_the_same_memory() -> None:
     assert smaller.tensors[0].data_ptr() == address
     assert smaller.tensors[0].shape == (2 * MIB,)
     workspace.give_back(smaller)
-    # What the largest launch took is still there.
+    # The content that the largest launch left is still there.
     assert workspace.take(CPU, of_bytes(3 * MIB)).tensors[0].data_ptr() == address
 
 

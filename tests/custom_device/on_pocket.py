@@ -1,4 +1,4 @@
-"""What runs on the device "pocket": collected in a subprocess by test_custom_device."""
+"""Tests that run on the device "pocket": collected in a subprocess by test_custom_device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTHS = (40, 30)
 
 @pytest.fixture(autouse=True)
 def nothing_is_passed_over() -> Iterator[None]:
-    """Whoever computes a call on the reference here says so."""
+    """Make the warning about calls that fall back to the reference an error."""
     PocketKernel.launches.clear()
     torch._dynamo.reset()
     with warnings.catch_warnings():

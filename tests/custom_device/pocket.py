@@ -25,8 +25,8 @@ _CPU, _EXTENSION = 1, 12  # kDLCPU, kDLExtDev of dlpack.h
 
 
 class PocketModule:
-    """``torch.pocket``: what torch itself asks for, and nothing more. It has no context manager
-    that selects a device and knows nothing of autocast; tests add what they need."""
+    """``torch.pocket``: the functions that torch itself calls, and nothing more. It has no context
+    manager that selects a device and knows nothing of autocast; tests add what they need."""
 
     def is_initialized(self) -> bool:
         return True
@@ -100,7 +100,7 @@ def _fallback(operation: Any, *args: Any, **kwargs: Any) -> Any:
     def on_device(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        # What an operation changed in place comes back as the very object.
+        # An operation in place returns the very object that it changed.
         return pairs[id(value)][0] if id(value) in pairs else _labelled(value, _EXTENSION)
 
     return _pytree.tree_map(on_device, results)
@@ -115,7 +115,7 @@ def _new(operation: Any) -> Any:
 
 module = PocketModule()
 _setup_privateuseone_for_python_backend(NAME, module)
-# Held: a library that is collected takes its kernels along.
+# Kept alive: a library that is collected takes its kernels along.
 _everything = Library("_", "IMPL")
 _everything.fallback(_fallback, "PrivateUse1")
 # Under torch.autocast nothing is cast by itself.

@@ -1,4 +1,5 @@
-"""What only a machine with an accelerator shows: the reference there, moves, guards, refusals."""
+"""Behaviour that only a machine with an accelerator shows: the reference there, moves, guards,
+refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults that need an accelerator, on one: the kit's cases of streams catch them."""
+"""Faults that need an accelerator, on one: the kit's cases of streams catch them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: scores that are finite but huge. The softmax of a row is that of its differences.
+"""Huge finite scores on a GPU: the softmax of a row is that of its differences.
 
 q and k are small integers and the scale is 1/8: all scores are exact, so that ties are ties.
 """
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.skipif(
 LOWEST = torch.finfo(torch.float32).min
 KEYS = 700
 ROWS = (5, 300)
-"""Decoding, and tiles of which the last isn't whole."""
+"""Row counts: decoding, and tiles with a ragged last one."""
 Score = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def padding(count: int) -> Tensor:
-    """The lowest float at every third, and at 64 next to each other, else 0."""
+    """The lowest float at every third key, and at 64 adjacent ones, else 0."""
     index = torch.arange(count, device="cuda")
     return torch.where((index % 3 == 0) | ((index >= 128) & (index < 192)), LOWEST, 0.0)
 
@@ -127,7 +127,8 @@ def test_huge_scores_are_right(
 @pytest.mark.parametrize("backend", ["cuda", "cuda.triton"])
 @pytest.mark.parametrize("rows", ROWS)
 def test_huge_products_are_right(rows: int, backend: str) -> None:
-    """Of as large queries and keys as float16 has, which all are ties; gradients are finite."""
+    """Queries and keys of the largest numbers of float16: all scores are ties, and gradients are
+    finite."""
     q = torch.full((1, 2, rows, 128), 4e4, device="cuda").half().requires_grad_()
     k = torch.full((1, 2, KEYS, 128), 4e4, device="cuda").half().requires_grad_()
     v = torch.randn(1, 2, KEYS, 128, device="cuda").half().requires_grad_()

@@ -1,4 +1,4 @@
-"""On a Hopper GPU: what `fast_tanh` does to scores is what docs/cuda.md says, 2^-11 of the cap.
+"""Error of `fast_tanh` on a Hopper GPU: 2^-11 of the cap, as docs/cuda.md says.
 
 With one key lse is a row's only score, after the cap; a gradient that arrives at lse is weighted
 by the cap's slope alone, which is 1 less the square of the tanh.
@@ -34,7 +34,8 @@ def test_a_capped_score_is_off_by_a_2048th_of_the_cap_at_most(dim: int, cap: flo
     q = spread * k / k.square().sum(-1, keepdim=True)
     q, k = (x.to("cuda", torch.bfloat16) for x in (q, k))
     v = torch.randn(1, 4, 1, dim, device="cuda", dtype=torch.bfloat16)
-    # Of all three, or backward and with it the tanh are the portable kernels'.
+    # Kernels with the fast tanh: all three, or forward alone, while backward is the portable
+    # kernels'.
     for x in (q, k, v):
         x.requires_grad_()
 
@@ -57,7 +58,7 @@ def test_a_capped_score_is_off_by_a_2048th_of_the_cap_at_most(dim: int, cap: flo
     tanh = torch.tanh(q @ k.mT * scale / cap)
     off = (aux.lse.double() - cap * tanh[..., 0]).abs().max().item()
     assert off <= cap * 2**-11 * 1.01, off / cap
-    # It is another function than tanh itself, or nothing has been tested.
+    # It must differ from tanh itself, or nothing has been tested.
     assert off > cap * 2**-20
     wanted = (1 - tanh.square()) * k * scale
     bound = k.abs() * scale * 2**-10 + wanted.abs() * 2**-7

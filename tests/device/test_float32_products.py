@@ -35,7 +35,7 @@ def by_torch(packed: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def own_setting() -> Iterator[None]:
-    """CUDA's own is afterwards as in a new process."""
+    """Restore CUDA's own setting to that of a new process."""
     yield
     torch.backends.cuda.matmul.fp32_precision = "none"
 
@@ -51,7 +51,7 @@ def test_the_error_is_that_of_the_type(
         lambda b, h, q, k: q >= k, None, None, 500, 500, device="cuda"
     )
     right = by_torch(packed)
-    # Twice: what was compiled for one setting isn't another's.
+    # Twice, because kernels for one setting must not serve another.
     for _ in range(2):
         for precision, least, most in (("highest", 0.0, 2e-5), ("high", 5e-5, 1e-2)):
             with products_in(precision):

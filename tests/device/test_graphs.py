@@ -1,5 +1,5 @@
-"""On a GPU: a call in a CUDA graph reads what its tensors hold when the graph is replayed, and
-leaves nothing from one replay to the next."""
+"""Calls in CUDA graphs: a replay reads the present contents of its tensors, and leaves nothing
+from one replay to the next."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_replay_computes_what_its_tensors_hold(
     outs = []
     for seed in (1, 2, 1):
         fill(leaves, slopes, seed)
-        # What a replay takes from memory that others have had in between is NaN.
+        # Memory that others have used between replays holds NaN.
         others = [torch.full_like(leaves[1], math.nan) for _ in range(4)]
         for tensor in found:
             tensor.fill_(math.nan)

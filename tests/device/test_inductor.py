@@ -1,5 +1,5 @@
-"""On a GPU: Inductor fuses what stands around attention into Triton kernels, whose comments hold
-our operation's arguments, and the compiled model gives what the eager one gives."""
+"""Inductor on a GPU: it fuses the work around attention into Triton kernels, whose comments hold
+our operation's arguments, and the compiled model agrees with the eager one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""On an accelerator: steps of decoding and aligned slices of a mask don't wait for the device."""
+"""Row slices on an accelerator: steps of decoding and aligned slices of a mask don't wait for the
+device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a GPU: no call makes the host wait for the device, whichever kernel takes it, once a mask has
-derived what it keeps."""
+"""Synchronisation on a GPU: no call makes the host wait for the device, whichever kernel takes it,
+once a mask has its derived views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the code blocks of a markdown page."""
+"""Finder of the code blocks of a markdown page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The python blocks of the documentation run as they stand, each page from top to bottom."""
+"""Python blocks of the documentation run unchanged, each page from top to bottom."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PAGES = [
 
 @pytest.fixture
 def compiler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`torch.compile` traces and partitions as ever, and runs what it got without Inductor,
-    which needs a C++ compiler."""
+    """`torch.compile` traces and partitions as usual, and runs the result without Inductor, which
+    needs a C++ compiler."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     yield
     torch.compiler.reset()
@@ -38,7 +38,7 @@ def compiler_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 @pytest.mark.usefixtures("compiler_without_a_compiler")
 def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A module of its own: Dynamo imports the module that a function says it is from.
+    # A module of its own, because Dynamo imports the module that a function names.
     module = ModuleType("documentation_" + page.stem.replace("-", "_"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_the_code_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) ->
         warnings.simplefilter("error", anyflex.PerformanceWarning)
         for block in code_blocks(page):
             if "aoti_compile" in block.code and shutil.which("g++") is None:
-                continue  # AOTInductor has no way without a C++ compiler
+                continue  # AOTInductor can't run without a C++ compiler
             run(block, page, vars(module))
 
 

@@ -94,7 +94,7 @@ class Operands:
         return add(comparison, BOOL, (self.integer(), self.integer()))
 
     def wrapping(self, depth: int) -> int:
-        """An int64 that has been through types which may not hold it, and through floats."""
+        """An int64 after conversions to types that may not hold it, and through floats."""
         add, draw = self.builder.add, self.random
         found = [self.integer()]
         for _ in range(depth):

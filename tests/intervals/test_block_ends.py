@@ -1,4 +1,4 @@
-"""Segments at the ends of blocks are those that each element's own segment says."""
+"""Segments at the ends of blocks agree with those of each element."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_blocks_begin_and_end_in_the_segments_of_their_elements(
     length = max(1, row_length - least)
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(ids, (rows, row_length), generator=generator)
-    # By one element after the other.
+    # Expected segments, one element after the other.
     flat = values.flatten().tolist()
     begins = [i % row_length == 0 or flat[i] != flat[i - 1] for i in range(len(flat))]
     wanted = torch.tensor(begins).cumsum(0) - 1

@@ -1,4 +1,4 @@
-"""What the analysis claims of a cell holds for every element in it, for every operation."""
+"""Claims of the analysis about a cell hold for every element in it, for every operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a case of a ready-made mask is, at any length, and the list of them all.
+"""Cases of the ready-made masks, at any length, and the list of them all.
 
 `live` says for one element whether it is live: with lists, loops and Python numbers, and never
 with the mask's own expression. `make(n)` gives rows of about n tokens, so that the same list can
@@ -24,7 +24,7 @@ Live = Callable[[int, int, int, int], bool]
 
 @dataclass(frozen=True)
 class Made:
-    """A mask at one size: what the project makes, and what it must mean."""
+    """A mask at one size: the project's, and its definition."""
 
     mask_mod: MaskMod
     live: Live

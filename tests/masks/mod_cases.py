@@ -1,7 +1,7 @@
 """One case for each ready-made score mod and each kind of its arguments.
 
-`bias` or `curve` says what the mod must do, in float64 and by the published formula: a number for
-each element, by loops over Python numbers, or a function of the score.
+`bias` or `curve` defines the mod, in float64 and by the published formula: a number for each
+element, by loops over Python numbers, or a function of the score.
 """
 
 from __future__ import annotations

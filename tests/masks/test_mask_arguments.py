@@ -1,4 +1,5 @@
-"""What a mask's factory refuses, by a typed error that names argument, rule and value."""
+"""Arguments that a mask's factory refuses, by a typed error that names argument, rule and
+value."""
 
 from __future__ import annotations
 

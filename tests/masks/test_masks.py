@@ -1,4 +1,4 @@
-"""Each ready-made mask is what its plain definition says, in blocks of every size."""
+"""Ready-made masks agree with their plain definitions, in blocks of every size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a score mod's factory refuses, by a typed error that names argument, rule and value."""
+"""Arguments that a score mod's factory refuses, by a typed error that names argument, rule and
+value."""
 
 from __future__ import annotations
 

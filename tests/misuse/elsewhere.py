@@ -1,4 +1,4 @@
-"""Rows of the misuse list that other tests cover, or that nothing here can."""
+"""Rows of the misuse list that other tests cover, or that no test here can."""
 
 from __future__ import annotations
 

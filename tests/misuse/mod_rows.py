@@ -1,4 +1,4 @@
-"""Rows 91 to 124: score mods, and what they capture."""
+"""Rows 91 to 124: score mods and their captured values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(
 
 
 def at_line(number: int, *names: str, **details: Any) -> Any:
-    """Enter a row whose error tells the mod's line."""
+    """Enter a row whose error must name the mod's line."""
     return refused(number, *names, line=True, **details)
 
 

@@ -21,14 +21,15 @@ class Row:
 
     Args:
         number: of the list.
-        name: what is done.
+        name: describes the use.
         call: does it, given `Attend`; builds masks and tensors by itself.
         error: the type to be raised; None for a legal use, which `call` itself asserts on.
         names: regular expressions, each found in the message.
         compiled: can be written under ``torch.compile(fullgraph=True)`` as a wrong call.
         attends: it calls `Attend`; building a mask, say, is the same with any backend.
         line: the error must tell the line of the mod, in this function's source.
-        eager: names that need what Dynamo hides: frames, and closures inside of an operation.
+        eager: names that Dynamo hides, because they need frames, or closures inside of an
+            operation.
     """
 
     number: int

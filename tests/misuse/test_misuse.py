@@ -65,7 +65,7 @@ def test_misuse_compiled(row: Row) -> None:
 
 
 def check(row: Row, attend: Attend, *, eager: bool = True) -> None:
-    """Make the call, and compare what comes with the row."""
+    """Make the call, and compare its outcome with the row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)
         if row.error is None:

@@ -1,4 +1,4 @@
-"""A mod that no graph holds runs through vmap; what goes wrong there is the mod's error."""
+"""Mods without a graph run through vmap; an error there is the mod's error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend(mod: Mod, **options: Any) -> torch.Tensor:
     return anyflex.flex_attention(QUERY, QUERY, QUERY, mod, **options)
 
 
-# Each with what the message must name.
+# Mods, each with the names that its message must hold.
 BROKEN: dict[str, tuple[str, Mod]] = {
     "length of a slice": ("narrow", lambda s, b, h, q, k: s + TABLE.narrow(0, q, 1)[0]),
     "padding": ("pad", lambda s, b, h, q, k: s + F.pad(TABLE, (q, 0))[0]),

@@ -285,7 +285,7 @@ TOP_BLOCKS = torch.tensor(
         [[False, False, True], [True, False, True], [False, True, True]],
     ]
 )
-"""[H, L/16, S/16]: the blocks that something chose outside of the attention."""
+"""[H, L/16, S/16]: blocks that another computation has chosen."""
 
 
 @_published
@@ -306,7 +306,8 @@ def jetspec() -> list[tuple[MaskMod, Meaning]]:
     depth = [0] * prefix
     for i in range(prefix, LENGTH):
         depth.append(0 if parent[i] < 0 else depth[parent[i]] + 1)
-    # A draft token's ancestors by how many steps up they are; itself where the tree has ended.
+    # A draft token's ancestors by the number of steps up; the token itself where the tree has
+    # ended.
     up = [parent[i] if parent[i] >= 0 else i for i in range(LENGTH)]
     parent_of, depth_of = torch.tensor(up), torch.tensor(depth, dtype=torch.int8)
 

@@ -1,5 +1,5 @@
-"""`torch.no_grad` and custom autograd Functions inside of a score mod: gradients as dense torch
-has them, or a refusal, eager and compiled."""
+"""`torch.no_grad` and custom autograd Functions inside of a score mod: gradients agree with those
+of dense torch, or the mod is refused, eager and compiled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Reversed(Rounded):
-    """Passes the value as it is and the gradient with the other sign."""
+    """Passes the value unchanged and the gradient with the other sign."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # type: ignore[override]

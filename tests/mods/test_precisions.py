@@ -38,7 +38,7 @@ def test_a_score_mod_in_a_lower_precision(name: str, dtype: torch.dtype) -> None
         tensor.double() * (1 + noise * torch.randn(tensor.shape, generator=generator))
         for tensor in tensors
     ]
-    # Backward reads the rounded output: what that changes arrives like a change of dlse.
+    # Backward reads the rounded output: its rounding acts like a change of dlse.
     rounding = noise * (dout.double() * exact["out"]).abs().sum(-1)
     shift = rounding * torch.randn(dlse.shape, generator=generator)
     moved = formula(shaken, mod, live, dout, dlse + shift, torch.float64)

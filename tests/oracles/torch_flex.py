@@ -86,7 +86,7 @@ def torch_attention(
             return score_mod.with_leaves(leaves).function()(s, b, h, q, k)
 
     # torch's eager path applies the mask function everywhere and reads none of the block lists;
-    # one block that is partial stands for all of them. Batch 1 keys need the query's batch here.
+    # one PARTIAL block stands for all of them. Keys of batch 1 need the query's batch here.
     counts = torch.ones((batch, 1, 1), dtype=torch.int32)
     block = torch_flex.BlockMask.from_kv_blocks(
         counts,

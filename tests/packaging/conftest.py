@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OLD_PIP = "23.2.1"
 CURRENT_PIP = "26.3"
-# What `anyflex[test]` needs and what these tests don't run: empty wheels stand in for them.
+# Requirements of `anyflex[test]` that these tests don't run: empty wheels stand in for them.
 STUBS = {"torch": "2.13.0", "pytest": "9.0", "hypothesis": "6.170", "numpy": "2.2"}
 
 

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.packaging
 BACKEND = ROOT / "backends" / "cpu"
 COMPILER = shutil.which("g++")
 HAS_AVX2 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-# What gcc starts, and what CMake does.
+# Programs that gcc starts, and that CMake does.
 TOOLS = "cmake make ninja gcc g++ cc c++ as ld ar ranlib nm objcopy strip uname sh".split()
 WHOLE_BUILD = bool(os.environ.get("ANYFLEX_WHOLE_BUILD"))
-"""Whether all levels are built, in minutes, as `make soak` does."""
+"""Whether all levels are built, which takes minutes, as in `make soak`."""
 LEFT_OUT = "from anyflex_cpu import library; print(library.load().left_out())"
 DOCTOR = "from anyflex.cli.main import main; raise SystemExit(main(['doctor']))"
 ANSWER = """
@@ -42,7 +42,7 @@ except BackendRefused as refusal:
 
 
 def copy_backend(folder: Path) -> Path:
-    """Copy what git holds, or would: neither a build nor a library."""
+    """Copy the files that git holds, or would: neither a build nor a library."""
     ignore = shutil.ignore_patterns("__pycache__", "build", "*.so", ".pytest_cache")
     shutil.copytree(BACKEND, folder, ignore=ignore)
     return folder
@@ -229,7 +229,7 @@ def real_packages(folder: Path) -> str:
 
 
 def libraries(path: Path) -> list[str]:
-    """What a shared library asks the loader for."""
+    """Names of the libraries that a shared library asks the loader for."""
     command = ["readelf", "-d", str(path)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     return [line for line in printed.stdout.splitlines() if "NEEDED" in line]

@@ -1,4 +1,4 @@
-"""Which torch `make` puts into `.venv`."""
+"""Choice of the torch that `make` puts into `.venv`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metadata hook: which extras exist, and what they name in a checkout and in a release."""
+"""Metadata hook: the extras, and their requirements in a checkout and in a release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import anyflex` may do: import torch and pluggy, and nothing that costs or scans."""
+"""Limits of `import anyflex`: it imports torch and pluggy, and nothing that costs or scans."""
 
 from __future__ import annotations
 

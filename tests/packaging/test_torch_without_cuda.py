@@ -1,4 +1,4 @@
-"""A torch for CUDA on a machine without: what is left out of it, and what stands in."""
+"""A torch for CUDA on a machine without: the omitted parts, and their stand-ins."""
 
 from __future__ import annotations
 

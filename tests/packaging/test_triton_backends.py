@@ -1,4 +1,5 @@
-"""The packages of Triton kernels, installed for real: what comes with them, and what stays."""
+"""Packages of Triton kernels, installed for real: the packages that come with them, and those that
+stay."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ POINTS = entry_points(EXAMPLE)
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder on ``sys.path``, and the example's sources; what is imported is forgotten."""
+    """A folder on ``sys.path``, and the example's sources; imports from it are forgotten."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(EXAMPLE / "src"))
     monkeypatch.syspath_prepend(str(tmp_path))

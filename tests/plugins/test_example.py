@@ -1,4 +1,4 @@
-"""The example plugin: its own tests pass, and it has nothing but what strangers have."""
+"""The example plugin: its own tests pass, and it uses public names only."""
 
 from __future__ import annotations
 

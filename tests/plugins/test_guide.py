@@ -1,4 +1,4 @@
-"""Whoever follows the guide has a backend that the conformance kit accepts."""
+"""A reader who follows the guide has a backend that the conformance kit accepts."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_the_backend_of_the_guide_passes_the_quick_subset(package: Path, tmp_pat
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # What it doesn't declare is refused: a few operations and types, no more.
+    # Undeclared calls are refused: a few operations and types, no more.
     counts = re.search(r"(\d+) passed", done.stdout)
     assert counts is not None and int(counts[1]) > 350, done.stdout

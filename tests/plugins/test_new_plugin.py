@@ -25,7 +25,7 @@ def written(folder: Path, name: str, *arguments: str) -> Path:
     ("arguments", "backend"),
     [
         (("--device", "cpu", "--variant", "warp"), "cpu.warp"),
-        # This machine has none: CPU tensors pose. No installed backend stands under that name.
+        # This machine has none: CPU tensors pose. No installed backend has that name.
         (("--device", "hpu"), "hpu"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Contract 1 is frozen: what a plugin may use stays, and what is added has a default.
+"""Contract 1 is frozen: the names that a plugin may use stay, and new fields have defaults.
 
 A test here that fails says that plugins in the world would break. Names and fields may be added at
 the end of these lists; nothing may be taken out, renamed or moved while CONTRACT is 1.

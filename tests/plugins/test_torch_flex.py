@@ -30,7 +30,7 @@ def test_the_kit_s_cases_that_torch_s_own_code_fails_pass_or_are_expected_to_fai
     tmp_path: Path,
 ) -> None:
     printed = run_tests(TORCH_FLEX, tmp_path, "-k", "TestConformanceOnCpu")
-    # Where auxiliary outputs are refused the rest of the call is compared all the same.
+    # Where auxiliary outputs are refused, the rest of the call is compared all the same.
     assert "1 xfailed" in printed and "skipped" in printed
 
 

@@ -17,12 +17,12 @@ SEED = 20261120
 COUNT = 500
 
 MEMORY = ("contiguous", "transposed", "expanded_batch", "expanded_heads", "every_second", "column")
-"""How a tensor lies in memory; all but the first are strided or expanded."""
+"""Memory layouts of a tensor; all but the first are strided or expanded."""
 Memory = Literal[
     "contiguous", "transposed", "expanded_batch", "expanded_heads", "every_second", "column"
 ]
 ORIGINS = ("built", "from_torch", "torch_mask", "from_runs")
-"""Where the block mask comes from."""
+"""Origins of the block mask."""
 Origin = Literal["built", "from_torch", "torch_mask", "from_runs"]
 
 
@@ -41,7 +41,7 @@ class Configuration:
         scale: None for the default.
         aux: which of lse and max_scores are asked for.
         wanted: which of query, key and value require a gradient; learned tables always do.
-        arrives: what the loss is made of: ``"out"``, ``"lse"`` or ``"both"``.
+        arrives: outputs in the loss: ``"out"``, ``"lse"`` or ``"both"``.
         expanded_dout: the gradient that arrives at out has stride 0, as from ``out.sum()``.
         poisoned: run under deterministic algorithms, where torch fills fresh memory with NaN.
     """
@@ -117,7 +117,8 @@ _BLOCKS = ((16, 16), (64, 64), (128, 128), (32, 128))
 
 
 def asked_for() -> int:
-    """How many configurations this run of pytest takes: CI's share, or `make test-random`'s."""
+    """Number of configurations that this run of pytest takes: CI's share, or `make
+    test-random`'s."""
     return int(os.environ.get("ANYFLEX_RANDOM_CONFIGURATIONS", "60"))
 
 

@@ -1,4 +1,4 @@
-"""Which configurations run, and the count of what each oracle took."""
+"""Selection of configurations, and the count of cases that each oracle took."""
 
 from __future__ import annotations
 

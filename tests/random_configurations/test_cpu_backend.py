@@ -1,4 +1,4 @@
-"""The CPU backend gives what the dense formula gives, in its own types, forward and backward.
+"""The CPU backend agrees with the dense formula, in its own types, forward and backward.
 
 The same configurations as the reference's, in turn in each type, mods compiled and interpreted.
 How far a result may be from the formula comes from the data: see `budgets_of`.
@@ -38,8 +38,8 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def case_of(configuration: Configuration) -> AttentionCase:
-    """The configuration as a case of the conformance kit, with what that leaves out of memory
-    layouts and origins of block masks."""
+    """The configuration as a case of the conformance kit, without memory layouts and origins of
+    block masks that the kit lacks."""
     c = configuration
     learns = c.score is not None and SCORE_MODS[c.score].learns
     return AttentionCase(
@@ -70,9 +70,9 @@ def case_of(configuration: Configuration) -> AttentionCase:
 
 
 def budgets_of(case: AttentionCase, drawn: Drawn) -> Budgets:
-    """The kit's budgets, and what hundreds of small cases meet that the kit's own don't: sums
-    whose exact result is 0, the logarithm of a sum of weights that is 1 but for its last bit, and
-    in bfloat16 weights of 13 bits where nothing else of the call is rounded."""
+    """The kit's budgets, plus allowances for cases among hundreds that the kit's own don't meet:
+    sums whose exact result is 0, the logarithm of a sum of weights that is 1 but for its last bit,
+    and in bfloat16 weights of 13 bits where nothing else of the call is rounded."""
     plain = by_oracle(case, drawn)
     allowed = {}
     for name, limit in plain.allowed.items():

@@ -1,4 +1,4 @@
-"""The list of configurations is what it claims, and the two oracles agree on it."""
+"""The list of configurations has its documented properties, and the two oracles agree on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""anyflex gives what both oracles give, in float64, forward and backward."""
+"""anyflex agrees with both oracles, in float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def make_block_mask(case: Case) -> Any:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is full of NaN: whoever reads what it hasn't written is found out."""
+    """Fill fresh memory with NaN, which reveals reads of unwritten memory."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""An empty registry for each test, and nothing of the user's environment."""
+"""An empty registry for each test, without the user's environment."""
 
 from __future__ import annotations
 

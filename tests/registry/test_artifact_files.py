@@ -1,4 +1,4 @@
-"""`anyflex.save_artifacts` and `load_artifacts`: what is loaded, left out and refused."""
+"""`anyflex.save_artifacts` and `load_artifacts`: loaded, omitted and refused artifacts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _backend() -> None:
 def artifacts(
     *, fingerprint: str = "avx2", plugin: str = "cpu", version: str = "1.0", **of_spec: Any
 ) -> Artifacts:
-    """As `anyflex.runtime.kernel_compiler` makes them."""
+    """Artifacts as `anyflex.runtime.kernel_compiler` makes them."""
     spec = make_spec(**of_spec)
     return disk_cache.artifacts_for(
         plugin=plugin,
@@ -63,7 +63,7 @@ def test_bytes_and_files_hold_the_same_and_bring_it_back(tmp_path: pathlib.Path)
     path = anyflex.save_artifacts(str(tmp_path / "a.zip"))
     assert path == tmp_path / "a.zip" and path.read_bytes() == content
     for source in (content, path, str(path), memoryview(content)):
-        # The code, and where it is from.
+        # The code, and its origin.
         assert in_an_empty_cache(source) == Loaded(2, 0, ())
         assert artifacts().get("code") == b"1"
 
@@ -138,7 +138,7 @@ def test_kernels_for_another_gpu_are_told_where_one_is_in_use(
     if initialized:
         assert loaded == Loaded(2, 2, ("2 artifacts made for cuda sm_90, here is sm_80",))
     else:
-        # To ask would start the device, in a process that may fork: nothing else finds them.
+        # Asking would start the device, in a process that may fork: nothing else finds them.
         assert loaded == Loaded(4, 0, ())
 
 
@@ -225,7 +225,7 @@ def test_a_flipped_byte_anywhere_is_found_or_harmless() -> None:
         found = sorted(
             (item.path.name, item.path.read_bytes()) for item in disk_cache.store().items()
         )
-        # At most a member came under another distribution or key, where nobody finds it.
+        # A member under another distribution or key at most, where nothing finds it.
         assert set(before) <= set(found)
         for name, file in found:
             assert disk_cache.unseal(name, file) is not None

@@ -22,7 +22,7 @@ __all__: list[str] = []
 
 @pytest.fixture
 def site(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """A folder on ``sys.path``; what is imported from it is forgotten."""
+    """A folder on ``sys.path``; imports from it are forgotten."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path

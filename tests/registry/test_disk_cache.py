@@ -43,7 +43,7 @@ def files() -> list[pathlib.Path]:
 
 
 def again() -> None:
-    """As in a new process."""
+    """Restore the state of a new process."""
     disk_cache.forget()
 
 

@@ -1,6 +1,6 @@
 """Plugin packages installed by pip: found, selected, forced, refused, and broken in nine ways.
 
-All are installed into one folder, so that what breaks must leave the good one working.
+All are installed into one folder, so that broken ones must leave the good one working.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who computes a call: priority, forced names, refusals, warnings."""
+"""Selection of the backend of a call: priority, forced names, refusals, warnings."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def test_a_warning_points_at_the_line_of_the_caller() -> None:
 def test_a_kernel_runs_on_its_tensors_device_whichever_is_selected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The tensors' is made out to be cuda:1."""
+    """The tensors' device is reported as cuda:1."""
     selected = [0]
     seen: list[str] = []
 

@@ -1,5 +1,5 @@
-"""anyflex's artifacts in ``torch.compiler.save_cache_artifacts``: what is in a bundle, and that no
-bundle can hurt."""
+"""anyflex's artifacts in ``torch.compiler.save_cache_artifacts``: a bundle's content, and that no
+bundle can do harm."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_without_torch_s_private_cache_import_and_calls_work_and_doctor_can_tell
 
 
 def test_a_bundle_is_lost_whole_where_anyflex_is_not_imported(tmp_path: pathlib.Path) -> None:
-    """This is torch's doing, and why the page says: import anyflex before."""
+    """torch does this, which is why the docs say: import anyflex before."""
     artifacts().put("code", b"1")
     (tmp_path / "bundle").write_bytes(saved()[0])
     load = f"torch.compiler.load_cache_artifacts(open({str(tmp_path / 'bundle')!r}, 'rb').read())"

@@ -1,4 +1,4 @@
-"""Spellings: what a mod may write, what it may not, and random expressions."""
+"""Spellings: those that a mod may use, those that it may not, and random expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mod may write: each spelling with its number and the type of its result.
+"""Accepted spellings of mods: each with its number and the type of its result.
 
 `s` is a float32 score, `q` and `k` are int32 indices, `m` is ``q >= k``; the captured tensors are
 those of `tests.spellings.surroundings.tables`.

@@ -21,7 +21,7 @@ __all__ = ["PAIRS", "STOPS", "RandomMod", "Table", "random_mod"]
 
 PAIRS = 12
 SIZE = 9
-"""Indices are below it; so are the values of tables that are used as indices."""
+"""Bound of the indices; also of the values of tables that are used as indices."""
 
 FLOATS = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16}
 INTEGERS = {
@@ -53,7 +53,7 @@ torch.nan_to_num(x, 0.0) | x.detach() * x | 2.0 ** torch.tanh(x)
 (x + 0.3).float().double() | torch.rad2deg(x) * 0.01 | x % 0.75 | torch.fmod(x, 0.6)
 x ** 3 * 0.1
 """
-# They may give NaN, infinities, and slopes of both.
+# Operations that may give NaN, infinities, and slopes of both.
 WILD = """
 torch.log(x) | torch.sqrt(x) | x ** 0.5 | torch.exp(x * 4) | 1 / x | torch.rsqrt(x)
 torch.asin(x) | torch.where(x > 0, torch.sqrt(x), 0.0) | torch.acosh(x) | x / 0

@@ -1,4 +1,4 @@
-"""What a mod may not write: number, spelling, and what the error's text must name."""
+"""Refused spellings of mods: number, spelling, and the names in the error's text."""
 
 from __future__ import annotations
 
@@ -124,5 +124,5 @@ PURE = {
     84: ("torch.polygamma(1, s)", "polygamma"),
     85: ("torch.gcd(q, k)", "gcd"),
 }
-"""Number -> (spelling, operation) of what torch can vmap and a graph can't hold: the reference
-runs it, with a warning that names the operation."""
+"""Number -> (spelling, operation) of spellings that torch can vmap and a graph can't hold: the
+reference runs it, with a warning that names the operation."""

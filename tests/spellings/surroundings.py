@@ -1,4 +1,5 @@
-"""What the spellings are evaluated in: names, captured tensors, pairs, and torch one by one."""
+"""Scope in which the spellings are evaluated: names, captured tensors, pairs, and torch one by
+one."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ NAMES: dict[str, Any] = {
     "operator": operator,
     "torch": torch,
 }
-# Kinks, halves, zeros of both signs, where activations change their formula, and no numbers.
+# Kinks, halves, zeros of both signs, points where activations change their formula, and no
+# numbers.
 SCORES = (
     "0 -0.0 0.5 -0.5 1.5 2.5 -2.5 0.3 -0.3 0.9 1 -1 3 -3 6 25 -25 100 -100 1e-3 0.1 -0.7 5.3 "
     "inf -inf nan"

@@ -28,7 +28,7 @@ ROUGH = {"F.celu(s)", "F.hardsigmoid(s)"}
 """torch's own gradients hold constants in float32."""
 
 NO_DERIVATIVE = {"s // 0.5", "torch.heaviside(s, s * 0)"}
-"""torch refuses to differentiate them; here the derivative is 0, as of all that rounds."""
+"""torch refuses to differentiate them; here the derivative is 0, as of all rounding operations."""
 
 
 def test_the_list_is_complete() -> None:
@@ -37,7 +37,7 @@ def test_the_list_is_complete() -> None:
 
 
 def by_torch(expression: str) -> str:
-    """The same for torch, which takes no int16 index."""
+    """The expression for torch, which takes no int16 index."""
     return expression.replace("w[i16[k]]", "w[i16[k].long()]")
 
 
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_autograd(spelling: Spelling) -> None:
     rows = one_by_one(reference, {**given, "score": score})
     if not rows[0].is_floating_point():
         return
-    # Where the value is no number, a gradient says nothing.
+    # Where the value is NaN, its gradient isn't compared.
     weights = torch.linspace(0.5, 1.5, len(rows))
     weights = torch.where(torch.stack(rows).detach().double().isnan(), 0.0, weights)
     leaves = [tensor for tensor in captured.values() if getattr(tensor, "requires_grad", False)]

@@ -60,7 +60,7 @@ def test_a_compiled_trace_is_the_eager_one(first: int) -> None:
             assert tensor.requires_grad == its_tensor.requires_grad, spelling.expression
 
 
-# What Dynamo has to be taught, and a few of each family.
+# Spellings that Dynamo has to be taught, and a few of each family.
 CALLED = [
     "torch.where(~m, s, w[k])",
     "s + (~q) * 0.01",

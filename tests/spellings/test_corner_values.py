@@ -1,4 +1,5 @@
-"""Values where a table's formula could part from torch's: infinities, 16 bits, odd numbers."""
+"""Values at which a table's formula could differ from torch's: infinities, 16 bits, unusual
+numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def scores_of(function: Function, *tables: Tensor) -> Tensor:
-    """What a score mod gives for each row of the tables: the log-sum-exp of the one key."""
+    """Score of a mod for each row of the tables: the log-sum-exp of the one key."""
     length = tables[0].shape[0]
     query, key = torch.zeros(1, 1, length, 16), torch.zeros(1, 1, 1, 16)
 
@@ -51,7 +52,7 @@ def test_round_to_decimals_in_16_bits(dtype: torch.dtype, decimals: int) -> None
 @pytest.mark.parametrize("weight", [-0.75, -0.25, 0.25, 0.5, 0.75, 1.0])
 def test_lerp_from_and_to_infinity(weight: float) -> None:
     ends = torch.tensor(list(itertools.product([1.0, math.inf, -math.inf], repeat=2)))
-    # Clamped: scores that are infinite would say no more than this.
+    # Clamped, because infinite scores would show no more than this.
     agree(lambda x, y: torch.lerp(x, y, weight).clamp(-5, 5), *ends.T.contiguous())
 
 

@@ -20,11 +20,12 @@ from tests.spellings.surroundings import one_by_one, traced_gradients
 __all__: list[str] = []
 
 COUNT = int(os.environ.get("ANYFLEX_RANDOM_EXPRESSIONS", "200"))
-"""How many run: CI's share, or that of `make soak`."""
+"""Number of mods that run: CI's share, or that of `make soak`."""
 
 
 def gives_to_nan() -> bool:
-    """Does torch give a gradient to a NaN that fmax drops? 2.14 does, nothing before or after."""
+    """Whether torch gives a gradient to a NaN that fmax drops: 2.14 does, no release before or
+    after."""
     dropped = torch.tensor(float("nan"), requires_grad=True)
     (gradient,) = torch.autograd.grad(torch.fmax(dropped, torch.tensor(1.0)), dropped)
     return bool(gradient == 1)
@@ -43,7 +44,7 @@ def test_a_random_mod(seed: int) -> None:
     rows = [row.double() for row in one_by_one(mod.function, {**mod.inputs, "score": score})]
     wanted = torch.stack(rows).detach()
     leaves = [table.leaf for table in mod.tables if table.leaf.requires_grad]
-    # Where the value is no number or has no bound, attention ends and a gradient says nothing.
+    # Where the value is NaN or has no bound, attention ends and its gradient isn't compared.
     live = wanted.isfinite()
     learned = [row for row in compress(rows, live) if row.requires_grad]
     gradients: list[Tensor | None] = [None] * (1 + len(leaves))
@@ -98,7 +99,7 @@ def check_gradients(
                 total += at_leaf(tensor, leaf, sums[i])
                 size += at_leaf(tensor, leaf, sizes[i])
         expected = torch.zeros_like(total) if gradient is None else gradient.double()
-        # torch adds a narrow table's gradient up in its own type.
+        # torch adds up a narrow table's gradient in its own type.
         budget = 1e-9 + (1e-7 + 16 * torch.finfo(leaf.dtype).eps) * size
         close = (total - expected).abs() <= budget
         same = close | (total == expected) | (expected.isnan() & (total.isnan() | stops))

@@ -1,4 +1,4 @@
-"""What a mod may not write is refused with its line and the cure, or runs on the reference."""
+"""Refused spellings are reported with their line and the cure, or run on the reference."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_divisor_that_is_0_in_the_type_is_refused_as_torch_refuses_it(expressi
     ],
 )
 def test_a_number_that_torch_accepts_means_what_it_means_there(expression: str) -> None:
-    """The log-sum-exp tells apart what shifts a whole row, which leaves `out` as it is."""
+    """The log-sum-exp shows shifts of a whole row, which leave `out` unchanged."""
     mod = function_of(f"s + {expression}", {"u8": U8, "i8": I8, "i32": I32})
     query, key, value = (torch.randn(1, 1, 7, 4) for _ in range(3))
     wanted = dense_attention(query.double(), key.double(), value.double(), mod)

@@ -1,4 +1,4 @@
-"""The documentation's table holds all that the list of spellings uses; what it holds is there."""
+"""The documentation's table holds all spellings of the list; its entries exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.spellings.accepted import ACCEPTED, Spelling
 
 __all__: list[str] = []
 
-# Python's own, asked of types and of captured tensors, which are no symbols.
+# Python's own, asked of types and of captured tensors, which aren't symbols.
 NOT_OF_SYMBOLS = {
     "torch.": {"finfo", "iinfo", "is_tensor", "promote_types"},
     "x.": {"t", "view", "log"},

@@ -1,5 +1,5 @@
-"""At an exact tie torch.maximum and minimum halve the gradient, and a clamp does what the torch
-that runs does, whatever simplifying makes of their operands."""
+"""At an exact tie torch.maximum and minimum halve the gradient, and a clamp follows the torch that
+runs, whatever simplifying makes of their operands."""
 
 from __future__ import annotations
 

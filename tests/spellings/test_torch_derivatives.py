@@ -1,4 +1,4 @@
-"""Derivatives at bounds and ties follow the release of torch: what each release computes, and that
+"""Derivatives at bounds and ties follow the release of torch: the values of each release, and that
 graphs are differentiated so under each."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small right backend, which takes no mods and no masks, and what wrong ones are made of."""
+"""A small right backend, which takes no mods and no masks, and the parts of wrong ones."""
 
 from __future__ import annotations
 

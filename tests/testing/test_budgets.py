@@ -1,4 +1,4 @@
-"""What a case allows: how large budgets are, which right kernels pass, what differences say."""
+"""Budgets of a case: their size, the right kernels that pass, the text of differences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def differences(case: AttentionCase, found: dict[str, torch.Tensor]) -> list[str
 
 
 def right(case: AttentionCase) -> dict[str, torch.Tensor]:
-    """The exact results in the types that a backend gives."""
+    """The exact results in a backend's types."""
     wide = torch.promote_types(case.dtype, torch.float32)
     return {
         name: value.to(wide if name in ("lse", "max_scores") else case.dtype)
@@ -129,7 +129,7 @@ ROUNDED = ".to(self.spec.dtype).to(self.dtype)"
 BASE_2 = "1.4426950408889634"
 KERNEL = "kernel.py"
 RIGHT = {
-    # As matrix units take them: weights and their gradients in the inputs' type.
+    # Operands as matrix units take them: weights and their gradients in the inputs' type.
     "rounded_operands": (
         Change(KERNEL, "_product(weights, value,", f"_product(weights{ROUNDED}, value,"),
         Change(KERNEL, "_product(weights.mT, dout,", f"_product(weights{ROUNDED}.mT, dout,"),

@@ -105,7 +105,7 @@ def test_a_run_in_which_no_kernel_ran_is_no_pass(
     assert capsys.readouterr().out.startswith("NOTHING RAN cpu.refusing")
     report = json.loads(path.read_text(encoding="utf-8"))
     assert not report["passed"] and not any(row["ran"] for row in report["cases"])
-    # What is undeclared is refused, and the rest of the same calls compared.
+    # Undeclared gradients are refused, and the rest of the same calls compared.
     assert run("cpu.dense", "--case", "mods/scale_alone", *arguments[2:]) == ExitCode.OK
     (row,) = json.loads(path.read_text(encoding="utf-8"))["cases"]
     assert (row["status"], row["ran"]) == ("refused", True)

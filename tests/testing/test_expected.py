@@ -1,4 +1,4 @@
-"""The file of expected failures: what it may say, and what it may not."""
+"""File of expected failures: allowed and refused content."""
 
 from __future__ import annotations
 

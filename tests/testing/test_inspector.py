@@ -1,4 +1,4 @@
-"""The inspector notices each broken promise of a kernel and of `supports`, and no kept one."""
+"""The inspector reports each broken promise of a kernel and of `supports`, and no kept one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUERY = torch.randn(1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
 
 
 def violations(kernel: type[Kernel], query: Tensor = QUERY) -> list[str]:
-    """What the inspector notes of one call of a kernel."""
+    """Violations that the inspector notes in one call of a kernel."""
     with open_session("cpu.dense", backend_class=wrong(kernel)) as session:
         anyflex.flex_attention(query, query, query, return_lse=True, backend="cpu.dense")
         return session.journal.violations

@@ -1,4 +1,4 @@
-"""`anyflex conformance --jobs N`: the same outcomes, whatever becomes of the processes."""
+"""`anyflex conformance --jobs N`: the same outcomes, whatever happens to the processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if sys.platform == "win32":
     pytest.skip("the tests' backends use signals and locks of POSIX", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
-# The first needs no forward; `unruly` is what the second meets.
+# The first case needs no forward; `unruly` is the second's backend.
 FEW = ("refusals/undeclared", "processes/bare", "run_time/scale")
 
 
@@ -322,7 +322,7 @@ def test_nothing_outlives_an_interrupted_or_a_killed_run(
         stdin=subprocess.DEVNULL,
         text=True,
     ) as running:
-        # If it never hangs, the test does not either.
+        # If it never hangs, the test doesn't either.
         end = threading.Timer(120.0, running.kill)
         end.start()
         assert becomes(path, True)

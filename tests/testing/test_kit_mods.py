@@ -1,4 +1,4 @@
-"""The kit's own mods: every operation of the mod graph stands in one of them."""
+"""The kit's own mods: every operation of the mod graph is in one of them."""
 
 from __future__ import annotations
 

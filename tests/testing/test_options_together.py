@@ -21,7 +21,7 @@ _CHOSEN = "        # A spec holds those options that the user gave.\n"
 
 
 def with_both(*lines: str) -> Change:
-    """What `make` does first where both options are given."""
+    """Lines that `make` runs first where both options are given."""
     text = "".join(f"            {line}\n" for line in lines)
     return Change("backend.py", _CHOSEN, f"        if len(spec.options) == 2:\n{text}{_CHOSEN}")
 

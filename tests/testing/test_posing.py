@@ -45,7 +45,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
 
 
 class Chip(ReferenceBackend):
-    """Computes by torch operations; notes what it is asked and given. Its device is absent."""
+    """Computes by torch operations; notes its questions and inputs. Its device is absent."""
 
     specs: ClassVar[list[Spec]] = []
     calls: ClassVar[list[tuple[str, set[str]]]] = []
@@ -97,7 +97,7 @@ def some_query(**options: Any) -> Tensor:
 def attend(
     call: Any = anyflex.flex_attention, device: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Out, lse and the gradients of a call with everything in it, and what they must be."""
+    """Out, lse and the gradients of a call with every feature, and their expected values."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 40, 16), (2, 2, 30, 16), (2, 2, 30, 24), (4,)]
     leaves = [

@@ -1,4 +1,4 @@
-"""While something runs, products may be rounded so far; then all is as torch was told before."""
+"""Float32 products may be rounded while something runs; then torch's settings are as before."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def settings() -> Iterator[None]:
 
 
 def allowed() -> tuple[str, ...]:
-    """Of CUDA's products, and of others."""
+    """Precision of CUDA's products, and of others."""
     return tuple(fp32_precision(torch.float32, device_type) for device_type in ("cuda", "cpu"))
 
 
 def told() -> tuple[str, ...]:
-    """By torch's function, "" where it raises, and what the backends were."""
+    """Settings by torch's function, "" where it raises, and of the backends."""
     try:
         word = torch.get_float32_matmul_precision()
     except RuntimeError:

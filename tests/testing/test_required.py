@@ -1,4 +1,5 @@
-"""Sets that `--require` names ask for no more than they promise; who declares little can pass."""
+"""Sets that `--require` names ask for no more than they promise; a backend that declares little
+can pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes of a case, which cases are selected, and which must be accepted."""
+"""Outcomes of a case, selection of cases, and those that must be accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that hangs ends the run: the case is named, and what was known is reported."""
+"""A backend that hangs ends the run: the case is named, and the results so far are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.exit(main(["conformance", "--backend", "cpu.hangs", "--case", "refusals/unde
                "--case", "processes/bare", "--timeout", "1", *sys.argv[1:]]))
 """
 FOR_EVER = "time.sleep(1000)"
-# Such a call doesn't let go of the interpreter's lock: no other thread of Python runs.
+# Such a call doesn't release the interpreter's lock: no other thread of Python runs.
 WITH_THE_LOCK = "ctypes.PyDLL(None).sleep(1000)"
 
 

@@ -1,4 +1,4 @@
-"""What a case of waiting says of a backend that waits: which of its lines does."""
+"""A case of waiting names the lines of a backend that wait."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from anyflex.testing.cases import devices
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Of torch's sync debug mode, each that is set: 1 before."""
+    """Modes of torch's sync debug that are set, in order: 1 before."""
     modes: list[object] = []
 
     def set_mode(mode: object) -> None:
         modes.append(mode)
-        # As torch does, at a process's first.
+        # As at the first call in a process.
         warnings.warn("it does not yet detect all synchronizing operations", stacklevel=1)
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)

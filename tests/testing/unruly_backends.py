@@ -1,6 +1,6 @@
 """Backends for runs in several processes: they hang, die, print and tell where they run.
 
-Only the call of ``processes/bare`` meets what is special about each. A process that the kit has
+Only the call of ``processes/bare`` shows the special behaviour of each. A process that the kit has
 started has ``-c`` for a program.
 """
 
@@ -68,7 +68,7 @@ class Hanging(Dense):
 
 class _KernelWithTheLock(_Special):
     def special(self, call: Call, out: Outputs) -> None:
-        # Such a call doesn't let go of the interpreter's lock: no other thread of Python runs.
+        # Such a call doesn't release the interpreter's lock: no other thread of Python runs.
         ctypes.PyDLL(None).sleep(1000)
 
 
@@ -85,7 +85,7 @@ class _StubbornKernel(_Special):
 
 
 class Stubborn(Dense):
-    """It hangs, and has taken away what would end its process."""
+    """It hangs, and has removed the means that would end its process."""
 
     kernel: ClassVar[type[Kernel]] = _StubbornKernel
 
@@ -133,7 +133,7 @@ class _ChattyKernel(DenseKernel):
 
 
 class Chatty(Dense):
-    """It prints, in Python and natively, also what looks like an answer; and it reads."""
+    """It prints, in Python and natively, also text that looks like an answer; and it reads."""
 
     kernel: ClassVar[type[Kernel]] = _ChattyKernel
 

@@ -1,4 +1,4 @@
-"""The text: documents, rows, and what is left out."""
+"""The text: documents, rows, and omissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model: what a position sees, and that every parameter is trained."""
+"""The model: the keys that a position sees, and that every parameter is trained."""
 
 from __future__ import annotations
 

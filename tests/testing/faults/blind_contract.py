@@ -3,7 +3,7 @@
 The kit's cases and the faults by subject (but for three of accelerators, that showed how a fault
 is declared) had not been read when these 14 were written down and committed.
 
-First run: the quick subset as it was then caught 10 of the 14 (71 %; at least nine of ten were
+First run: the quick subset of that time caught 10 of the 14 (71 %; at least nine of ten were
 wanted). It missed 202 (a score mod of -inf rows was only run under a mask), 205 (each float64
 case had a scale that float32 holds), 211 (no case had more batches than a grid's second dimension
 counts) and 212 (no row of blocks had more than a few runs). For them the kit was given the cases

@@ -1,4 +1,4 @@
-"""What a test of a fault does: one case on the changed plugin, and the same on the right one."""
+"""Test of a fault: one case on the changed plugin, and the same on the right one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_caught", "check_passes"]
 
 
 def check_caught(fault: Fault, folder: Path) -> None:
-    """The fault's case fails on the changed plugin, for the reason named."""
+    """Check that the fault's case fails on the changed plugin, for the reason named."""
     with (
         example(folder, fault.changes) as backend,
         open_session("cpu.example", backend_class=backend) as session,
@@ -25,7 +25,7 @@ def check_caught(fault: Fault, folder: Path) -> None:
 
 
 def check_passes(faults: Iterable[Fault], folder: Path) -> None:
-    """The plugin without a fault passes every case that these are caught by."""
+    """Check that the plugin without a fault passes every case that catches these."""
     with (
         example(folder) as backend,
         open_session("cpu.example", backend_class=backend) as session,

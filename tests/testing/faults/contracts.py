@@ -1,4 +1,4 @@
-"""Faults 93 to 108: what is declared, refused and promised."""
+"""Faults 93 to 108: declarations, refusals and promises."""
 
 from __future__ import annotations
 

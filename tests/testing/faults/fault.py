@@ -32,7 +32,7 @@ class Fault:
 
     Args:
         number: its number there.
-        what: the defect.
+        what: describes the defect.
         changes: that make it.
         case: of the quick subset, that must fail.
         says: part of the failure's message.

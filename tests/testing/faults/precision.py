@@ -1,4 +1,4 @@
-"""Faults 74 to 78: precision. (19, 54 and 58 stand with what they compute.)"""
+"""Faults 74 to 78: precision. (19, 54 and 58 are listed with the results that they change.)"""
 
 from __future__ import annotations
 

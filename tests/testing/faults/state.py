@@ -1,4 +1,4 @@
-"""Faults beside the list: what a kernel keeps between calls, and what it changes around it."""
+"""Faults beside the list: state that a kernel keeps between calls, and state that it changes."""
 
 from __future__ import annotations
 
