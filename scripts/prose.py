@@ -1,10 +1,12 @@
-"""Prose check: comments and docstrings that hang on the line above them, and long commit subjects.
+"""Prose check: comments and docstrings that hang on the line above them, private words, and long
+commit subjects.
 
     python scripts/prose.py [--commits-after REVISION]
 
 A comment, or a docstring, is a complete statement: it can be read without the line above it. One
 that begins with "Of", "By", "What", "Whose" and the like is a genitive or a relative clause of
-something else, unless it is a question. A commit's subject has at most 72 characters.
+something else, unless it is a question. A private word has a word of the field's in its place. A
+commit's subject has at most 72 characters.
 
 Exits 1 where something is found, and names it as ``file:line: text``.
 """
@@ -21,7 +23,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["comments_in_c", "commit_subjects", "hanging", "texts_in_python"]
+__all__ = ["comments_in_c", "commit_subjects", "hanging", "private_word", "texts_in_python"]
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN_TO_THE_RULE_AFTER = "ff0a9f53234a51411e00f88f7b30ecda21fb3445"
@@ -29,45 +31,63 @@ WRITTEN_TO_THE_RULE_AFTER = "ff0a9f53234a51411e00f88f7b30ecda21fb3445"
 LONGEST_SUBJECT = 72
 
 _HANGING = re.compile(
-    r"(Of|By|What|Whose|As many|As much|Up to so many|Up to as many|At most so many|So many|That)\b"
+    r"(Of(?! course)|By(?! default)|What|Whose|Who|Whoever|That|Nor|Else|"
+    r"((Up to|At most) )?(As|So) (many|much))\b",
+    re.IGNORECASE,
 )
-_SOURCES = (".py", ".c", ".cpp", ".h")
+_PRIVATE = re.compile(r"\b(spoilt|to be had|so many(?! that\b))\b")
+_SOURCES = (".py", ".c", ".cpp", ".cu", ".h")
 
 
 def hanging(text: str) -> bool:
     """Whether a comment's or docstring's first sentence hangs on something above it."""
     text = text.strip()
     first = re.split(r"(?<=[.?!:])\s", text, maxsplit=1)[0]
-    return bool(_HANGING.match(text)) and not first.rstrip().endswith("?")
+    begins = text[:1].isupper() and _HANGING.match(text)
+    return bool(begins) and not first.rstrip().endswith("?")
+
+
+def private_word(text: str) -> str | None:
+    """Return the first word of a text that nobody outside this project uses so, or None."""
+    found = _PRIVATE.search(text)
+    return None if found is None else found[0]
 
 
 def texts_in_python(source: str) -> Iterator[tuple[int, str]]:
     """Yield line and text of each block of comments and each docstring, attributes' included."""
-    before = -2
+    blocks: dict[int, str] = {}
+    last = first = -2
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            line = token.start[0]
+            line, text = token.start[0], token.string.lstrip("#:! ")
             alone = not token.line[: token.start[1]].strip()
-            if not (alone and before == line - 1):
-                yield line, token.string.lstrip("#:! ")
-            before = line if alone else -2
+            if alone and last == line - 1:
+                blocks[first] += f"\n{text}"
+            else:
+                first, blocks[line] = line, text
+            last = line if alone else -2
+    yield from blocks.items()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                yield node.lineno, node.value.value
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
 
 
 def comments_in_c(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each comment of a C or C++ source; neighbouring lines are one."""
-    before = -2
+    """Yield line and text of each block of comments of a C or C++ source."""
+    blocks: dict[int, str] = {}
+    last = first = -2
     for match in re.finditer(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", source, re.DOTALL):
-        text = match[0]
-        if text.startswith('"'):
+        if match[0].startswith('"'):
             continue
-        line = source.count("\n", 0, match.start()) + 1
-        if before != line - 1:
-            yield line, text.strip("/* \n")
-        before = line + text.count("\n")
+        line, text = source.count("\n", 0, match.start()) + 1, match[0].strip("/* \n")
+        alone = not source[source.rfind("\n", 0, match.start()) + 1 : match.start()].strip()
+        if alone and last == line - 1:
+            blocks[first] += f"\n{text}"
+        else:
+            first, blocks[line] = line, text
+        last = line + match[0].count("\n") if alone else -2
+    yield from blocks.items()
 
 
 def commit_subjects(after: str) -> list[str]:
@@ -104,8 +124,11 @@ def main() -> int:
         source = path.read_text()
         texts = texts_in_python(source) if name.endswith(".py") else comments_in_c(source)
         for line, text in texts:
+            beginning = (text.strip().splitlines() or [""])[0]
             if hanging(text):
-                found.append(f"{name}:{line}: {text.strip().splitlines()[0]}")
+                found.append(f"{name}:{line}: {beginning}")
+            if word := private_word(text):
+                found.append(f"{name}:{line}: private word '{word}': {beginning}")
     for subject in commit_subjects(arguments.commits_after):
         if len(subject) > LONGEST_SUBJECT:
             found.append(f"commit subject of {len(subject)} characters: {subject}")
