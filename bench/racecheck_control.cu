@@ -1,16 +1,16 @@
-// What racecheck says of two protocols that are right, as Hopper's kernels have them, each over a
-// ring of two slots: a word in shared memory from one warp to four others, handed over and given
-// back by mbarriers; and (arrive) a number from each of four warps' threads to another four warps,
-// by named barriers at which those that have nothing to wait for only arrive.
+// Control of racecheck: its hazards in two correct protocols, as Hopper's kernels have them, each
+// over a ring of two slots: a word in shared memory from one warp to four others, handed over and
+// given back by mbarriers; and (arrive) a number from each of four warps' threads to another four
+// warps, by named barriers at which those that have nothing to wait for only arrive.
 //
 //   nvcc -arch=sm_90a -lineinfo -o control racecheck_control.cu
 //   compute-sanitizer --tool racecheck ./control [tma|arrive]
 //
-// The four warps meet at a barrier of theirs before one thread of them gives a slot back. That all
-// 128 have read by then is what the tool (CUDA 13.0) doesn't see: it reports a hazard of each read
-// but that thread's with the next write, with TMA and without.
-// Of (arrive) it reports reads and writes that a barrier has between them, but nothing
-// while one block runs whose threads hand over a word each: hence 64 blocks and four words.
+// The four warps meet at a barrier of their own before one of their threads gives a slot back. The
+// tool (CUDA 13.0) doesn't see that all 128 have read by then: it reports a hazard of each read
+// except that thread's with the next write, with TMA and without.
+// With (arrive) it reports reads and writes that a barrier has between them, but nothing while a
+// single block runs whose threads hand over one word each: hence 64 blocks and four words.
 #include <cstdint>
 #include <cstdio>
 __device__ uint32_t addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }

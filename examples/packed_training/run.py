@@ -34,7 +34,7 @@ class DemoSettings:
 
     Args:
         seconds: wall clock for training; reading, checking and sampling come on top.
-        steps: end after so many steps, if the seconds last; None for no such limit.
+        steps: maximum number of steps, if the seconds last; None for no such limit.
         backend: name of the backend to force, or None.
         dtype: float32, or bfloat16 through autocast.
         sample: bytes of text to write.

@@ -171,7 +171,7 @@ def test_one_wrong_element_is_found(name: str) -> None:
     def prepare(inputs: Inputs):  # type: ignore[no-untyped-def]
         attend = right.prepare(inputs)
 
-        def spoilt(*tensors: Tensor) -> Tensor:
+        def wrong(*tensors: Tensor) -> Tensor:
             through = [
                 Spoil.apply(each) if name == f"d{letter}" else each
                 for letter, each in zip("qkv", tensors, strict=True)
@@ -183,7 +183,7 @@ def test_one_wrong_element_is_found(name: str) -> None:
                 )
             return out
 
-        return spoilt
+        return wrong
 
     found = errors_of(dataclasses.replace(right, prepare=prepare), formula)
     assert (found.worst, found.largest > 1e-2) == (name, True)

@@ -273,8 +273,8 @@ def test_keys_of_no_queries_have_gradients_of_zero(
     of_query, of_key = shapes
     leaves = [torch.ones(s, dtype=dtype, requires_grad=True) for s in (of_query, of_key, of_key)]
     table = torch.ones(40, requires_grad=True)
-    spoilt = [torch.full(of_key, torch.nan, dtype=dtype) for _ in range(8)]
-    del spoilt  # gradients are allocated in its memory
+    released = [torch.full(of_key, torch.nan, dtype=dtype) for _ in range(8)]
+    del released  # gradients are allocated in its memory
     out = anyflex.flex_attention(
         *leaves, lambda s, b, h, q, k: s + table[k], backend=backend, enable_gqa=True
     )

@@ -193,9 +193,9 @@ def test_an_exported_program_takes_copies_and_refuses_other_tensors(strict: bool
     program = torch.export.export(Attends(), (*inputs, mask), strict=strict).module()
     twin = torch_pytree.tree_map_only(Tensor, torch.clone, mask)
     torch.testing.assert_close(program(*inputs, twin), Attends()(*inputs, mask))
-    spoilt = torch_pytree.tree_map_only(Tensor, runs(lambda t: t + 1000), mask)
+    shifted = torch_pytree.tree_map_only(Tensor, runs(lambda t: t + 1000), mask)
     with pytest.raises(BlockMaskError, match="block_mask holds other tensors .* run 0 in row"):
-        program(*inputs, spoilt)
+        program(*inputs, shifted)
 
 
 def test_a_converted_program_that_reads_other_types_is_refused() -> None:

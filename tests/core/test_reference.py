@@ -271,11 +271,11 @@ def test_what_is_not_finite_at_dead_pairs_reaches_nothing(poison, chunked):
     q, k, v = inputs()
     clean = ReferenceCase(q, k, v, None, mask, kinds)
     out, grads = compared(clean)
-    spoilt = [t.clone() for t in (q, k, v)]
-    spoilt[0][:, :, :8] = poison
-    spoilt[1][:, :, 20:] = poison
-    spoilt[2][:, :, 20:] = poison
-    case = ReferenceCase(*spoilt, None, mask, kinds)
+    nonfinite = [t.clone() for t in (q, k, v)]
+    nonfinite[0][:, :, :8] = poison
+    nonfinite[1][:, :, 20:] = poison
+    nonfinite[2][:, :, 20:] = poison
+    case = ReferenceCase(*nonfinite, None, mask, kinds)
     again = case.forward()
     for got, want in (
         (again.out, out.out),

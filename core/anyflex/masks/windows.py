@@ -131,8 +131,8 @@ def global_and_window(
     tokens are seen.
 
     Args:
-        global_tokens: the first so many tokens, at least 0; or a bool tensor [S], or [B, S], that
-            is True at global tokens.
+        global_tokens: number of global tokens at the beginning, at least 0; or a bool tensor [S],
+            or [B, S], that is True at global tokens.
         left, right: the window, as in `sliding_window`; right None: as left.
 
     Raises:

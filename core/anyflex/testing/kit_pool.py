@@ -156,7 +156,7 @@ class Pool:
                 raise CancelledError
             if self._idle:
                 return self._idle.pop()
-            # At most as many run as there are threads.
+            # There are never more processes than threads that take one.
             process = _Process()
             self._processes.add(process)
         begin = time.perf_counter()

@@ -52,7 +52,7 @@ def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[
 
 
 def ended_after(name: str, work: Callable[[], T], seconds: float) -> T:
-    """Return what `work` returns, or end the process after so many seconds, with status 1 and its
+    """Return the result of `work`, or end the process after `seconds`, with status 1 and its
     tracebacks on stderr. For a process that another one watches and tells of.
 
     Args:

@@ -10,8 +10,8 @@
 
 namespace native_test {
 
-// Memory of exactly so many bytes, aligned to 64: a sanitizer sees the first byte past it; without
-// one, bytes behind it say whether they were written to.
+// Memory of exactly this many bytes, aligned to 64: a sanitizer sees the first byte past it;
+// without one, bytes behind it say whether they were written to.
 struct memory {
     explicit memory(int64_t bytes) : data(nullptr), bytes(bytes) {
         if (bytes > 0) data = std::aligned_alloc(64, (bytes + guard + 63) / 64 * 64);

@@ -38,7 +38,7 @@ _GRAPH = "anyflex_torch_flex_graph"
 _NUMBERS = itertools.count()
 # torch compiles under a lock of its own and runs autograd on the device's one thread meanwhile. A
 # backward that waits for that lock there, to be compiled at its first run, would wait for ever.
-# Nor are guards read under torch's lock.
+# Guards aren't read under torch's lock either.
 _LOCK = threading.Lock()
 
 
