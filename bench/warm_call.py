@@ -3,8 +3,8 @@
     python bench/warm_call.py [--calls 30] [--files 12]
 
 The call has a causal block mask and a score mod that reads a captured table (ALiBi), float32,
-without gradients, on the CPU backend; it was made before. Prints each Python call of anyflex's
-packages in order. Exits 1 above either limit.
+without gradients; the CPU backend computes it, and it was made before. Prints each Python call of
+anyflex's packages in order. Exits 1 above either limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def way() -> list[tuple[str, str]]:
     mask = anyflex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128)
 
     def attend() -> Any:
-        return anyflex.flex_attention(query, key, value, alibi, mask, backend="cpu")
+        return anyflex.flex_attention(query, key, value, alibi, mask)
 
     for _ in range(3):
         attend()

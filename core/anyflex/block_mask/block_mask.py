@@ -95,7 +95,7 @@ class BlockMask(MaskContent):
                 mask_mod, offsets.device, sizes=(batch, heads, *lengths)
             )
         self._fill(offsets, runs, lengths, sizes, traced, opaque, mask_mod)
-        self._views = views_registry.shared(MaskViews(offsets, runs, *lengths, sizes))
+        self.known_views = views_registry.shared(MaskViews(offsets, runs, *lengths, sizes))
 
     @classmethod
     def from_runs(

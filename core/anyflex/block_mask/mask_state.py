@@ -70,8 +70,8 @@ class MaskContent(BlockStructure):
         self._from_captured = from_captured
         # Indices ("b", "h") that the mask mod reads although the structure was built for 0 only.
         self._zero_alone = zero_alone
-        # None until the structure has been checked.
-        self._views: MaskViews | None = None
+        # Structure for kernels where the mask is; None until it was checked.
+        self.known_views: MaskViews | None = None
         # For each device the captured tensors' version counters and the copy made of them.
         self._moved: dict[torch.device, tuple[list[int], Any]] = {}
         self._hash: int | None = None
@@ -86,7 +86,7 @@ class MaskContent(BlockStructure):
         mask = cls._unchecked(*parts, **flags)
         if views is None:
             views = MaskViews(mask.offsets, mask.runs, *mask.seq_lengths, mask.BLOCK_SIZE)
-        mask._views = views_registry.shared(views)
+        mask.known_views = views_registry.shared(views)
         return mask
 
     @classmethod
@@ -127,9 +127,9 @@ class MaskContent(BlockStructure):
         Raises BlockMaskError if the mask was rebuilt from a pytree whose leaves were exchanged for
         others than copies.
         """
-        views = self._views
+        views = self.known_views
         if views is None:
-            views = self._views = self._checked_views()
+            views = self.known_views = self._checked_views()
         return views if device is None else views.on(device)
 
     def _checked_views(self) -> MaskViews:
@@ -144,7 +144,7 @@ class MaskContent(BlockStructure):
     def on(self, device: torch.device) -> Self:
         """Return this mask on `device`, its captured tensors included. The copy is kept, and made
         again when a captured tensor has been changed in place since."""
-        if self._views is None:
+        if self.known_views is None:
             self.views()
         if self._is_on(device):
             return self

@@ -18,7 +18,7 @@ from anyflex.tensors.dynamo_errors import fail
 from anyflex.tensors.fixed_numbers import fixed
 from anyflex.tensors.storage_checks import PLAIN
 from anyflex.tensors.symbolic_numbers import SYMBOLIC
-from anyflex.tensors.torch_versions import dispatch_modes, tangents_possible, transform_stack
+from anyflex.tensors.torch_versions import dispatch_modes, dual_level, transform_stack
 
 __all__ = [
     "check_aux",
@@ -269,7 +269,7 @@ def check_scale(scale: Any, dtype: torch.dtype) -> Any:
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    if not tangents_possible():
+    if not dual_level(forward_ad) >= 0:
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

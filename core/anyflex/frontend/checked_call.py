@@ -79,7 +79,7 @@ def check(
     scale = head_dim**-0.5 if scale is None else check_scale(scale, query.dtype)
     if block_mask is not None:
         # The usual mask, which was checked already, needs no function.
-        if type(block_mask) is not _block_mask_class or block_mask._views is None:
+        if type(block_mask) is not _block_mask_class or block_mask.known_views is None:
             block_mask = _own_mask(block_mask)
         if block_mask.needs_mask_mod:
             fail(
@@ -125,7 +125,7 @@ def _own_mask(block_mask: Any) -> Any:
             check_types(block_mask.offsets, block_mask.runs, " of block_mask")
             return block_mask
     elif isinstance(block_mask, _block_mask_class or _load_block_mask()):
-        if block_mask._views is None:
+        if block_mask.known_views is None:
             check_types(block_mask.offsets, block_mask.runs, " of block_mask")
         return block_mask
     if hasattr(block_mask, "kv_num_blocks"):

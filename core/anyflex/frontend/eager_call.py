@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,10 @@ from anyflex.frontend.checked_call import CheckedCall
 from anyflex.frontend.transforms import refuse_forward_mode
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.launch import launch_forward
-from anyflex.runtime.negative_bit import resolved
 from anyflex.runtime.plan import Inputs, plan_for
-from anyflex.tensors.stand_in import posed_as
+from anyflex.tensors import stand_in
 from anyflex.tensors.tensor_facts import fp32_precision
-from anyflex.tensors.torch_versions import apply_of, tangents_possible
+from anyflex.tensors.torch_versions import apply_of, dual_level
 from anyflex.tracing.trace import TracedMod, trace_mod
 from anyflex.tracing.trace_cache import traced
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["gather", "run"]
 
 STRIDED = torch.strided
+_REQUIRES_GRAD = attrgetter("requires_grad")
 # `flex_attention` has refused functorch transforms already.
 _apply = apply_of(FlexAttention)
 _NO_MOD = TracedMod("", [], [], [], [])
@@ -47,8 +48,8 @@ _NO_MOD = TracedMod("", [], [], [], [])
 def run(checked: CheckedCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute a checked call and return out, lse and max_scores, None for what isn't asked for."""
     inputs = gather(checked)
-    call = inputs.call = resolved(inputs.call)
-    if tangents_possible():
+    call = inputs.call
+    if dual_level(forward_ad) >= 0:
         _refuse_tangents(call)
     try:
         plan = plan_for(inputs)
@@ -90,8 +91,14 @@ def _named(error: ModIndexError, names: list[str]) -> ModIndexError:
 
 
 def gather(checked: CheckedCall) -> Inputs:
-    """Trace the mods and put the call together."""
+    """Trace the mods and put the call together.
+
+    A tensor with torch's negative bit, whose memory holds the negatives of its elements, is copied
+    here, before the call is planned; the copy is differentiable.
+    """
     query, key, value, score_mod, block_mask, scale, aux, options, backend = checked
+    if query.is_neg() or key.is_neg() or value.is_neg():
+        query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     score, mask = _NO_MOD, _NO_MOD
     score_function = mask_function = views = None
     device = query.device
@@ -110,10 +117,18 @@ def gather(checked: CheckedCall) -> Inputs:
             raise
     if block_mask is not None:
         # A mask elsewhere is moved with its captured tensors at its first call, and kept.
-        block_mask = block_mask.on(device)
-        views = block_mask.views()
-        if block_mask.traced is not None:
-            mask = block_mask.traced
+        views = block_mask.known_views
+        found = block_mask.traced
+        if (
+            views is None
+            or views.offsets.device != device
+            or (found is not None and found.captured)
+        ):
+            block_mask = block_mask.on(device)
+            views = block_mask.views()
+            found = block_mask.traced
+        if found is not None:
+            mask = found
         else:
             mask_function = block_mask.opaque
             if mask_function is not None:
@@ -122,11 +137,14 @@ def gather(checked: CheckedCall) -> Inputs:
     for tensor in captured:
         if tensor.device != device or tensor.layout is not STRIDED:
             check_captured_devices(device, list(captured), [*score.names, *mask.names])
+        # An untraced mod reads its own tensors, and gradients find these.
+        if tensor.is_neg() and score_function is None and mask_function is None:
+            captured = tuple([each.resolve_neg() for each in captured])
     gradients: tuple[bool, ...]
     if torch.is_grad_enabled():
         gradients = query.requires_grad, key.requires_grad, value.requires_grad
         if captured:
-            gradients += tuple([tensor.requires_grad for tensor in score.captured])
+            gradients += tuple(map(_REQUIRES_GRAD, score.captured))
             gradients += (False,) * len(mask.captured)
     else:
         gradients = (False,) * (3 + len(captured))
@@ -142,7 +160,7 @@ def gather(checked: CheckedCall) -> Inputs:
         score_function,
         mask_function,
     )
-    posed = posed_as(device)
+    posed = None if stand_in.current is None else stand_in.posed_as(device)
     return Inputs(
         call,
         score.text,

@@ -15,7 +15,6 @@ from anyflex.frontend.eager_call import gather
 from anyflex.registry.backend_choice import Selection, explain_selection
 from anyflex.registry.forced_backends import names_in_force
 from anyflex.runtime.compiled_kernel import described
-from anyflex.runtime.negative_bit import resolved
 from anyflex.runtime.plan import plan_for, spec_for
 from anyflex.tracing.mod_types import ScoreMod
 
@@ -143,7 +142,6 @@ def explain(
         backend,
     )
     inputs = gather(call)
-    inputs.call = resolved(inputs.call)
     selection = explain_selection(
         spec_for(inputs),
         names_in_force(backend),

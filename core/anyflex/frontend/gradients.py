@@ -17,7 +17,6 @@ from anyflex.frontend.eager_call import gather
 from anyflex.frontend.op_call import op_arguments
 from anyflex.frontend.transforms import refuse_transforms
 from anyflex.runtime.launch import launch_backward
-from anyflex.runtime.negative_bit import resolved
 from anyflex.runtime.plan import plan_for
 from anyflex.runtime.saved_tensor_checks import check_like
 from anyflex.tensors.storage_checks import check_readable
@@ -122,7 +121,6 @@ def flex_attention_backward(
         inputs.gradients = (True, True, True, *inputs.gradients[3:])
         inputs.needs_lse = True
         with torch.no_grad():
-            inputs.call = resolved(inputs.call)
             dq, dk, dv, gradients = launch_backward(
                 plan_for(inputs), inputs.call, Saved(out, lse), GradInputs(dout, dlse, delta)
             )

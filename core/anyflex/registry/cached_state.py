@@ -33,10 +33,12 @@ class State:
     Attributes:
         generation: a number that changes whenever decisions have to be made again.
         hooks: the hook plugins, or None before the registry was needed.
+        environment_names: names that ANYFLEX_BACKEND forces, or None before it was read.
     """
 
     generation = 0
     hooks: Listeners | None = None
+    environment_names: tuple[str, ...] | None = None
 
 
 STATE = State()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from anyflex.errors import ArgumentTypeError
-from anyflex.registry import cached_state
+from anyflex.registry.cached_state import STATE, on_replaced
 
 __all__ = ["FORCED", "forget_environment", "names_in_force", "source_of"]
 
-FORCED: ContextVar[tuple[str, ...] | None] = ContextVar("anyflex_backend", default=None)
-"""Names of the innermost `use_backend`, or None outside of one."""
+FORCED: ContextVar[tuple[str, ...]] = ContextVar("anyflex_backend")
+"""Names of the innermost `use_backend`; without a value outside of one."""
 
 
 def names_in_force(backend: str | None = None) -> tuple[str, ...]:
@@ -27,37 +27,30 @@ def names_in_force(backend: str | None = None) -> tuple[str, ...]:
                 f"{backend!r} ({type(backend).__name__})"
             )
         return (backend,)
-    names = FORCED.get()
-    if names is not None:
-        return names
-    return _from_environment() if _environment_names is None else _environment_names
-
-
-_environment_names: tuple[str, ...] | None = None
+    names = FORCED.get(STATE.environment_names)
+    return _from_environment() if names is None else names
 
 
 def _from_environment() -> tuple[str, ...]:
     """Read ANYFLEX_BACKEND, at the first call."""
-    global _environment_names
     from anyflex.registry import environment
 
-    _environment_names = environment.backend_names()
-    return _environment_names
+    STATE.environment_names = environment.backend_names()
+    return STATE.environment_names
 
 
 def forget_environment() -> None:
     """Read ANYFLEX_BACKEND again at the next call: for tests."""
-    global _environment_names
-    _environment_names = None
+    STATE.environment_names = None
 
 
 def source_of(names: tuple[str, ...], explicit: str | None) -> str:
     """Return the source that forces `names`, for messages: ``"backend='cuda'"``."""
     if explicit is not None:
         return f"backend={explicit!r}"
-    if FORCED.get() is not None:
+    if FORCED.get(None) is not None:
         return f"use_backend({', '.join(map(repr, names))})"
     return f"ANYFLEX_BACKEND={','.join(names)}"
 
 
-cached_state.on_replaced(forget_environment)
+on_replaced(forget_environment)

@@ -38,7 +38,7 @@ class use_backend(ContextDecorator):
                     f"({type(name).__name__})"
                 )
         self.names = names
-        self._entered: list[tuple[int, Token[tuple[str, ...] | None]]] = []
+        self._entered: list[tuple[int, Token[tuple[str, ...]]]] = []
 
     def __enter__(self) -> use_backend:
         check_names(self.names, f"use_backend{self.names!r}")

@@ -90,9 +90,9 @@ def described(compiled: CompiledKernel, call: Call) -> str:
 
 
 def launched(compiled: CompiledKernel, call: Call) -> None:
-    """Tell the hook plugins of a launch, if some implement ``anyflex_launched``."""
+    """Tell the hook plugins of a launch. Call it where some implement ``anyflex_launched``."""
     hooks = STATE.hooks
-    if hooks is not None and hooks.listening:
+    if hooks is not None:
         hooks.launched(compiled.spec, compiled.backend.name, described(compiled, call))
 
 

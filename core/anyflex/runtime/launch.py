@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Outputs, Saved, TensorSpec
 from anyflex.errors import AllocationError, AnyflexError
+from anyflex.registry.cached_state import STATE
 from anyflex.runtime.backward_checks import check_backward
 from anyflex.runtime.compiled_kernel import kernel_failed, launched
 from anyflex.runtime.plan import Plan
@@ -100,7 +101,9 @@ def launch_forward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
-    launched(plan.compiled, call)
+    hooks = STATE.hooks
+    if hooks is not None and hooks.listening:
+        launched(plan.compiled, call)
     return outputs
 
 
@@ -191,7 +194,8 @@ def launch_backward(
         raise
     except (Exception, SystemExit) as error:
         raise kernel_failed(plan.compiled, error) from error
-    if plan.own_backward:
+    hooks = STATE.hooks
+    if plan.own_backward and hooks is not None and hooks.listening:
         launched(plan.compiled, call)
     if plan.casts:
         accumulators = [

@@ -20,14 +20,13 @@ from anyflex.mod_graph.simplify import simplify
 from anyflex.process.fork_safe_locks import free_in_child
 from anyflex.registry.cached_state import STATE
 from anyflex.registry.environment import check_indices
-from anyflex.registry.forced_backends import names_in_force
+from anyflex.registry.forced_backends import FORCED, names_in_force
 from anyflex.runtime.compiled_kernel import CompiledKernel
 from anyflex.runtime.kernel_cache import kernel_for
 from anyflex.runtime.op_request import write_request
 from anyflex.runtime.saved_for_backward import NOTHING
 from anyflex.runtime.scalar_specialization import Bound, bind_numbers, forget_numbers
 from anyflex.tensors.stand_in import Posed
-from anyflex.tensors.storage_checks import check_captured
 from anyflex.tensors.tensor_facts import architecture, determinism, memories, memory, q_class
 
 __all__ = ["Inputs", "Plan", "clear_plans", "plan_for", "spec_for"]
@@ -203,16 +202,20 @@ def plan_for(inputs: Inputs) -> Plan:
     """
     call = inputs.call
     query, key, value = call.query, call.key, call.value
-    if call.captured:
-        check_captured(call.captured, inputs.names)
-    history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
-    names = names_in_force(inputs.backend)
+    # What was seen of the numbers of these graph texts; both texts where they have none.
+    history: object = inputs.score, inputs.mask
+    bound: Bound = ()
+    if call.ints or call.floats:
+        history, bound = bind_numbers(inputs.score, inputs.mask, call.ints, call.floats)
+    names = None if inputs.backend is not None else FORCED.get(STATE.environment_names)
+    if names is None:
+        names = names_in_force(inputs.backend)
     views = call.mask
     dtype = query.dtype
-    layouts = memories(query, key, value)
+    layouts = memories(query, key, value, call.captured, inputs.names)
     shapes = query.shape, key.shape, value.shape
     facts = (
-        history,  # identifies both graph texts
+        history,
         bound,
         None if views is None else views.block_size,
         query.device,

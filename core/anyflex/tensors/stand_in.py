@@ -10,21 +10,21 @@ Posed = tuple[str, str]
 """Device that CPU tensors stand in for: its type and architecture."""
 
 # A plain global of the process: Dynamo, which traces its reader, puts a guard on it.
-_posed: Posed | None = None
+current: Posed | None = None
 
 
 def posed_as(device: torch.device) -> Posed | None:
     """Return the device that a tensor on `device` stands in for, or None for itself. On the hot
     path."""
-    return None if _posed is None or device.type != "cpu" else _posed
+    return None if current is None or device.type != "cpu" else current
 
 
 def posed_in_force() -> Posed | None:
     """Return the device that CPU tensors stand in for, or None."""
-    return _posed
+    return current
 
 
 def pose(posed: Posed | None) -> None:
     """Let CPU tensors stand in for another device: for `anyflex.testing.posing`."""
-    global _posed
-    _posed = posed
+    global current
+    current = posed

@@ -45,17 +45,9 @@ def check_captured(
     Raises:
         ArgumentError: one can't be read.
     """
-    for tensor in captured:
-        # `_is_usual` inlined: every attention with mods comes here.
-        try:
-            if type(tensor) in PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
-                storage = tensor.untyped_storage()
-                if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
-                    continue
-        except RuntimeError:  # torch's error where there is no storage, which the check reports
-            pass
-        position = next(i for i, other in enumerate(captured) if other is tensor)
-        check_readable(captured_name(position, names), tensor)
+    for position, tensor in enumerate(captured):
+        if not _is_usual(tensor):
+            _refuse(captured_name(position, names), tensor)
 
 
 def captured_name(position: int, names: tuple[Sequence[str], Sequence[str]]) -> str:

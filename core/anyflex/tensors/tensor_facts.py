@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from anyflex.tensors.storage_checks import PLAIN, check_readable, last_element
+from anyflex.tensors.storage_checks import (
+    PLAIN,
+    check_captured,
+    check_readable,
+    last_element,
+)
 from anyflex.tensors.torch_versions import dynamo_constant
 
 __all__ = [
@@ -71,14 +77,32 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int,
 
 
 def memories(
-    query: Tensor, key: Tensor, value: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: tuple[Tensor, ...],
+    names: tuple[Sequence[str], Sequence[str]],
 ) -> tuple[tuple[Alignment, bool], ...] | None:
     """Key that, together with dtype and head dims, determines `memory` of all three: `memory`
     itself, or None for the usual case.
 
+    Args:
+        captured, names: tensors that mods read, which are checked too; as for `check_captured`.
+
     Raises:
         ArgumentError: one of them can't be read (`anyflex.tensors.storage_checks`).
     """
+    for tensor in captured:
+        # `check_captured` of the usual tensor, without a call.
+        try:
+            if type(tensor) in PLAIN and (begin := tensor.data_ptr()) and tensor.is_contiguous():
+                storage = tensor.untyped_storage()
+                if begin + tensor.nbytes <= storage.data_ptr() + len(storage):
+                    continue
+        except RuntimeError:  # torch's error where there is no storage, which the check reports
+            pass
+        check_captured(captured, names)
+        break
     try:
         query_at, key_at, value_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
     except RuntimeError:  # torch's error where there is no storage

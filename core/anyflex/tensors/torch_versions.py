@@ -13,6 +13,8 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +36,7 @@ __all__ = [
     "batch_level",
     "break_graph",
     "dispatch_modes",
+    "dual_level",
     "dynamo_constant",
     "dynamo_name",
     "forward_mode_enabled",
@@ -51,7 +54,6 @@ __all__ = [
     "register_pytree_node",
     "release",
     "set_forward_mode",
-    "tangents_possible",
     "transform_stack",
     "version_counter",
     "without_modes",
@@ -266,9 +268,11 @@ def in_dual_level() -> bool:
     return _has_levels is not None and forward_ad._current_level != -1
 
 
-def tangents_possible() -> bool:
-    """Whether a tensor may have a tangent: `in_dual_level`, or nobody knows."""
-    return _has_levels is None or forward_ad._current_level != -1
+dual_level: Callable[[ModuleType], int] = (
+    (lambda module: 0) if _has_levels is None else attrgetter("_current_level")
+)
+"""Takes `torch.autograd.forward_ad`. Below 0 where no tensor can have a tangent; a function in C,
+since each call asks."""
 
 
 forward_mode_enabled: Callable[[], bool] = _find(

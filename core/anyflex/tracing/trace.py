@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -44,10 +45,11 @@ __all__ = ["TracedMod", "captured_name", "check_signature", "mod_kind", "trace_m
 INDICES = ("b", "h", "q_idx", "kv_idx")
 
 
+@dataclass(slots=True, eq=False)
 class TracedMod:
     """A traced mod as plain data.
 
-    Attributes:
+    Args:
         text: the raw graph; `anyflex.mod_graph.graph.parse_graph` reads it.
         captured: tensors that the graph's loads count into.
         ints, floats: values of its number slots, in order of appearance.
@@ -56,23 +58,12 @@ class TracedMod:
             tensor from it: it must be traced again at each call.
     """
 
-    __slots__ = ("captured", "depends_on_facts", "floats", "ints", "names", "text")
-
-    def __init__(
-        self,
-        text: str,
-        captured: list[Tensor],
-        ints: list[int],
-        floats: list[float],
-        names: list[str],
-        depends_on_facts: bool = False,
-    ) -> None:
-        self.text = text
-        self.captured = captured
-        self.ints = ints
-        self.floats = floats
-        self.names = names
-        self.depends_on_facts = depends_on_facts
+    text: str
+    captured: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+    names: list[str]
+    depends_on_facts: bool = False
 
 
 class TraceMode(TorchFunctionMode):

@@ -249,7 +249,7 @@ def traced(
     entry = _entries.get(key)
     tensors = reader.tensors
     if entry is not None:
-        captured = [tensors[i] for i in entry.positions]
+        captured = list(map(tensors.__getitem__, entry.positions))
         return TracedMod(entry.text, captured, entry.ints, entry.floats, entry.names)
     trace = _with_names(trace_mod(function, kind, score_dtype, device), function)
     positions = []

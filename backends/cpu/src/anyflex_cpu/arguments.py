@@ -117,7 +117,9 @@ class Arguments:
         query, key, value = call.query, call.key, call.value
         batch, heads, length, _ = query.shape
         _, kv_heads, kv_length, _ = key.shape
-        keys = self.keys
+        # One batch that serves all has stride 0.
+        keys = (0, *key.stride()[1:]) if self.shared else key.stride()
+        values = (0, *value.stride()[1:]) if self.shared else value.stride()
         _pack_tensors(
             block.memory,
             0,
@@ -131,30 +133,60 @@ class Arguments:
             *self.dims,
             query.data_ptr(),
             *query.stride(),
-            *keys(key),
-            *keys(value),
+            key.data_ptr(),
+            *keys,
+            value.data_ptr(),
+            *values,
             call.scale,
         )
-        # Without mask and mods the values from the block's creation hold for every call.
-        if not self.plain:
-            runs: tuple[int, ...] = _NO_RUNS
-            transposed: tuple[int, ...] = _NO_RUNS
-            if call.mask is not None:
-                runs = _runs(call.mask)
-                if backward:
-                    transposed = _runs(call.mask.transposed())
-            if self.reads:
-                self._write_table(call, block)
-            programs = self.narrow
-            if self.limited and (
-                batch > LIMITS.heads
-                or heads > LIMITS.heads
-                or length > LIMITS.length
-                or kv_length > LIMITS.length
-                or any(_extent(tensor) > LIMITS.captured for tensor in call.captured)
+        # Without mask and mods the values written when the block was made hold for every call.
+        if self.plain:
+            return
+        mask = call.mask
+        runs: tuple[int, ...] = _NO_RUNS
+        transposed: tuple[int, ...] = _NO_RUNS
+        if mask is not None:
+            grid_batch, grid_heads, edges = mask.shape
+            runs = (
+                mask.offsets.data_ptr(),
+                mask.runs.data_ptr(),
+                grid_batch,
+                grid_heads,
+                edges - 1,
+                mask.runs.shape[0],
+            )
+            if backward:
+                transposed = _runs(mask.transposed())
+        programs = self.narrow
+        wide = self.limited and (
+            batch > LIMITS.heads
+            or heads > LIMITS.heads
+            or length > LIMITS.length
+            or kv_length > LIMITS.length
+        )
+        if self.reads:
+            entries: list[object] = []
+            shapes: list[int] = []
+            for tensor, facts, addresses in zip(
+                call.captured, self.types, block.dims, strict=True
             ):
-                programs = self.programs.wide_addresses()
-            self.write_mods(block, programs, runs, transposed, call.index_offsets)
+                sizes, strides = tensor.shape, tensor.stride()
+                entries += (tensor.data_ptr(), *addresses, *facts)
+                shapes += sizes
+                shapes += strides
+                # Elements from the first to the last that the tensor addresses.
+                wide = wide or (self.limited and sum(map(mul, sizes, strides)) > LIMITS.captured)
+            self._table.pack_into(
+                block.memory,
+                _TABLE_AT,
+                *entries,
+                *shapes,
+                *call.ints[: self.ints],
+                *call.floats[: self.floats],
+            )
+        if wide:
+            programs = self.programs.wide_addresses()
+        self.write_mods(block, programs, runs, transposed, call.index_offsets)
 
     def write_mods(
         self,
@@ -178,22 +210,6 @@ class Arguments:
             self.shared,
         )
 
-    def _write_table(self, call: Call, block: Block) -> None:
-        entries: list[object] = []
-        shapes: list[int] = []
-        for tensor, facts, addresses in zip(call.captured, self.types, block.dims, strict=True):
-            entries += (tensor.data_ptr(), *addresses, *facts)
-            shapes += tensor.shape
-            shapes += tensor.stride()
-        self._table.pack_into(
-            block.memory,
-            _TABLE_AT,
-            *entries,
-            *shapes,
-            *call.ints[: self.ints],
-            *call.floats[: self.floats],
-        )
-
     def write_gradients(self, targets: Sequence[Tensor | None], block: Block) -> None:
         """Write into `block` where the captured tensors' gradients are summed."""
         addresses = [0 if each is None else each.data_ptr() for each in targets]
@@ -215,11 +231,6 @@ def tensor_values(tensor: Tensor) -> tuple[int, ...]:
 def shared_values(tensor: Tensor) -> tuple[int, ...]:
     """Return the values of af_tensor for one batch that serves all."""
     return (tensor.data_ptr(), 0, *tensor.stride()[1:])
-
-
-def _extent(tensor: Tensor) -> int:
-    """Number of elements from the first to the last that the tensor addresses."""
-    return sum(map(mul, tensor.shape, tensor.stride()))
 
 
 def _runs(views: MaskViews) -> tuple[int, ...]:
