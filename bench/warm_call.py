@@ -22,6 +22,7 @@ import anyflex
 __all__ = ["way"]
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("core", "backends")
 
 
 def way() -> list[tuple[str, str]]:
@@ -43,7 +44,7 @@ def way() -> list[tuple[str, str]]:
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         file = Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(ROOT) and file != Path(__file__):
+        if event == "call" and any(file.is_relative_to(ROOT / part) for part in PACKAGES):
             calls.append((str(file.relative_to(ROOT)), frame.f_code.co_name))
 
     sys.setprofile(profile)
