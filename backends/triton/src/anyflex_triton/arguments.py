@@ -56,8 +56,8 @@ BYTES = 16
 LEAST_COPIED = 4
 """Bytes of the smallest of NVIDIA's asynchronous copies."""
 _BLOCK_BYTES = 64
-"""Of Intel's 2D block loads: the least of a row and of the step from row to row, and what a base
-is a multiple of. Step, length and width have 24 bits."""
+"""Bytes of Intel's 2D block loads: the least of a row and of the step from row to row, and what a
+base is a multiple of. Step, length and width have 24 bits."""
 _KEPT = 4096
 """Shapes with strides whose answers are kept: a call asks again and again for the same few."""
 
@@ -97,8 +97,9 @@ def without_bools(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def alignment_of(tensor: Tensor) -> int:
-    """What `layout_of`, `is_blocked` and the like follow from, beside shape, strides and type: of
-    64 and the powers of two up to 16 the largest that a tensor's address is a multiple of."""
+    """Return the alignment that `layout_of`, `is_blocked` and the like follow from, beside shape,
+    strides and type: of 64 and the powers of two up to 16 the largest that a tensor's address is a
+    multiple of."""
     address = tensor.data_ptr()
     return math.gcd(address, BYTES) if address % _BLOCK_BYTES else _BLOCK_BYTES
 

@@ -82,7 +82,7 @@ class TritonBackend(Backend):
         return Accepted()
 
     def notes(self) -> list[str]:
-        """What doctor says beside the state: which Tritons the kernels were tried with."""
+        """Return what doctor says beside the state: which Tritons the kernels were tried with."""
         installed = _installed_tritons()
         here = f"; here is {', '.join(installed)}" if installed else ""
         return [f"tried with Triton {TRIED}{here}"]
@@ -92,8 +92,8 @@ class TritonBackend(Backend):
         return (0 if dtype is torch.float32 else dtype.itemsize, 8)
 
     def fingerprint(self) -> str:
-        """Part of the disk cache's key: what other sources have written isn't found, nor what was
-        found fastest for other kernels."""
+        """Return a part of the disk cache's key: kernels of other sources aren't found, nor what
+        was found fastest for them."""
         sources = checksum_of(Path(__file__).parent)
         return f"{', '.join(_installed_tritons()) or 'triton unknown'}, sources {sources:x}"
 
@@ -115,7 +115,7 @@ class TritonBackend(Backend):
         return milliseconds(launch)
 
     def supports(self, spec: Spec) -> Decision:
-        """As declared, on GPUs that Triton compiles for."""
+        """Take what is declared, on GPUs that Triton compiles for."""
         decision = super().supports(spec)
         if isinstance(decision, Rejected) or not spec.arch.startswith("sm_"):
             return decision

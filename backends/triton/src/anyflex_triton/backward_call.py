@@ -1,4 +1,4 @@
-"""What backward launches: rows' values, dK and dV, then dQ and captured tensors' gradients.
+"""Launches of backward: rows' values, dK and dV, then dQ and captured tensors' gradients.
 
 Those that repeat bit for bit take more launches: deterministic_captured_grads.py.
 """
@@ -57,16 +57,16 @@ __all__ = [
 _OF_CALL = frozenset(
     ("tables", "ints", "floats", "totals", "shifts", "scale", "mask_strides", "key_mask_strides")
 )
-"""Arguments of any backward's kernels that don't follow from shapes, strides and alignment, beside
-tensors."""
+"""Arguments of backward's kernels, beside tensors, that don't follow from shapes, strides and
+alignment."""
 
 
 def expected_backward(
     spec: Spec, call: Call, out: Outputs, workspace: Sequence[TensorSpec]
 ) -> tuple[Saved, GradInputs, Grads]:
-    """What backward will be given if the gradient that comes in is laid out as out is, and those
-    that go out as query, key, value and captured tensors are. Nothing of it may be read: it is for
-    knowing programs, before there is a backward.
+    """Return what backward will be given if the incoming gradient is laid out as out, and the
+    outgoing ones as query, key, value and captured tensors. Nothing of it may be read: it tells
+    which programs backward will launch, before there is a backward.
 
     Args:
         out: of forward, with lse.
@@ -93,8 +93,8 @@ def expected_backward(
 def backward_key(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads
 ) -> tuple[object, ...]:
-    """What backward's launches follow from beside a call's shapes and strides, where their configs
-    aren't timed and their workspace is rows' values alone."""
+    """Return what determines backward's launches beside a call's shapes and strides, where their
+    configs aren't timed and their workspace is rows' values alone."""
     layouts = [
         None if tensor is None else (tensor.stride(), alignment_of(tensor))
         for tensor in (saved.out, *saved.extras, grad.dout, grads.dq, grads.dk, grads.dv)
@@ -122,8 +122,8 @@ def fixed_launches(launches: Sequence[Launch]) -> list[FixedLaunch]:
 def backward_values(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, grads: Grads, row_values: Tensor
 ) -> dict[str, object]:
-    """What is a call's own of what backward's kernels take. What one of them calls a name is the
-    same to another, but for the mask's rows."""
+    """Return the arguments of backward's kernels that differ from call to call. A name means the
+    same in all of them except the mask's rows."""
     query = call.query
     rest, tops = kept_of(saved.extras)
     values = made.common_values(call, None if call.mask is None else mask_rows(call.mask))
@@ -178,7 +178,8 @@ def _value_places(row_values: Tensor) -> dict[str, object]:
 def rows_launch(
     made: Programs, call: Call, saved: Saved, grad: GradInputs, row_values: Tensor
 ) -> Launch:
-    """What fills row_values [4, B, Hq, L or more], float32; where dV alone is wanted [3, ...]."""
+    """Return the launch that fills row_values [4, B, Hq, L or more], float32; [3, ...] where dV
+    alone is wanted."""
     spec = made.spec
     rest, tops = kept_of(saved.extras)
     scored = made.mods(call, False).score_mod is not None
@@ -254,7 +255,7 @@ def keys_launch(
     rows: MaskRows | None,
     config: Config,
 ) -> Launch:
-    """What fills grads.dk and grads.dv; `rows` are the transposed mask's."""
+    """Return the launch that fills grads.dk and grads.dv; `rows` are the transposed mask's."""
     spec = made.spec
     dk, dv = grads.dk, grads.dv
     layouts = (
@@ -360,7 +361,7 @@ def queries_launch(
     sums: Sums = "floats",
     follows_keys: bool = False,
 ) -> Launch:
-    """What fills dq, and adds to the captured tensors' gradients.
+    """Return the launch that fills dq, and adds to the captured tensors' gradients.
 
     Args:
         totals, sums: as in `operations.accumulate`.

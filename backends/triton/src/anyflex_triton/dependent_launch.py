@@ -35,7 +35,7 @@ __all__ = ["await_earlier", "let_next_begin", "overlapping", "overlaps"]
 
 _TARGETS = frozenset({"hopper", "blackwell"})
 _DRIVER = 12030
-"""CUDA 12.3: graphs record such launches since."""
+"""CUDA 12.3, the first whose graphs record such launches."""
 
 
 def overlaps(target: Target) -> bool:
@@ -45,7 +45,7 @@ def overlaps(target: Target) -> bool:
 
 @lru_cache
 def _driver_version() -> int:
-    """Of NVIDIA's driver; where there is none kernels are compiled only, for any."""
+    """Return the version of NVIDIA's driver, or `_DRIVER` where kernels are only compiled."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -26,8 +26,9 @@ _BLOCK = 1024
 
 
 def integer_specs(made: Programs, call: Call) -> tuple[TensorSpec, ...]:
-    """The workspace: for the elements of each learning tensor integers, then the largest addition,
-    then how many. Nothing where no gradient of a captured tensor has to repeat."""
+    """Return the workspace: for the elements of each learning tensor integers, then the largest
+    addition, then the number of additions. It is empty where no gradient of a captured tensor has
+    to repeat."""
     if made.spec.determinism == "off" or not made.learned:
         return ()
     return tuple(
@@ -47,7 +48,11 @@ def repeatable_launches(
     rows: MaskRows | None,
     workspace: Sequence[Tensor],
 ) -> list[Launch]:
-    """What fills dq and adds to `totals`, float32, with the workspace of `integer_specs`."""
+    """Return the launches that fill dq and add to `totals`, float32.
+
+    Args:
+        workspace: of `integer_specs`.
+    """
     places = (*totals, *workspace)
     config = made.config("queries")
     key = ("totals",)

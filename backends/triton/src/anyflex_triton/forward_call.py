@@ -50,9 +50,10 @@ NeededNext = Callable[[Call, Outputs], Sequence[Program]]
 """Programs that will be needed after a call's forward."""
 
 _PROGRAMS_A_CORE = 2
-"""That decode. With more an H200 took 5 to 15 % longer, for some run when the others are done."""
+"""Programs a core that decode. With more an H200 took 5 to 15 % longer, because some run when the
+others are done."""
 _LEAST_SPLIT = 256
-"""Keys: a shorter split isn't worth its combination."""
+"""Least number of keys of a split; a shorter one isn't worth its combination."""
 
 
 def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
@@ -66,7 +67,7 @@ def packed_heads(spec: Spec, mask: tuple[int, ...] | None) -> int:
 
 
 def mask_shape(call: Call) -> tuple[int, ...] | None:
-    """Of the mask's offsets, or None."""
+    """Return the shape of the mask's offsets, or None."""
     return None if call.mask is None else call.mask.shape
 
 
@@ -144,7 +145,7 @@ def compile_with_next(
         return
 
     def begin_next() -> None:
-        # What can't be had now is asked for again, and raised, by the call that needs it.
+        # The call that needs these programs asks for them again, and raises what fails here.
         with contextlib.suppress(Exception):
             begin_compiling(needed_next(call, out), driver.active.get_current_target())
 

@@ -33,7 +33,8 @@ def load_module(text: str) -> ModuleType:
         if found is not None:
             return found
         path = _folder() / f"{name}.py"
-        # Beside and at once: a forked child has the folder of its parent, who may be reading.
+        # Written beside and renamed: a forked child shares the folder with its parent, who may be
+        # reading.
         beside = path.with_suffix(f".{os.getpid()}")
         beside.write_text(text)
         beside.replace(path)

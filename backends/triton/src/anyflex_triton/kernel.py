@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["TritonKernel", "cut"]
 
 _SHORT_ROWS = 64
-"""Up to so many query rows of a key head are decoded."""
+"""Calls with at most this many query rows per KV head use the decode kernel."""
 _SHAPES = 1024
-"""Of calls, for which it is kept what memory they take beside their results."""
+"""LRU size of the workspace-shape cache, in call shapes."""
 
 
 class TritonKernel(Kernel):
@@ -102,8 +102,8 @@ class TritonKernel(Kernel):
         return mask is None or length <= self.spec.block_size[0]
 
     def saved_outputs(self, call: Call) -> tuple[TensorSpec, ...]:
-        """What rounding took from out, if anything: backward's delta needs those digits. And each
-        row's largest score, and its sum: weights of rows with huge scores need these."""
+        """Return the rounding residual of out, if any, which backward's delta needs, and each
+        row's row_max and row_sum, which weights of rows with huge scores need."""
         return self._saved(call.query.shape)
 
     def _saved_outputs(self, query: tuple[int, ...]) -> tuple[TensorSpec, ...]:
@@ -216,7 +216,7 @@ class TritonKernel(Kernel):
     def _backward_launches(
         self, call: Call, saved: Saved, grad: GradInputs, grads: Grads
     ) -> list[Launch]:
-        """What fills `grads`, of tensors that aren't empty."""
+        """Return the launches that fill `grads`, of tensors that aren't empty."""
         dout = grad.dout
         made = self._made
         row_values, *rest = grads.workspace

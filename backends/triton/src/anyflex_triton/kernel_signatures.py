@@ -1,4 +1,4 @@
-"""What a spec's kernels are compiled with and given, and the programs that exist so far."""
+"""Signatures of a spec's kernels: types, constants and configs, and the programs made so far."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ T = TypeVar("T")
 _KEPT = 64
 """Maximum number of keys that calls of the same shapes keep: configs, and layouts of tensors."""
 _HEAD_GROUP_BYTES = 16 << 20
-"""What the heads that run at a time read again and again: a part of the second cache."""
+"""Bytes that the heads running at a time read again and again: a part of the L2 cache."""
 _HEADS_AT_A_TIME = 8
-"""At most. 16 MiB hold more short heads than run at once: other heads' tiles then evict what a
-head's tiles share before its next one reads it. Measured on H100s alone:
-`bench/results/h100_cuda.md`."""
+"""Maximum number of heads that run at a time. 16 MiB hold more short heads than run at once: other
+heads' tiles then evict what a head's tiles share before its next one reads it. Measured on H100s
+alone: `bench/results/h100_cuda.md`."""
 _LARGEST_CAP = 256.0
 """The sum of `cap_factors` up to which a call is coarse: 5e-7 times it, what
 `operations.tanh_capped` is then off, is a quarter of what rounding to float16 may take from a
@@ -91,11 +91,11 @@ _OPTION_NAMES: dict[KernelName, tuple[str, str, str, str]] = {
     "keys": ("dkv_block_m", "dkv_block_n", "backward_num_warps", "backward_num_stages"),
     "queries": ("dq_block_m", "dq_block_n", "backward_num_warps", "backward_num_stages"),
 }
-"""What users call a kernel's block_m, block_n, num_warps and num_stages."""
+"""Names of users' options for a kernel's block_m, block_n, num_warps and num_stages."""
 Describer = Literal["host", "kernel"]
-"""Who makes the descriptors that a kernel loads tiles by: they are arguments, or its own."""
+"""Side that makes the descriptors of a kernel's loads: the host, as arguments, or the kernel."""
 _KEYS = 3
-"""Of `direct_reads`' arguments, kv_idx."""
+"""Index of kv_idx among `direct_reads`' arguments."""
 _DESCRIBING = frozenset({"hopper", "blackwell", "interpreter"})
 """Targets whose tensor descriptors are faster than pointers, where they are arguments."""
 
@@ -115,7 +115,7 @@ def columns_of_part(dim: int) -> int:
 
 
 class MaskRows(NamedTuple):
-    """A block mask's runs as kernels read them: mask_refinement.py.
+    """A block mask's runs as kernels read them (`mask_refinement`).
 
     Args:
         offsets, ends: int32, where in `runs` those of a row of blocks begin and end; batch entries
@@ -202,9 +202,9 @@ class Programs:
     """
 
     made_as: ClassVar[type[Program]] = Program
-    """What compiles and launches kernels."""
+    """Class that compiles and launches kernels."""
     most_heads: int | None = _HEADS_AT_A_TIME
-    """Of `head_group`: key heads that run at a time, at most; None: 16 MiB alone limit them."""
+    """Maximum number of key heads that run at a time; None: as many as 16 MiB hold."""
 
     def __init__(
         self,
@@ -266,12 +266,12 @@ class Programs:
         self.wants_delta = spec.gradients != ("v",) or bool(self.learned)
 
     def config(self, name: KernelName) -> Config:
-        """What a kernel is compiled with where nothing was timed."""
+        """Return what a kernel is compiled with where nothing was timed."""
         return self.configs(name)[0]
 
     def configs(self, name: KernelName) -> tuple[Config, ...]:
-        """What a kernel is compiled with where nothing was timed, then what autotuning tries
-        beside it."""
+        """Return what a kernel is compiled with where nothing was timed, then what autotuning
+        tries beside it."""
         found = self._configs.get(name)
         if found is None:
             first = self._allowed(name, config_for(self.target, name, self._traits))
@@ -291,7 +291,7 @@ class Programs:
         return len(self.configs(name)) > 1
 
     def tuned(self, name: KernelName, call: Call) -> Config | None:
-        """What was found to be the fastest for such calls, if that is asked for and known."""
+        """Return the config that was found the fastest for such calls, if asked for and known."""
         if self.tuner is None or not self.tunes(name):
             return None
         return self.tuner.known(name, call, self.configs(name))
@@ -380,12 +380,12 @@ class Programs:
     def mods_key(
         self, call: Call, even: bool, sums: Sums = "floats"
     ) -> tuple[bool, bool, bool, bool, Sums]:
-        """What tells the call's mods from the spec's others; arguments of `mods`."""
+        """Return what tells the call's mods from the spec's others: the arguments of `mods`."""
         # Most calls capture nothing and cap nothing.
         within = even and bool(call.captured) and self._is_within(call)
         coarse = self.is_coarse(call)
         short = self._may_be_short and self._is_short(call)
-        # As float32, and times a little.
+        # Both bounds leave room in float32 for small factors.
         plain = 2.0**-100 < call.scale < 2.0**100
         return (within, coarse, short, plain, sums)
 
@@ -402,12 +402,12 @@ class Programs:
         return sum(map(abs, factors)) <= _LARGEST_CAP
 
     def _is_short(self, call: Call) -> bool:
-        """As `source_for` asks."""
+        """Return ``short`` of `source_for`."""
         ends = zip(call.index_offsets[2:], (call.query.shape[2], call.key.shape[2]), strict=True)
         return all(first >= 0 and first + count <= 1 << 24 for first, count in ends)
 
     def _is_within(self, call: Call) -> bool:
-        """As `source_for` asks."""
+        """Return ``within`` of `source_for`."""
         batch, heads, rows = call.query.shape[:3]
         counts = (batch, heads, rows, call.key.shape[2])
         offsets = call.index_offsets
@@ -457,7 +457,7 @@ class Programs:
         return dict.fromkeys(names, pointer_type(self.spec.dtype))
 
     def describer(self, *tensors: Tensor) -> Describer | None:
-        """Who can make descriptors of these tensors that the target loads faster by, if any."""
+        """Return who can make descriptors that make these tensors' loads faster, if anybody."""
         # Products of float32 read their tiles into registers, whose layout isn't a descriptor's.
         fits = self.target == "interpreter" or self.spec.dtype.itemsize == 2
         if fits and self.target in _DESCRIBING and all(map(_is_described, tensors)):
@@ -465,7 +465,7 @@ class Programs:
         return self.own_describer(*tensors)
 
     def own_describer(self, *tensors: Tensor) -> Literal["kernel"] | None:
-        """As `describer`, where descriptors as arguments are no faster."""
+        """Return `describer` where descriptors as arguments are no faster."""
         # Intel's compiler makes 2D block loads of those that a kernel makes itself.
         if self.target == "xpu" and all(map(is_blocked, tensors)):
             return "kernel"
@@ -518,7 +518,7 @@ class Programs:
         return values
 
     def mod_values(self, call: Call) -> dict[str, object]:
-        """What mods are given."""
+        """Return the arguments of mods."""
         types = self.common_types
         tables, ints = call.captured, call.ints
         if tables:

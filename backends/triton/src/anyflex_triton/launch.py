@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 
 
 class FixedLaunch(NamedTuple):
-    """What the launches of calls have in common whose tensors have the same shapes, strides and
+    """Common part of the launches of calls whose tensors have the same shapes, strides and
     alignment.
 
     Args:

@@ -23,13 +23,13 @@ from anyflex_triton.program import Options
 __all__ = ["Tiled", "finer_specs", "mask_rows", "rows_for"]
 
 _MOST_BYTES = 64 << 20
-"""Of finer runs: room for a run of each tile, which no mask needs."""
+"""Maximum bytes of finer runs: room for a run of each tile, which no mask needs."""
 _LEAST_PAIRS = 1 << 28
-"""Of queries and keys in all heads: fewer take less time than two more kernels."""
+"""Least number of query-key pairs in all heads: fewer take less time than two kernels more."""
 _MOST_RUNS = 16
-"""Of a row, on average: each program that decides a part of a row looks at all of them."""
+"""Maximum average number of runs of a row: each program that decides a part looks at all."""
 _KINDS_CHUNK = 8
-"""Tiles of a row that one program decides, one after the other."""
+"""Number of a row's tiles that one program decides, one after the other."""
 _RUNS_CHUNK = 256
 
 Tiled = Literal["forward", "keys", "queries"]
@@ -37,7 +37,7 @@ Tiled = Literal["forward", "keys", "queries"]
 
 
 def mask_rows(views: MaskViews) -> MaskRows:
-    """The mask's own."""
+    """Return the mask's own rows."""
     if views.offsets.is_contiguous():
         return views.once("anyflex_triton.rows", MaskRows, partial(_own_rows, views))
     # A copy is made for each call: offsets may be written again in place.
@@ -52,7 +52,7 @@ def _own_rows(views: MaskViews) -> MaskRows:
 
 
 def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, ...]:
-    """The workspace of finer runs: nothing where the mask stays as it is."""
+    """Return the workspace of finer runs; it is empty where the mask stays as it is."""
     if not made.is_finer or call.mask is None or call.mask.shape[:2] != (1, 1):
         return ()
     batch, heads, length = call.query.shape[:3]
@@ -87,7 +87,7 @@ def finer_specs(made: Programs, call: Call, kernel: Tiled) -> tuple[TensorSpec, 
 def _finer(
     made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows, list[Launch]]:
-    """The runs of blocks that are a kernel's tiles, and what makes them.
+    """Return the runs of blocks that are a kernel's tiles, and the launches that make them.
 
     Args:
         workspace: of `finer_specs`.
@@ -167,7 +167,7 @@ def _finer(
 def rows_for(
     made: Programs, call: Call, kernel: Tiled, workspace: Sequence[Tensor]
 ) -> tuple[MaskRows | None, list[Launch]]:
-    """What a kernel reads of the mask, and what has to run before it.
+    """Return the mask's rows that a kernel reads, and the launches that have to run before it.
 
     Args:
         workspace: of `finer_specs`, or nothing.

@@ -39,7 +39,7 @@ class FixedArguments:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], without: Collection[str]) -> FixedArguments:
-        """Those of all values that are neither tensors nor named in `without`."""
+        """Return those of all values that are neither tensors nor named in `without`."""
         return cls(
             {
                 name: (value.shape, value.strides, value.block_shape)

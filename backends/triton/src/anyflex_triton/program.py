@@ -76,7 +76,7 @@ class TellsFrontEnd:
 
 
 class Source(TellsFrontEnd, ASTSource):  # type: ignore[misc]
-    """What ``triton.compile`` takes."""
+    """Source of a kernel, as ``triton.compile`` takes it."""
 
 
 class Program:

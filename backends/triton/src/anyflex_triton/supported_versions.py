@@ -1,5 +1,7 @@
-"""Which Tritons the kernels were tried with. Those in Gluon aren't taken with another: Gluon isn't
-stable, and changes names."""
+"""Triton versions that the kernels were tried with.
+
+Kernels in Gluon aren't taken with another version: Gluon isn't stable, and changes names.
+"""
 
 from __future__ import annotations
 
