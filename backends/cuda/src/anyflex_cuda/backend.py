@@ -44,8 +44,8 @@ class CudaBackend(TritonBackend):
         return super().probe()
 
     def notes(self) -> list[str]:
-        """What doctor says beside the state: which Tritons were tried, and what Hopper's and
-        Blackwell's kernels aren't taken for."""
+        """Return what doctor says beside the state: which Tritons were tried, and what Hopper's
+        and Blackwell's kernels aren't taken for."""
         lines = super().notes() + [line for line in (unread_value(),) if line is not None]
         try:
             # Damaged metadata names none.

@@ -1,4 +1,4 @@
-"""What Hopper's backward launches: rows' values, dK with dV and sums of dQ, the rest.
+"""Launches of Hopper's backward: rows' values, dK with dV and sums of dQ, the rest.
 
 dQ and captured tensors' gradients are added up in float32 by whichever program comes first, so
 that they may differ from run to run in their last bits. Where sums must repeat the portable pass
@@ -65,10 +65,10 @@ __all__ = [
 _KEYS = hopper_backward.KEYS
 _ROWS_PADDED = 128
 _SUMMED_ROWS = 64
-"""Whose sums of dQ lie together, and are looked at together."""
+"""Query rows whose sums of dQ lie together, and are looked at together."""
 _REPAIRED_KEYS = 32
 _LOOKED_AT = 128
-"""Tiles, by a program that has to find those that aren't finite."""
+"""Tiles that a program looks at to find the non-finite ones."""
 _WIDTHS = (64, 128)
 DYNAMIC = True
 """A program takes the next tile that no other has; else every n-th of n programs."""
@@ -122,8 +122,8 @@ def _adds_captured(spec: Spec) -> bool:
 
 
 def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
-    """What the portable pass over query rows makes of a backward that is otherwise Hopper's:
-    ``dq``, ``captured``, both or nothing.
+    """Return what the portable pass over query rows makes of a backward that is otherwise
+    Hopper's: ``dq``, ``captured``, both or nothing.
 
     Args:
         want_dq: of `makes_dq`.
@@ -140,7 +140,7 @@ def portable_gradients(spec: Spec, want_dq: bool) -> tuple[str, ...]:
 _HANDED_OVER, _HANDED_OVER_WIDE = 512, 2688
 """`_handed_over` beside steps of 128 query rows, and beside tiles of 256 columns."""
 _DESCRIBED = ("query", "key", "value", "dout", "dq", "dk", "dv")
-"""Of tiles with two parts each has two descriptors."""
+"""Tensors with descriptors: two each where tiles have two parts."""
 
 
 def _handed_over(spec: Spec) -> int:
@@ -180,14 +180,14 @@ class Work(NamedTuple):
 
 
 def _key_tiles(spec: Spec, keys: int) -> int:
-    """Of 64 keys each, which are looked at together."""
+    """Return the number of tiles of 64 keys, each of which is looked at as one."""
     return -(-keys // 64) if is_wide(spec) else -(-keys // _KEYS) * 2
 
 
 def backward_workspace(
     spec: Spec, want_dq: bool, query: tuple[int, ...], key: tuple[int, ...]
 ) -> tuple[TensorSpec, ...]:
-    """What `work_of` takes.
+    """Return what `work_of` takes.
 
     Args:
         want_dq: of `makes_dq`.
@@ -225,8 +225,8 @@ def hopper_launches(
     grads: Grads,
     work: Work,
 ) -> list[Launch]:
-    """What fills grads.dk and grads.dv, and where `makes_dq` grads.dq and grads.captured;
-    `work.row_values` serves the portable pass over query rows too.
+    """Return the launches that fill grads.dk, grads.dv, and where `makes_dq` grads.dq and
+    grads.captured; `work.row_values` serves the portable pass over query rows too.
 
     Args:
         grad: its dout `is_boxed`.
@@ -246,8 +246,8 @@ def hopper_launches(
 
 
 def _layout_of_call(saved: Saved, grad: GradInputs, grads: Grads) -> tuple[object, ...] | None:
-    """What launches follow from, beside a call's shapes and strides, its tensors and its numbers;
-    None where some pointer isn't a multiple of 16 bytes."""
+    """Return what launches follow from beside a call's shapes and strides, its tensors and its
+    numbers; None where some pointer isn't a multiple of 16 bytes."""
     found: list[object] = [
         grad.delta is None, None if grad.dlse is None else grad.dlse.stride(),
     ]  # fmt: skip
@@ -284,7 +284,8 @@ def _launches_again(
     )  # fmt: skip
     # Descriptors of a tile's second part.
     values.update({f"{name}_2": values[name] for name in _DESCRIBED})
-    # It reads the mask's transposed rows under the names that others have for its rows.
+    # The main kernel reads the mask's transposed rows under the names that others have for its
+    # rows.
     main = wide_function(False) if is_wide(made.spec) else hopper_backward.backward_kernel
     of_main = {**values, **of_keys}
     return [each.launch(of_main if each.program.function is main else values) for each in fixed]
@@ -297,8 +298,8 @@ def backward_programs(
     out: Outputs,
     workspace: Sequence[TensorSpec],
 ) -> list[Program]:
-    """What `hopper_launches` will launch for a call if the gradient that comes in is laid out as
-    out is, and those that go out as query, key and value are.
+    """Return the programs that `hopper_launches` will launch for a call if the gradient that comes
+    in is laid out as out is, and those that go out as query, key and value are.
 
     Args:
         out: of the call's forward.

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _ROWS = 128
-"""Of a group."""
+"""Query rows of a group of warps."""
 BLOCK_M = 2 * _ROWS
 """Query rows of a tile."""
 
@@ -94,12 +94,12 @@ def program_for(
 
 
 def _columns(dim: int) -> int:
-    """Of a tile. Hopper's two parts of 96 haven't been tried."""
+    """Return a tile's columns. Hopper's two parts of 96 haven't been tried."""
     return 64 if dim <= 64 else 128
 
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
-    """What one load or store moves, by names of descriptors."""
+    """Return what one load or store moves, by names of descriptors."""
     d, dv = _columns(spec.head_dim), _columns(spec.value_head_dim)
     return {
         "q_desc": (1, 1, _ROWS, d),

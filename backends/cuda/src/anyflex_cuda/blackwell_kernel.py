@@ -63,8 +63,8 @@ class BlackwellKernel(TritonKernel):
         return f"blackwell {tiles}, never run by the project{backward}"
 
     def _fit(self, call: Call) -> Fit | None:
-        """What Blackwell's forward needs to know of a call's tensors, or None where it doesn't
-        take the call."""
+        """Return what Blackwell's forward needs to know of a call's tensors, or None where it
+        doesn't take the call."""
         if self._refused is not None or self._decodes(call):
             return None
         return self._blackwell.kept_fit(call, self._fit_of)
@@ -88,7 +88,7 @@ class BlackwellKernel(TritonKernel):
     def workspace(
         self, call: Call, direction: Literal["forward", "backward"]
     ) -> tuple[TensorSpec, ...]:
-        """Of Blackwell's forward a counter, or nothing; else as the portable kernels'."""
+        """Return a counter or nothing for Blackwell's forward, else the portable kernels'."""
         fit = self._fit(call) if direction == "forward" else None
         if fit is not None:
             return fit.workspace

@@ -50,16 +50,16 @@ __all__ = [
 _LEAST_SHARE = 128
 """Keys: a shorter share isn't worth its place among a unit's sums."""
 _FEW_PARTS, _MOST_PARTS = 16, 64
-"""Of a unit, that are added up at a time: what a warp has room for, and what four have. No other
-numbers, for each is a kernel of its own."""
+"""Parts of a unit that are added up at a time: what a warp has room for, and what four have. No
+other numbers, for each is a kernel of its own."""
 _MOST_ADDED = 320
 """Rows of a unit's parts that one program adds up: of 128 columns it reads 160 KB in 2 us or 3,
 which is what another kernel takes to begin."""
 _ALIGNED_PROGRAMS = 15 / 16
-"""Of all that there is room for: so many are enough, if then fewer shares cross the ends of
-units."""
+"""Share of the programs that there is room for: so many are enough, if then fewer shares cross the
+ends of units."""
 _MARK = secrets.randbelow(1 << 46) * decode_parts.MOST_COUNTED.value
-"""`decode_parts.begin_count`'s: that memory holds it by chance is as good as impossible."""
+"""Mark of `decode_parts.begin_count`, random: memory as good as never holds it by chance."""
 
 
 class DecodeTiles(NamedTuple):
@@ -77,7 +77,7 @@ class DecodeTiles(NamedTuple):
 
     @property
     def most_registers(self) -> int:
-        """Of a thread when a program begins: its 8 warps share what they are given."""
+        """Registers of a thread when a program begins: its 8 warps share what they are given."""
         return min(255, (1 << 16) // (256 * self.programs)) // 8 * 8
 
 
@@ -92,7 +92,7 @@ def _width(spec: Spec) -> int:
 
 
 def _columns(dim: int) -> int:
-    """Of a tile in shared memory, and of a product."""
+    """Return the columns of a tile in shared memory, and of a product."""
     return 64 if dim <= 64 else 128
 
 
@@ -128,7 +128,7 @@ def _units(query: Lengths, key: Lengths) -> int:
 
 
 def _most_steps(spec: Spec, tiles: DecodeTiles, key: Lengths) -> int:
-    """Of a unit: known before the mask is read."""
+    """Return the most steps of a unit, known before the mask is read."""
     keys = key[2]
     steps = -(-keys // tiles.block_n)
     if spec.mask_kind == "runs" and spec.block_size[1] % tiles.block_n:
@@ -138,7 +138,7 @@ def _most_steps(spec: Spec, tiles: DecodeTiles, key: Lengths) -> int:
 
 
 class DecodeFit(NamedTuple):
-    """What follows from shapes and strides alone, of whichever call and mask.
+    """Return what follows from shapes and strides alone, of whichever call and mask.
 
     Args:
         workspace: counts, values and sums of units' parts; how many steps a mask leaves, and
@@ -236,7 +236,7 @@ def decode_fit_of(
 
 
 def _with_out(values: Mapping[str, object], out: Layout) -> FixedArguments:
-    """As `DecodeFit.fixed`."""
+    """Return `DecodeFit.fixed` for a layout of out."""
     return FixedArguments({**values, "o_strides": out.strides}, DESCRIBED)
 
 
@@ -248,7 +248,7 @@ def _aligned(programs: int, units: int, most: int) -> int:
         most: steps of a unit.
     """
     if units <= programs:
-        # As few as have shares as long.
+        # The fewest programs whose shares are as long.
         longest = -(-most // (programs // units))
         found = -(-most // longest) * units
     else:
@@ -348,7 +348,7 @@ def launch_decode(
         made, tiles, fit.plan, mods.key, mods.score_mod, mods.mask_mod, fit.adds, o_layout.unit,
         *wanted,
     )  # fmt: skip
-    # Of all kernels: what one of them calls a name is the same to another.
+    # One dict serves all kernels: a name means the same in each of them.
     values = made.mod_values(call)
     values["query"] = call.query
     values["key"] = call.key

@@ -52,24 +52,24 @@ __all__ = [
 ]
 
 _ROWS = 64
-"""Of a consumer."""
+"""Query rows of a consumer warpgroup."""
 OUTS = 8
-"""Layouts of outputs that are kept for each fit, forward's with the mods: core allocates outputs
-by the query's layout."""
+"""Maximum number of layouts of outputs that a fit keeps, forward's with the mods: core allocates
+outputs by the query's layout."""
 
 _COUNTER = (TensorSpec((1,), torch.int32, zeroed=True),)
-"""Of tiles, where programs take more than one: to allocate it and to set it to zero are two more
-calls of the driver."""
+"""Counter of tiles, where programs take more than one: to allocate it and to set it to zero are
+two more calls of the driver."""
 
 DESCRIBED = {
     f"{letter}{part}_desc": name
     for letter, name in zip("qkvor", ("query", "key", "value", "out", "rest"), strict=True)
     for part in ("", "2")
 }
-"""Whose tensors the descriptors are, of columns' first and second part."""
+"""Name of a descriptor, of columns' first or second part -> name of its tensor."""
 
 Lengths = tuple[int, ...]
-"""Of a tensor's dimensions, or from one element of each to the next."""
+"""Shape or strides of a tensor."""
 
 
 class Tiles(NamedTuple):
@@ -194,7 +194,7 @@ def parts_of(dim: int) -> tuple[int, ...]:
 
 
 def value_parts_of(spec: Spec) -> tuple[int, ...]:
-    """Those of values and of out."""
+    """Return the parts of values and of out."""
     if spec.value_head_dim > 128:
         # Out must have the queries' room.
         return parts_of(spec.head_dim)
@@ -224,7 +224,7 @@ def boxed_arguments(
     """(types, constants) that forward's kernels in Gluon have in common. Arguments as of
     `program_for`; boxes of `boxes_for`."""
     spec = made.spec
-    # What isn't there has no descriptor: to encode one takes the host a microsecond.
+    # A missing part has no descriptor: to encode one takes the host a microsecond.
     absent = [] if rest else [*_descriptors_of("rest", boxes), "rest", "r_strides", "tops"]
     if spec.mask_kind == "none":
         absent += ["tile_order", "order_strides", "ordered"]
@@ -311,7 +311,7 @@ def program_for(
 
 
 def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
-    """What one load or store moves, by names of descriptors."""
+    """Return what one load or store moves, by names of descriptors."""
     parts = parts_of(spec.head_dim)
     value_parts = value_parts_of(spec)
     return {
@@ -325,7 +325,7 @@ def boxes_for(tiles: Tiles, spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 class Fit(NamedTuple):
-    """What follows from shapes and strides alone, of whichever call and mask.
+    """Return what follows from shapes and strides alone, of whichever call and mask.
 
     Args:
         programs: take the tiles of all heads.
@@ -400,7 +400,7 @@ def _with_out(
     values: Mapping[str, object], shape: Lengths, size: int, boxes: Mapping[str, Lengths],
     strides: Lengths, rest_strides: Lengths | None,
 ) -> FixedArguments:  # fmt: skip
-    """As `Fit.fixed`.
+    """Return `Fit.fixed` for strides of the outputs.
 
     Args:
         values: of query, key and value.

@@ -27,7 +27,7 @@ _TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32:
 
 
 class GluonSource(TellsFrontEnd, GluonASTSource):  # type: ignore[misc]
-    """What ``triton.compile`` takes of a kernel in Gluon."""
+    """Source of a kernel in Gluon, as ``triton.compile`` takes it."""
 
 
 class GluonProgram(Program):
@@ -63,7 +63,7 @@ def row_descriptor(row_values: Tensor, count: int) -> Boxes:
 
 @lru_cache
 def row_descriptor_type(count: int) -> str:
-    """As `descriptor_type`, of a `row_descriptor`."""
+    """Return `descriptor_type` of a `row_descriptor`."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return f"tensordesc<fp32[1, {count}],{layout!r}>"
 
@@ -72,7 +72,7 @@ def row_descriptor_type(count: int) -> str:
 def boxes_of(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...]
 ) -> tuple[list[int], list[int], list[int]]:
-    """What `Boxes` takes beside the base. Shared: nobody may write to it.
+    """Return what `Boxes` takes beside the base. Shared: nobody may write to it.
 
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.
@@ -89,13 +89,13 @@ def is_boxed(tensor: Tensor) -> bool:
 
 
 def is_aligned(pointers: int) -> bool:
-    """What `is_boxed` asks of a base, or of several joined by "or"."""
+    """Return whether `is_boxed` takes a base, or several joined by "or"."""
     return pointers % BYTES == 0
 
 
 @lru_cache(4096)
 def has_boxes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
-    """What `is_boxed` asks of shape and strides.
+    """Return whether `is_boxed` takes shape and strides.
 
     Args:
         shape, strides: of a tensor, in elements of `size` bytes.

@@ -1,5 +1,4 @@
-"""What a spec's kernels in Gluon are compiled with and given: as the portable ones', with mods for
-Gluon."""
+"""Signatures of a spec's kernels in Gluon: the portable ones', with mods for Gluon."""
 
 from __future__ import annotations
 

@@ -56,11 +56,11 @@ from anyflex_triton.building import (
 __all__ = ["CudaKernel"]
 
 _SHAPES = 1024
-"""Of a spec, whose backward's workspaces are kept."""
+"""LRU size of a spec's cache of backward's workspaces, in call shapes."""
 
 
 def _nobody() -> None:
-    """As a reference to a call that is gone."""
+    """Stand for a reference to a call that is gone."""
 
 
 class CudaKernel(TritonKernel):
@@ -145,8 +145,8 @@ class CudaKernel(TritonKernel):
         return self._refused or refusal(call)
 
     def _fit(self, call: Call) -> Fit | DecodeFit | None:
-        """What Hopper's forward or its decoding needs to know of a call's tensors, or None where
-        neither takes the call."""
+        """Return what Hopper's forward or its decoding needs to know of a call's tensors, or None
+        where neither takes the call."""
         if self._refused is not None and self._refused_decode is not None:
             return None
         return self._hopper.kept_fit(call, self._fit_of)

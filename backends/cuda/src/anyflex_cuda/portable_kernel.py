@@ -35,5 +35,5 @@ class PortableKernel(TritonKernel):
         self._why = f"not {whose} kernel: {reason}"
 
     def describe(self, call: Call) -> str:
-        """What the portable kernels say, and the reason."""
+        """Return what the portable kernels say, and the reason."""
         return f"{super().describe(call)} ({self._why})"

@@ -1,4 +1,4 @@
-"""What Hopper's backward above head dim 128 launches between rows' values and repairs."""
+"""Launches of Hopper's backward above head dim 128, between rows' values and repairs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from anyflex_triton.building import (
 __all__ = ["WIDE_BLOCKS", "is_wide", "wide_function", "wide_launches"]
 
 _ROWS = 128
-"""Of a tile of query rows: 64 for each consumer."""
+"""Query rows of a tile: 64 for each consumer."""
 _STEP = 64
-"""Of a step, and keys of a tile."""
+"""Query rows of a step, and keys of a tile."""
 WIDE_BLOCKS = (_ROWS, _STEP)
-"""What a mask's blocks are multiples of."""
+"""Sizes that a mask's blocks are multiples of."""
 
 
 def is_wide(spec: Spec) -> bool:
@@ -42,7 +42,7 @@ def is_wide(spec: Spec) -> bool:
 
 
 def wide_function(of_queries: bool) -> object:
-    """What makes dQ, or dK and dV."""
+    """Return the kernel that makes dQ, or the one of dK and dV."""
     # Here, as few processes want them: Triton reads the source of each of its functions.
     from anyflex_cuda import hopper_wide_backward as kernels
 
@@ -50,7 +50,8 @@ def wide_function(of_queries: bool) -> object:
 
 
 def _boxes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, tuple[int, ...]] | None]:
-    """By names of descriptors their tensors and boxes; None of a second part that isn't there."""
+    """Return tensors and boxes by names of descriptors; None for a second part that isn't
+    there."""
     found: dict[str, tuple[Tensor, tuple[int, ...]] | None] = {}
     for name, tensor in tensors.items():
         first, *rest = parts_of(tensor.shape[3])
@@ -68,7 +69,7 @@ def wide_launches(
     odd_keys: Tensor,
     odd_rows: Tensor | None,
 ) -> list[Launch]:
-    """What fills grads.dv and grads.dk, and, where there are `odd_rows`, grads.dq.
+    """Return the launches that fill grads.dv, grads.dk, and, where there are `odd_rows`, grads.dq.
 
     Args:
         row_values, odd_keys, odd_rows: of `backward_call.Work`.
