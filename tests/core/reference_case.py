@@ -15,8 +15,8 @@ from anyflex.contract.spec import CapturedFacts, Spec
 from anyflex.mask_structure.device_views import FULL, PARTIAL, MaskViews
 from anyflex.mod_graph.graph import ModGraph, parse_graph
 from anyflex.reference.backend import ReferenceBackend
-from anyflex.tracing.recorded_mod import read_tensors
 from anyflex.tracing.trace import TracedMod, trace_mod
+from anyflex.tracing.vmapped_mods import read_tensors
 
 __all__ = ["ReferenceCase", "views_of", "wide"]
 
@@ -92,7 +92,7 @@ class ReferenceCase:
                 trace_mod(self.score_mod, "score", wide(dtype)), captured, ints, floats
             )
         if self.vmap:
-            captured += read_tensors(self.score_mod)
+            captured += read_tensors(self.score_mod, torch.device("cpu"))
         mask = None
         if self.mask_mod is not None:
             mask = self._bound(trace_mod(self.mask_mod, "mask"), captured, ints, floats)

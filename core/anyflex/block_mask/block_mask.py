@@ -52,8 +52,7 @@ class BlockMask(MaskContent):
         seq_lengths: (Q_LEN, KV_LEN) in elements.
         BLOCK_SIZE: (q, kv) in elements.
         traced: the mask mod as plain data, or None.
-        opaque: what a mask mod did that could not be traced but is pure, when the mask was made,
-            as a function; or None.
+        opaque: the mask mod where it could not be traced but is pure; or None.
         needs_mask_mod: there are PARTIAL runs and no mask mod: a slice of torch's, to which
             `mask_mod` must be assigned before it is used.
     """

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from anyflex.block_mask.elementwise_evaluation import elements_of
-from anyflex.block_mask.mask_function import OpaqueMask, moved, trace_mask_mod
+from anyflex.block_mask.mask_function import moved, trace_mask_mod
 from anyflex.block_mask.mask_state import MaskContent
 from anyflex.block_mask.offset_mask_mod import indices_read, shifted_mod, shifted_opaque
 from anyflex.block_mask.structure_builder import built_runs
@@ -82,7 +82,7 @@ def extended(mask: Mask, kv_len: Any, q_len: Any, mask_mod: MaskMod | None, exac
 
 def build_region(
     traced: TracedMod | None,
-    opaque: OpaqueMask | None,
+    opaque: MaskMod | None,
     device: torch.device,
     grid: tuple[int, int],
     block_size: tuple[int, int],
@@ -143,7 +143,7 @@ def _grown(name: str, attribute: str, value: Any, old: int) -> int:
 
 def _mod(
     mask: MaskContent, mask_mod: MaskMod | None, lengths: tuple[int, int]
-) -> tuple[TracedMod | None, OpaqueMask | None]:
+) -> tuple[TracedMod | None, MaskMod | None]:
     """Return the mask mod that decides the new blocks, checked against the mask."""
     if mask_mod is None:
         if mask.traced is None and mask.opaque is None:

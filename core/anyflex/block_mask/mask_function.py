@@ -4,8 +4,7 @@ assigned."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
 __all__ = [
-    "OpaqueMask",
     "RebuiltMaskMod",
     "captured_name",
     "check_captured",
@@ -27,48 +25,6 @@ __all__ = [
     "sliced_mask_mod",
     "trace_mask_mod",
 ]
-
-
-class OpaqueMask(Protocol):
-    """A mask mod that can't be traced, as `anyflex.tracing.recorded_mod` or a slice holds it."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that the function reads."""
-        ...
-
-    @property
-    def names(self) -> list[str]:
-        """The tensors' names in the user's function, "" where unknown."""
-        ...
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, /) -> Tensor:
-        """As `MaskMod`."""
-        ...
-
-
-@dataclass(frozen=True)
-class UnrecordedMask:
-    """An opaque mask mod of a mask without pairs, that can't be run for one either.
-
-    Args:
-        function: the user's.
-        problem: the error, or the wrong result, of the run for pair (0, 0, 0, 0).
-    """
-
-    function: MaskMod
-    problem: str
-    tensors: list[Tensor] = field(default_factory=list, init=False, compare=False)
-    names: list[str] = field(default_factory=list, init=False, compare=False)
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if not isinstance(b, Tensor):  # symbols: the function is traced once more
-            return self.function(b, h, q_idx, kv_idx)
-        raise ModIndexError(
-            f"mask_mod was given to a block mask without pairs: {self.problem}",
-            operation="captured[...]",
-            hint="Give a mask mod that reads other tensors to a mask that has pairs.",
-        )
 
 
 class RebuiltMaskMod:
@@ -113,8 +69,8 @@ def sliced_mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> NoRe
 
 def trace_mask_mod(
     function: Any, device: torch.device | None = None, *, sizes: Sequence[int] = ()
-) -> tuple[TracedMod | None, OpaqueMask | None]:
-    """Return (traced, None), or (None, recorded) where only vmap can run it.
+) -> tuple[TracedMod | None, MaskMod | None]:
+    """Return (traced, None), or (None, function) where only vmap can run it.
 
     Args:
         device: where such a function runs; None means the CPU.
@@ -134,15 +90,15 @@ def trace_mask_mod(
     except ModTraceError as error:
         if not error.pure:
             raise
-        from anyflex.tracing.recorded_mod import recorded
+        from anyflex.tracing.vmapped_mods import run_mask_once
 
         try:
             with torch.no_grad():
-                return None, recorded(function, "mask", device)
-        except ModIndexError as outside:
+                run_mask_once(function, device)
+        except ModIndexError:
             if 0 not in sizes:
                 raise
-            return None, UnrecordedMask(function, str(outside))
+        return None, function
     for position, tensor in enumerate(traced.captured):
         if tensor.requires_grad:
             raise BlockMaskError(
@@ -152,7 +108,7 @@ def trace_mask_mod(
     return traced, None
 
 
-def captured_name(traced: TracedMod | OpaqueMask, position: int) -> str:
+def captured_name(traced: TracedMod, position: int) -> str:
     """Return the name of a captured tensor for messages."""
     name = traced.names[position]
     return f"captured tensor '{name}'" if name else f"captured tensor {position}"

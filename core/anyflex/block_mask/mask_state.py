@@ -9,7 +9,6 @@ from torch import Tensor
 
 from anyflex.block_mask.equality import same_mod, same_structure, structure_hash
 from anyflex.block_mask.mask_function import (
-    OpaqueMask,
     RebuiltMaskMod,
     check_reads,
     moved,
@@ -40,7 +39,7 @@ class MaskContent(BlockStructure):
 
     # Plain attributes: a call reads them under torch.compile.
     traced: TracedMod | None
-    opaque: OpaqueMask | None
+    opaque: MaskMod | None
     needs_mask_mod: bool
 
     def _fill(
@@ -50,7 +49,7 @@ class MaskContent(BlockStructure):
         seq_lengths: tuple[int, int],
         block_size: tuple[int, int],
         traced: TracedMod | None,
-        opaque: OpaqueMask | None,
+        opaque: MaskMod | None,
         mask_mod: MaskMod | None,
         *,
         needs_mask_mod: bool = False,

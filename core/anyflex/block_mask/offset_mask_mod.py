@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anyflex.block_mask.mask_function import OpaqueMask
 from anyflex.mod_graph.graph import GraphBuilder, ModGraph, parse_graph
 from anyflex.mod_graph.node import Node
+from anyflex.tracing.mod_types import MaskMod
 from anyflex.tracing.trace import TracedMod
 
 __all__ = ["ShiftedMaskMod", "Shifts", "indices_read", "shifted_mod", "shifted_opaque"]
@@ -29,7 +29,7 @@ _INPUTS = ("b", "h", "q_idx", "kv_idx")
 _LARGEST = 2**63 - 1
 
 
-def indices_read(traced: TracedMod | None, opaque: OpaqueMask | None) -> frozenset[str]:
+def indices_read(traced: TracedMod | None, opaque: MaskMod | None) -> frozenset[str]:
     """Return the names of the indices that a mask mod may read."""
     if traced is not None:
         return parse_graph(traced.text).inputs()
@@ -127,18 +127,8 @@ class ShiftedMaskMod:
         shifts: as pairs; tables are on the mask's device.
     """
 
-    function: OpaqueMask
+    function: MaskMod
     shifts: tuple[tuple[str, int | Tensor], ...]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors that the function reads, as for `OpaqueMask`."""
-        return self.function.tensors
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the tensors, as for `OpaqueMask`."""
-        return self.function.names
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         indices = dict(zip(_INPUTS, (b, h, q_idx, kv_idx), strict=True))
@@ -170,7 +160,7 @@ def _same_shift(a: int | Tensor, b: int | Tensor) -> bool:
     return a == b
 
 
-def shifted_opaque(function: OpaqueMask, shifts: Shifts) -> ShiftedMaskMod:
+def shifted_opaque(function: MaskMod, shifts: Shifts) -> ShiftedMaskMod:
     """Return a function that calls `function` with shifted indices."""
     new = dict(shifts)
     if not isinstance(function, ShiftedMaskMod):

@@ -41,8 +41,8 @@ class Call:
         captured: tensors that the graphs' loads count into, the score mod's first.
         ints, floats: values of the graphs' number slots.
         scale: multiplied into q k^T before the score mod.
-        score_function, mask_function: functions that do what the user's mods did when the call,
-            or the mask, was made, where they could not be traced (``Spec.opaque``); else None.
+        score_function, mask_function: the user's mods where they could not be traced
+            (``Spec.opaque``), to be run through vmap; else None.
         index_offsets: added to b, h, q_idx, kv_idx before a mod sees them.
         kept: one dict for all calls of a spec on one device whose query, key and value have the
             same shapes and strides (of a dimension of one element the stride may differ), and

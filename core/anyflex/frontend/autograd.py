@@ -19,7 +19,6 @@ from anyflex.tensors.torch_versions import (
     break_graph,
     is_batched,
     kept_out_of_graphs,
-    version_counter,
 )
 
 __all__ = ["FlexAttention", "not_twice"]
@@ -65,7 +64,7 @@ class FlexAttention(torch.autograd.Function):
             call.score_function,
             call.mask_function,
             # But a mod that runs through vmap reads its own tensors anyway, not the saved ones.
-            _read_by(call) if call.score_function or call.mask_function else None,
+            call.captured if call.score_function or call.mask_function else None,
             inputs.lse,
             inputs.names,
             call.kept,
@@ -94,8 +93,7 @@ class FlexAttention(torch.autograd.Function):
         )
         captured = tuple(others[:count])
         if read is not None:
-            _check_unchanged(read[1])
-            captured = read[0]
+            captured = read
             looked = False
         call = Call(
             query,
@@ -197,23 +195,6 @@ def _name(position: int, captured: int, names: tuple[list[str], list[str]]) -> s
     if position < captured:
         return captured_name(position, names)
     return kept_name(position - captured)
-
-
-def _read_by(call: Call) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, int]]]:
-    """The captured tensors themselves, and every tensor that the untraced mods read, with its
-    count of changes."""
-    functions: tuple[Any, ...] = call.score_function, call.mask_function
-    read = [tensor for mod in functions if mod is not None for tensor in mod.tensors]
-    return call.captured, [(t, version_counter(t)) for t in read]
-
-
-def _check_unchanged(read: list[tuple[Tensor, int]]) -> None:
-    for tensor, version in read:
-        if version_counter(tensor) != version:
-            raise ArgumentError(
-                f"a tensor of shape {list(tensor.shape)}, which score_mod or mask_mod reads, was "
-                "changed in place between forward and backward: clone it before the call."
-            )
 
 
 class _NotTwice(torch.autograd.Function):

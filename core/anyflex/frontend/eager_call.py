@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING
+
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ from anyflex.runtime.plan import Inputs, plan_for
 from anyflex.tensors import stand_in
 from anyflex.tensors.tensor_facts import fp32_precision
 from anyflex.tensors.torch_versions import apply_of, dual_level
-from anyflex.tracing.trace import TracedMod, trace_mod
+from anyflex.tracing.trace import TracedMod, captured_name, trace_mod
 from anyflex.tracing.trace_cache import traced
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
-
-if TYPE_CHECKING:
-    from anyflex.tracing.recorded_mod import RecordedMod
 
 __all__ = ["gather", "run"]
 
@@ -109,7 +106,7 @@ def gather(checked: CheckedCall) -> Inputs:
         except ModTraceError as error:
             if not error.pure:
                 raise
-            score, score_function = _opaque(score_mod, error, backend, device, dtype)
+            score, score_function = _opaque(score_mod, error, backend, device, dtype), score_mod
         except AnyflexError:
             raise
         except Exception as error:
@@ -189,12 +186,12 @@ def _opaque(
     backend: str | None,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[TracedMod, RecordedMod]:
+) -> TracedMod:
     """A pure mod that no graph can hold runs on the reference, through vmap: say so once."""
-    from anyflex.tracing.recorded_mod import recorded
+    from anyflex.tracing.vmapped_mods import read_tensors
 
     try:
-        function = recorded(score_mod, "score", device, dtype)
+        captured = read_tensors(score_mod, device, dtype)
     except AnyflexError:
         raise
     except Exception as raised:
@@ -203,8 +200,8 @@ def _opaque(
         _add_note(raised, score_mod)
         raise
     _allow_opaque("score_mod", str(error), error.operation, backend)
-    captured = [tensor for tensor in function.tensors if tensor.requires_grad]
-    return TracedMod("", captured, [], [], [""] * len(captured)), function
+    names = [captured_name(score_mod, tensor) for tensor in captured]
+    return TracedMod("", captured, [], [], names)
 
 
 def _refusal(mask_mod: Callable[..., Tensor], device: torch.device) -> tuple[str, str]:

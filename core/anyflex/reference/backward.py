@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anyflex.contract.call import Call, GradInputs, Grads, Saved
 from anyflex.contract.spec import Spec
+from anyflex.errors import ArgumentError
 from anyflex.reference.chunks import Chunk, chunks
 from anyflex.reference.compiled_spec import Prepared, prepare
 from anyflex.reference.layout import Layout
@@ -17,7 +18,6 @@ from anyflex.reference.nonfinite_products import Operand, has_nonfinite
 from anyflex.reference.scatter import TableGradient
 from anyflex.reference.scores import ChunkScores, Scores
 from anyflex.tracing import vmapped_mods
-from anyflex.tracing.recorded_mod import read_tensors
 
 __all__ = ["backward", "core_backward"]
 
@@ -103,12 +103,20 @@ class _Backward:
         """(position in the captured tensors, the tensor that the function reads)."""
         if self.call.score_function is None or not self.tables:
             return
-        for tensor in read_tensors(
+        read = vmapped_mods.read_tensors(
             self.call.score_function, self.scores.device, self.scores.dtype
-        ):
-            for position in self.tables:
-                if _same(tensor, self.call.captured[position]):
-                    yield position, tensor
+        )
+        for position in self.tables:
+            same = [tensor for tensor in read if _same(tensor, self.call.captured[position])]
+            if not same:
+                raise ArgumentError(
+                    "score_mod, which can't be traced, is called again in backward, and doesn't "
+                    f"read a tensor of shape {list(self.call.captured[position].shape)} there "
+                    "that it read in forward: don't rebind what it reads, as the variable of a "
+                    "loop, before backward."
+                )
+            for tensor in same:
+                yield position, tensor
 
     def add(self, chunk: Chunk) -> None:
         """Add the contribution of one chunk's pairs."""

@@ -1,4 +1,7 @@
-"""Mods that can't be traced: run through vmap, differentiated by torch's autograd."""
+"""Mods that can't be traced: run through vmap, differentiated by torch's autograd.
+
+The user's function is called each time, in backward too.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,18 @@ from torch.overrides import TorchFunctionMode
 
 from anyflex.errors import AnyflexError, BlockMaskError, ModIndexError, ModTraceError
 from anyflex.process.user_frames import error_location, user_location
+from anyflex.tensors.torch_versions import batch_level, functorch_level, is_batched
 from anyflex.tracing.eager_tracing import refuse_recursion, refuse_transform
 from anyflex.tracing.trace_errors import (
     REFUSED,
+    TRANSFORM,
     change_in_place,
     function_name,
     refuse,
     torch_function,
 )
 
-__all__ = [
-    "ModWatch",
-    "apply_mask",
-    "apply_score",
-    "index_error",
-    "leaves",
-    "score_gradients",
-    "watched_mask",
-    "watched_score",
-]
+__all__ = ["apply_mask", "apply_score", "read_tensors", "run_mask_once", "score_gradients"]
 
 Function = Callable[..., Any]
 
@@ -53,7 +49,7 @@ def apply_score(function: Function, score: Tensor, indices: Sequence[Tensor]) ->
         ModIndexError: a read outside of a captured tensor, dead pairs included: only a traced mod
             can be clamped.
     """
-    return watched_score(function, score, indices, ModWatch())
+    return _watched_score(function, score, indices, ModWatch())
 
 
 def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
@@ -63,13 +59,45 @@ def apply_mask(function: Function, indices: Sequence[Tensor]) -> Tensor:
         BlockMaskError: it returns something else than one bool.
         Otherwise as `apply_score`.
     """
-    return watched_mask(function, indices, ModWatch())
+    watch = ModWatch()
+    mapped = _mask_of(function, watch)
+    for axis in _AXES:
+        mapped = torch.vmap(mapped, in_dims=tuple(0 if axis == i else None for i in range(1, 5)))
+    return _watched(mapped, watch, *indices)
 
 
-def watched_score(
+def read_tensors(
+    function: Function, device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """Run a score mod once, for pair (0, 0, 0, 0), and return the tensors that it reads, in the
+    order of its reads.
+
+    Args:
+        device: where the indices are.
+        dtype: the score's.
+
+    Raises:
+        ModTraceError: as `apply_score`, and where something hides from torch what it reads.
+        ModIndexError: that pair reads outside of a captured tensor, an empty one for example.
+    """
+    watch = ModWatch()
+    score = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
+    _watched_score(function, score, _first_pair(device), watch)
+    return watch.read
+
+
+def run_mask_once(function: Function, device: torch.device | None) -> None:
+    """Run a mask mod for pair (0, 0, 0, 0). Raises as `apply_mask`."""
+    apply_mask(function, _first_pair(torch.device("cpu") if device is None else device))
+
+
+def _first_pair(device: torch.device) -> list[Tensor]:
+    return [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(4)]
+
+
+def _watched_score(
     function: Function, score: Tensor, indices: Sequence[Tensor], watch: ModWatch
 ) -> Tensor:
-    """As `apply_score`, in the given watch."""
     mapped = _score_of(function, watch)
     for axis in _AXES:
         mapped = torch.vmap(mapped, in_dims=(0, *(0 if axis == i else None for i in range(1, 5))))
@@ -78,14 +106,6 @@ def watched_score(
         # One number for many pairs, perhaps a captured one; the caller may write into scores.
         modified = modified.clone(memory_format=torch.contiguous_format)
     return modified
-
-
-def watched_mask(function: Function, indices: Sequence[Tensor], watch: ModWatch) -> Tensor:
-    """As `apply_mask`, in the given watch."""
-    mapped = _mask_of(function, watch)
-    for axis in _AXES:
-        mapped = torch.vmap(mapped, in_dims=tuple(0 if axis == i else None for i in range(1, 5)))
-    return _watched(mapped, watch, *indices)
 
 
 def _watched(mapped: Function, watch: ModWatch, *arguments: Tensor) -> Tensor:
@@ -132,46 +152,76 @@ def score_gradients(
 
 class ModWatch(TorchFunctionMode):
     """Watches what a mod does, step by step: refuses changes of what it captured, and names the
-    mod's line where torch can't do what it asks for."""
+    mod's line where torch can't do what it asks for.
+
+    Attributes:
+        read: the tensors that the mod read and didn't make, in the order of its reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: set[int] = set()
+        self.read: list[Tensor] = []
+        self._made: set[int] = set()
+        self._inside = False
+        self._outer_level = self._level = 0
 
-    def begin(self, arguments: tuple[Tensor, ...]) -> None:
-        """Called with what the mod is called with, inside of vmap."""
+    def __enter__(self) -> Any:
+        self._outer_level = functorch_level() or 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def end(self, result: Any) -> None:
-        """Called with what the mod returned."""
+    def call(self, function: Function, arguments: tuple[Tensor, ...]) -> Any:
+        """Call the mod; the rest of what is watched is vmap's own work."""
+        self._made.update(map(id, arguments))
+        self._level = functorch_level() or 0
+        self._inside = True
+        result = function(*arguments)
+        self._inside = False
+        self._note(result)
+        return result
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._inside and (functorch_level() or 0) != self._level:
+            refuse(*TRANSFORM)
         refused = change_in_place(func)
-        if refused is not None and args and id(args[0]) not in self.made:
+        if refused is not None and args and id(args[0]) not in self._made:
             refuse(*refused)  # the trace ended before it came to this
         try:
             result = func(*args, **kwargs)
         except (AnyflexError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except IndexError as error:
-            raise index_error(error, *user_location()) from error
+            file, line = user_location()
+            raise ModIndexError(
+                f"a mod that runs through vmap reads outside of a captured tensor: {error}",
+                operation="captured[...]",
+                hint="An index lies in -N..N-1, also for pairs that the mask kills: clamp it.",
+                file=file,
+                line=line,
+            ) from error
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             _refuse_function(func, error)
-        self.made.update(map(id, leaves((result,))))
+        made = set(map(id, _tensors(result)))
+        if self._inside and made:  # else it told a fact, as a shape
+            self._note((args, kwargs))
+        self._made.update(made.difference(map(id, self.read)))
         return result
 
-
-def index_error(error: BaseException, file: str | None, line: int | None) -> ModIndexError:
-    """What is raised for torch's IndexError at a line of a mod."""
-    return ModIndexError(
-        f"a mod that runs through vmap reads outside of a captured tensor: {error}",
-        operation="captured[...]",
-        hint="An index lies in -N..N-1, also for pairs that the mask kills: clamp it.",
-        file=file,
-        line=line,
-    )
+    def _note(self, values: Any) -> None:
+        """Note the tensors among `values` that the mod didn't make."""
+        for tensor in _tensors(values):
+            if id(tensor) in self._made or id(tensor) in map(id, self.read):
+                continue
+            if is_batched(tensor) and batch_level(tensor) > self._outer_level:
+                refuse(
+                    "a mod that can't be traced calls something that hides from torch what it "
+                    "does, as a torch.jit.script function",
+                    "torch.jit",
+                    "Call the Python function itself.",
+                )
+            self.read.append(tensor)
 
 
 def _refuse_function(func: Any, error: Exception) -> NoReturn:
@@ -199,9 +249,7 @@ def _score_of(function: Function, watch: ModWatch) -> Function:
     """Check, inside of the transforms, that a score mod returns one real number."""
 
     def call(*arguments: Tensor) -> Tensor:
-        watch.begin(arguments)
-        result = function(*arguments)
-        watch.end(result)
+        result = watch.call(function, arguments)
         if isinstance(result, (int, float)) and not isinstance(result, bool):
             return torch.tensor(float(result), device=arguments[0].device)
         if not isinstance(result, Tensor):
@@ -221,9 +269,7 @@ def _mask_of(function: Function, watch: ModWatch) -> Function:
     """Check, inside of the transforms, that a mask mod returns one bool."""
 
     def call(*arguments: Tensor) -> Tensor:
-        watch.begin(arguments)
-        result = function(*arguments)
-        watch.end(result)
+        result = watch.call(function, arguments)
         if isinstance(result, bool):
             return torch.tensor(result, device=arguments[0].device)
         if not isinstance(result, Tensor):
@@ -237,10 +283,12 @@ def _mask_of(function: Function, watch: ModWatch) -> Function:
     return call
 
 
-def leaves(values: Sequence[Any]) -> Iterator[Any]:
-    """What is in tuples and lists, however deep."""
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from leaves(value)
-        else:
-            yield value
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists, dicts and slices, however deep."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, slice):
+        yield from _tensors((value.start, value.stop, value.step))
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
