@@ -13,7 +13,7 @@ from anyflex.frontend.custom_ops import flex_attention_backward_op, number_tenso
 from anyflex.runtime.backward_checks import kept_name
 from anyflex.runtime.launch import launch_backward, launch_forward
 from anyflex.runtime.plan import Inputs, Plan
-from anyflex.runtime.saved_tensor_checks import Contiguous, are_contiguous, as_saved, facts_of
+from anyflex.runtime.saved_tensor_checks import as_saved, facts_of
 from anyflex.tensors.storage_checks import captured_name
 from anyflex.tensors.torch_versions import (
     break_graph,
@@ -42,20 +42,13 @@ class FlexAttention(torch.autograd.Function):
         out, lse = outputs.out, outputs.lse
         assert lse is not None
         ctx.set_materialize_grads(False)
-        others = (*captured, *outputs.saved)
-        saved = (query, key, value, out, lse, *others)
+        saved = (query, key, value, out, lse, *captured, *outputs.saved)
         ctx.save_for_backward(*saved)
-        contiguous: Contiguous | None = None
-        if plan.contiguous and are_contiguous(others):  # out and lse were allocated so
-            dtypes = plan.dtypes
-            if outputs.saved:
-                dtypes = (*dtypes, *[tensor.dtype for tensor in outputs.saved])
-            contiguous = [tensor.shape for tensor in saved], dtypes, plan.device
         # No tensor of the call may stay reachable but through save_for_backward: that would miss
         # changes in place, and keep memory that hooks were to move away.
         ctx.rest = (
             plan,
-            contiguous or facts_of(saved),
+            [facts_of(tensor) for tensor in saved],
             call.mask,
             len(captured),
             call.ints,
@@ -88,13 +81,12 @@ class FlexAttention(torch.autograd.Function):
             plan, facts, views, count, ints, floats, scale, score_function, mask_function, read,
             with_lse, names, kept,
         ) = ctx.rest  # fmt: skip
-        (query, key, value, out, lse, *others), looked = as_saved(
+        query, key, value, out, lse, *others = as_saved(
             ctx.saved_tensors, facts, lambda position: _name(position, count, names)
         )
         captured = tuple(others[:count])
         if read is not None:
             captured = read
-            looked = False
         call = Call(
             query,
             key,
@@ -117,7 +109,6 @@ class FlexAttention(torch.autograd.Function):
                 call,
                 Saved(out, lse, tuple(others[count:])),
                 GradInputs(dout, dlse),
-                looked=looked,
                 names=names,
             )
         except (PluginError, ArgumentError) as error:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from anyflex.contract.call import Call, GradInputs, Saved
 from anyflex.tensors.storage_checks import check_captured, check_readable
 
@@ -21,33 +19,27 @@ def check_backward(
     call: Call,
     saved: Saved,
     grad: GradInputs,
-    *,
-    looked: bool = False,
     names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> None:
     """Check the tensors that backward reads: a storage may have been resized since forward.
 
     Args:
-        looked: all tensors except the incoming gradients are known to be inside their memory.
         names: as for `check_captured`.
 
     Raises:
         ArgumentError: a tensor can't be read.
     """
-    read: tuple[Tensor, ...] = (grad.dout,)
-    if not looked:
-        read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
+    read = (grad.dout, call.query, call.key, call.value, saved.out, saved.lse)
     for position, tensor in enumerate(read):
         check_readable(_READ_BY_BACKWARD[position], tensor)
     if grad.dlse is not None:
         check_readable("dlse, the gradient that arrives at lse,", grad.dlse)
     if grad.delta is not None:
         check_readable("delta", grad.delta)
-    if not looked:
-        if call.captured:
-            check_captured(call.captured, names)
-        for position, tensor in enumerate(saved.extras):
-            check_readable(kept_name(position), tensor)
+    if call.captured:
+        check_captured(call.captured, names)
+    for position, tensor in enumerate(saved.extras):
+        check_readable(kept_name(position), tensor)
 
 
 _READ_BY_BACKWARD = (

@@ -124,7 +124,6 @@ def launch_backward(
     grad: GradInputs,
     *,
     saved_bytes: Tensor | None = None,
-    looked: bool = False,
     names: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
     """Run backward and return the gradients of query, key, value and each captured tensor, None
@@ -136,7 +135,7 @@ def launch_backward(
         saved: what forward left; extras may lack, and are then cut from `saved_bytes` or computed.
         grad: the gradients that arrive.
         saved_bytes: memory in which this plan's forward left its saved outputs.
-        looked, names: as `check_backward`'s.
+        names: as `check_backward`'s.
 
     Raises:
         ArgumentError: a tensor can't be read (`anyflex.tensors.storage_checks`).
@@ -147,7 +146,7 @@ def launch_backward(
     saved = Saved(saved.out.resolve_neg(), saved.lse.resolve_neg(), saved.extras)
     dlse, delta = (t if t is None else t.resolve_neg() for t in (grad.dlse, grad.delta))
     grad = GradInputs(grad.dout.resolve_neg(), dlse, delta)
-    check_backward(call, saved, grad, looked=looked, names=names)
+    check_backward(call, saved, grad, names)
     if saved_bytes is not None:
         check_readable(_KEPT, saved_bytes)
     for_query, for_key, for_value = plan.gradients

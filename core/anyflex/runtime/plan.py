@@ -82,10 +82,7 @@ class Plan:
         own_backward: the kernel's own backward is used, not core's.
         saves, works: the kernel declares saved outputs, or workspace.
         accumulate: dtype of lse.
-        contiguous: query, key and value are, begin at multiples of 16 bytes, and have less than
-            2^31 bytes each.
         device: of the call's tensors.
-        dtypes: of query, key, value, out, lse and each captured tensor.
         accumulators: dtype of each captured tensor's accumulator, None where it needs no gradient.
         casts: some captured tensor is narrower than its accumulator.
         checks_reads: core looks before forward whether captured tensors are read within.
@@ -106,10 +103,8 @@ class Plan:
         "casts",
         "checks_reads",
         "compiled",
-        "contiguous",
         "device",
         "device_type",
-        "dtypes",
         "gradients",
         "guard",
         "kernel",
@@ -123,12 +118,9 @@ class Plan:
         "works",
     )
 
-    def __init__(
-        self, compiled: CompiledKernel, device: torch.device, contiguous: bool, request: str
-    ) -> None:
+    def __init__(self, compiled: CompiledKernel, device: torch.device, request: str) -> None:
         self.request = request
         self.device = device
-        self.contiguous = contiguous
         self.compiled = compiled
         self.spec = compiled.spec
         self.device_type = device.type
@@ -143,9 +135,6 @@ class Plan:
         self.gradients = tuple([name in self.spec.gradients for name in "qkv"])
         self.guard = _device_guard(device)
         captured = self.spec.captured
-        self.dtypes = (
-            *((self.spec.dtype,) * 4), self.accumulate, *[facts.dtype for facts in captured]
-        )  # fmt: skip
         wide = {torch.float64: torch.float64}
         self.accumulators = tuple(
             [
@@ -250,7 +239,7 @@ def plan_for(inputs: Inputs) -> Plan:
     if found is None:
         _refuse_tracing()  # no trace's shapes were seen before: each has tensors of its own
         of_class = (facts, _class_of(*shapes))
-        plan = _plan_of_class(of_class, inputs, bound, names, layouts is None)
+        plan = _plan_of_class(of_class, inputs, bound, names)
         with _lock:
             if len(_by_shapes) >= SHAPES:
                 del _by_shapes[next(iter(_by_shapes))]
@@ -282,14 +271,12 @@ def _plan_of_class(
     inputs: Inputs,
     bound: Bound,
     names: tuple[str, ...],
-    contiguous: bool,
 ) -> Plan:
     """The plan of a class of calls, of which this is one.
 
     Args:
         of_class: the key of the class.
         bound, names: of `bind_numbers` and `names_in_force`.
-        contiguous: as `Plan`'s.
     """
     plan = _plans.get(of_class)
     if plan is None:
@@ -297,7 +284,7 @@ def _plan_of_class(
         compiled = kernel_for(
             spec, names, inputs.backend, inputs.options, posed=inputs.posed is not None
         )
-        plan = Plan(compiled, inputs.call.query.device, contiguous, _request_of(inputs))
+        plan = Plan(compiled, inputs.call.query.device, _request_of(inputs))
         with _lock:
             if len(_plans) >= PLANS:
                 del _plans[next(iter(_plans))]

@@ -60,7 +60,7 @@ def warm_spec(spec: Spec, backend: str) -> None:
     device = _device_of(spec, backend)
     options = freeze_options({backend: dict(spec.options)} if spec.options else None)
     compiled = kernel_for(replace(spec, options=()), names_in_force(backend), backend, options)
-    plan = Plan(compiled, device, False, request="")  # no backward is traced here
+    plan = Plan(compiled, device, request="")  # no backward is traced here
     lengths = _ON_CPU if device.type == "cpu" else _QUERIES
     for queries in lengths[spec.q_class]:
         call = _call_of(spec, queries, device)
