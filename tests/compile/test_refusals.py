@@ -1,4 +1,4 @@
-"""What a mod may not do is refused compiled as well, by the symbol or in Dynamo's own words."""
+"""Misuses in a compiled mod are refused too, by the symbol or in Dynamo's own words."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ class Squared(torch.autograd.Function):
 
 
 def others(x: torch.Tensor, n: int) -> tuple[Any, ...]:
-    """What the entries are for, by a program without mods."""
+    """Use what the entries are for, in a program without mods."""
     return (
         F.sigmoid(x) + F.tanh(x) + F.hardswish(x) + F.hardsigmoid(x),
         ~(x > n),

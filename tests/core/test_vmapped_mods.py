@@ -101,7 +101,7 @@ class Layer(torch.nn.Module):
         return out
 
     def mod(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        """Of the score."""
+        """Scale the score by a function of a parameter."""
         return s * i0(self.weight[h])
 
 

@@ -179,7 +179,7 @@ _SAVED = ("query", "key", "value", "out", "lse")
 
 
 def _name(position: int, captured: int, names: tuple[list[str], list[str]]) -> str:
-    """What the tensor at this position of those that were saved is."""
+    """Return the name of a saved tensor, by its position, for messages."""
     if position < len(_SAVED):
         return _SAVED[position]
     position -= len(_SAVED)

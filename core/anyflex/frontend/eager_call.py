@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from operator import attrgetter
 
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad

@@ -1,4 +1,4 @@
-"""What backward is given for the tensors that forward saved.
+"""Checks of the saved tensors that backward is given.
 
 A hook on saved tensors (`torch.autograd.graph.saved_tensors_hooks`), or an assignment to `.data`,
 may put another tensor in a saved one's place, and kernels read by address as what was saved.
@@ -23,8 +23,8 @@ CURE = (
 )
 
 Facts = tuple[torch.Size, torch.dtype, torch.device, tuple[int, ...], int]
-"""What a kernel relies on of a tensor: shape, dtype, device, strides, and by how many bytes its
-address exceeds a multiple of 16."""
+"""Properties of a tensor that a kernel relies on: shape, dtype, device, strides, and the address
+modulo 16."""
 
 
 def facts_of(tensor: Tensor) -> Facts:

@@ -81,7 +81,7 @@ class SymbolTracer(Protocol):
 
 
 class Traced:
-    """What a mod under trace computes with: torch functions on it go to its tracer."""
+    """Base of what a mod under trace computes with: torch functions on it go to its tracer."""
 
     @classmethod
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""What a mod may not do, and how it is told: ModTraceError with the user's line and the cure."""
+"""Refusals of what a mod may not do: ModTraceError with the user's line and the cure."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ _HARMLESS = tuple(_ADVICE[kind][0] for kind in ("shape", "many", "device", "new"
 PLAIN_REFUSED = {
     function: entry for function, entry in REFUSED.items() if not entry[0].startswith(_HARMLESS)
 }
-"""What may not be done with captured tensors alone: changes of shape are harmless there."""
+"""Refused functions of captured tensors alone: changes of shape are harmless there."""
 
 
 _WRITING = (

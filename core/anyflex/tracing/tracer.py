@@ -52,7 +52,7 @@ class Tracer:
         self.transform_level: Callable[[], int | None] | None = None
         # Whether a Function that the mod applies is running; Dynamo follows no such call.
         self.in_custom_function: Callable[[], bool] | None = None
-        # Of a score mod; under no_grad inside of it torch records none.
+        # Whether gradients are recorded around a score mod; under its own no_grad they are not.
         self.records_gradients = False
 
     def describe(self, tensor: Tensor) -> str:

@@ -115,7 +115,7 @@ def _watched(mapped: Function, watch: ModWatch, *arguments: Tensor) -> Tensor:
     except RecursionError as error:
         refuse_recursion("a mod that can't be traced", error)
     except RuntimeError as error:
-        # What torch reads without asking a mode, as the length of torch.range(0, q_idx).
+        # torch reads some values without asking a mode, as the length of torch.range(0, q_idx).
         if isinstance(error, AnyflexError) or not str(error).startswith("vmap: "):
             raise
         _refuse_step("a function", error, *error_location(error))
