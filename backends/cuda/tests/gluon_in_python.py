@@ -28,6 +28,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from anyflex_cuda import dead_pairs
 from anyflex_triton.device_functions import operations
+from anyflex_triton.records import record
 
 __all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
 
@@ -704,6 +705,8 @@ def _in_python(module: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str,
     for name, value in found.items():
         if isinstance(value, JITFunction | InterpretedFunction):
             found[name] = FunctionType(value.fn.__code__, found, name)
+        elif hasattr(value, "__triton_aggregate__"):
+            found[name] = value.plain
     return found
 
 
@@ -758,6 +761,7 @@ def run_kernel(
         "gl": device.language(),
         "gluon": SimpleNamespace(jit=lambda function: function),
         "triton": SimpleNamespace(jit=lambda function: function, constexpr_function=lambda f: f),
+        "record": lambda cls: record(cls).plain, "Any": Any,
         "mbarrier": SimpleNamespace(
             wait=device.wait, arrive=device.arrive, expect=device.expect, init=init,
             MBarrierLayout=lambda: "barrier",

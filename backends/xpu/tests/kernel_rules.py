@@ -130,6 +130,7 @@ def _in_kernel(kernel: ast.FunctionDef, kernels: set[str]) -> Iterator[Violation
             yield Violation(node.lineno, "a dot names its input_precision: float32's is tf32 else")
         if isinstance(node.func, ast.Name) and name in kernels:
             allowed |= {id(argument) for argument in node.args}
+            allowed |= {id(keyword.value) for keyword in node.keywords}
         if name in ACCESSES and isinstance(node.func, ast.Attribute):
             receiver = node.func.value
             if isinstance(receiver, ast.Name) and receiver.id in made:
@@ -154,9 +155,10 @@ def _where_described(kernel: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def _kernels(tree: ast.Module) -> Iterator[str]:
-    """Names of the module's kernels, and of what it has from other modules of the package."""
+    """Names of the module's kernels and records, and of what it has from other modules of the
+    package."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and _is_kernel(node):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and _is_kernel(node, "jit", "record"):
             yield node.name
         elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("anyflex_triton."):
             yield from (alias.asname or alias.name for alias in node.names)
@@ -175,11 +177,12 @@ def _assigned(kernel: ast.FunctionDef, call: ast.AST) -> bool:
     )
 
 
-def _is_kernel(function: ast.FunctionDef) -> bool:
+def _is_kernel(function: ast.FunctionDef | ast.ClassDef, *names: str) -> bool:
+    """Whether it has a decorator of one of these names, "jit" where none is given."""
     decorators = [
         each.func if isinstance(each, ast.Call) else each for each in function.decorator_list
     ]
-    return any(_last(each) == "jit" for each in decorators)
+    return any(_last(each) in (names or ("jit",)) for each in decorators)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:

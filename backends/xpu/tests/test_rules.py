@@ -147,6 +147,13 @@ def test_a_kernel_may_hand_its_descriptor_to_another_which_is_inlined() -> None:
     assert violations(imported.replace("triton", "other") + KERNEL.format(body=body))
 
 
+def test_a_kernel_may_hand_its_descriptor_to_another_in_a_record() -> None:
+    body = f"    {MADE}\n    x = inner(Rows(tensor=d), 'kernel')"
+    rows = "@record\nclass Rows:\n    tensor: Any\n"
+    assert not violations(rows + KERNEL.format(body=body) + INNER.format(options=""))
+    assert violations(KERNEL.format(body=body) + INNER.format(options=""))
+
+
 def test_only_what_is_compiled_for_other_targets_may_use_descriptors_from_outside() -> None:
     outside = "    x = pointer.load([0, 0])"
     host = "DESCRIBED == 'host'"
