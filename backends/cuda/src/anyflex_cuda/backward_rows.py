@@ -1,33 +1,73 @@
-"""What runs before and after Hopper's backward, in plain Triton: rows' values, and dQ from its
-sums.
+"""Kernels before and after Hopper's backward, in plain Triton: rows' values, and dQ from its sums.
 
-What isn't finite reaches pairs that aren't seen there too: 0 * NaN is NaN. And far rows, whose
-scores are huge (anyflex_triton/backward.py), give NaN. Tiles of dQ, dK and dV that came out so are
-made again here, as the portable kernels make theirs: by a kernel of its own,
-for it takes many registers, and the others are as quick as many programs at a time make them.
+In Hopper's kernels non-finite values reach pairs that aren't seen: 0 * NaN is NaN. And far rows,
+whose scores are huge (anyflex_triton/backward.py), give NaN. Tiles of dQ, dK and dV that came out
+so are made again here, as the portable kernels make theirs: by a kernel of its own, for it takes
+many registers, and the others are as quick as many programs at a time make them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from anyflex_triton.device_functions import (
-    add_to_keys,
-    add_to_queries,
-    bounded_run,
-    delta_of_rows,
-    load_row_parts,
-    mask_row,
-    store_parts,
-    store_rows,
-    store_weighing,
-    strange,
-    tensor_at,
-    zeros_of_parts,
+from anyflex_cuda.kernel_records import MaskRuns
+from anyflex_triton.backward import delta_of_rows, store_weighing
+from anyflex_triton.backward_keys import HeadRowValues, add_to_keys
+from anyflex_triton.backward_queries import add_to_queries
+from anyflex_triton.column_parts import load_pointed_rows, store_parts, zeros_of_parts
+from anyflex_triton.kernel_records import (
+    DeltaSources,
+    HeadRows,
+    ModGradients,
+    ModInputs,
+    Mods,
+    RowValues,
 )
+from anyflex_triton.records import record
+from anyflex_triton.tiles import bounded_run, mask_row, store_rows, strange, tensor_at
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
+
+
+@record
+class RepairCall:
+    """What `repair_queries` and `repair_keys` both read: arguments of `repair_kernel`.
+
+    Attributes:
+        mods, gradients: `Mods` and `ModGradients`.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    dout: Any
+    row_values: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+    do_strides: Any
+    tables: Any
+    mods: Any
+    gradients: Any
+    heads: Any
+    padded_length: Any
+    values_in_all: Any
+    q_length: Any
+    kv_length: Any
+    GROUP: Any
+    KV_SHARED: Any
+    DIM: Any
+    VALUE_DIM: Any
+    D: Any
+    DV: Any
+    UNITS: Any
+    SCATTERED: Any
+    WIDE: Any
+    PRECISION: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -65,10 +105,13 @@ def prepare_kernel(
         natural, tops, row_values, value_at, at, inside, None, values_in_all, scale, SCORED,
         IS_GIVEN,
     )
-    sums = delta_of_rows(
-        out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
-        rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
+    sources = DeltaSources(
+        out=out, rest=rest, dout=dout, dlse=dlse, given=given, o_strides=o_strides,
+        r_strides=r_strides, do_strides=do_strides, dl_strides=dl_strides, VALUE_DIM=VALUE_DIM,
+        DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, HAS_DLSE=HAS_DLSE, IS_GIVEN=IS_GIVEN,
+        HAS_REST=HAS_REST,
     )
+    sums = delta_of_rows(sources, bh, heads, rows, q_length)
     sums = tl.where(natural == float("-inf"), 0.0, sums)
     tl.store(row_values + 3 * values_in_all + value_at, sums)
 
@@ -103,126 +146,168 @@ def convert_kernel(
     first_row = index % tiles * 64
     sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
     lse2 = tl.load(row_values + index.to(tl.int64) * 64 + tl.arange(0, 64))
-    odd = tl.max(tl.max(strange(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
+    inexact = tl.max(tl.max(strange(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
     # Rows past the end have no values of their own.
-    tl.store(odd_rows + index, tl.where(first_row < q_length, odd, 0))
+    tl.store(odd_rows + index, tl.where(first_row < q_length, inexact, 0))
     base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)
     rows = first_row + tl.arange(0, 64)
     store_rows(base, dq_strides, rows, q_length, sums * scale, DIM, D, UNIT, WIDE)
 
 
 @triton.jit
-def repair_queries(
-    index, query, key, value, dout, row_values, dq, offsets, ends, runs, q_strides, k_strides,
-    v_strides, do_strides, dq_strides, mask_strides, tables, ints, floats, totals, shifts, scale,
-    heads, padded_length, values_in_all, q_length, kv_length, SCORE_MOD: tl.constexpr,
-    SCORE_MOD_BACKWARD: tl.constexpr, CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KV_SHARED: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def rows_by_pointers(
+    tensor, strides, b, h, call, DIM: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr
 ):
+    """`HeadRows` of (b, h).
+
+    Args:
+        OPERAND: which of UNITS and SCATTERED are the tensor's.
+    """
+    return HeadRows(
+        tensor=None, base=tensor_at(tensor, strides, b, h, call.UNITS[OPERAND]), strides=strides,
+        DIM=DIM, D=D, UNIT=call.UNITS[OPERAND], SCATTERED=call.SCATTERED[OPERAND], WIDE=call.WIDE,
+        DESCRIBED=None, PRECISION=call.PRECISION,
+    )
+
+
+@triton.jit
+def repair_queries(index, call, mask, dq, dq_strides, BLOCK_N: tl.constexpr):
     """dQ of a tile of 64 query rows; what its far rows add to captured tensors' gradients, which
-    is missing there."""
-    tiles = padded_length // 64
+    is missing there.
+
+    Args:
+        call, mask: `RepairCall` and `MaskRuns`.
+    """
+    mods = call.mods
+    q_length = call.q_length
+    tiles = call.padded_length // 64
     bh = index // tiles
-    b = bh // heads
-    h = bh % heads
+    b = bh // call.heads
+    h = bh % call.heads
     first_row = index % tiles * 64
     rows = first_row + tl.arange(0, 64)
-    at = bh.to(tl.int64) * padded_length + rows
-    kv_head = h // GROUP
-    kv_b = 0 * b if KV_SHARED else b
-    q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-    q = load_row_parts(q_base, q_strides, rows, q_length, DIM, D, UNITS[0], SCATTERED[0], WIDE)
-    do = load_row_parts(
-        do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[3], SCATTERED[3], WIDE
+    at = bh.to(tl.int64) * call.padded_length + rows
+    kv_head = h // call.GROUP
+    kv_b = 0 * b if call.KV_SHARED else b
+    queries = rows_by_pointers(call.query, call.q_strides, b, h, call, call.DIM, call.D, 0)
+    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, call, call.DIM, call.D, 1)
+    values = rows_by_pointers(
+        call.value, call.v_strides, kv_b, kv_head, call, call.VALUE_DIM, call.DV, 2,
     )
-    lse2 = tl.load(row_values + at)
-    delta = tl.load(row_values + 3 * values_in_all + at)
-    top = tl.load(row_values + values_in_all + at)
-    size = tl.load(row_values + 2 * values_in_all + at)
-    q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
+    douts = rows_by_pointers(call.dout, call.do_strides, b, h, call, call.VALUE_DIM, call.DV, 3)
+    q = load_pointed_rows(queries, rows, q_length)
+    do = load_pointed_rows(douts, rows, q_length)
+    row_values = RowValues(
+        lse2=tl.load(call.row_values + at),
+        delta=tl.load(call.row_values + 3 * call.values_in_all + at),
+        row_max=tl.load(call.row_values + call.values_in_all + at),
+        size=tl.load(call.row_values + 2 * call.values_in_all + at),
+    )
+    q_idx = tl.minimum(rows, q_length - 1)[:, None] + mods.shifts[2]
     columns = tl.arange(0, BLOCK_N)
-    if HAS_MASK:
-        run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+    if mask.HAS_MASK:
+        run, last_run = mask_row(
+            mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
+        )
     else:
         run = 0
         last_run = 1
-    sums = zeros_of_parts(64, DIM, D)
+    sums = zeros_of_parts(64, call.DIM, call.D)
     for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        begin, end, full = bounded_run(
+            mask.runs, r, mask.KV_BLOCK, call.kv_length, mask.HAS_MASK,
+        )
         for first in range(begin, end, BLOCK_N):
-            sums = add_to_queries(
-                sums, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, delta, top,
-                size, first, columns, end, kv_length, True, full, b + shifts[0], h + shifts[1],
-                q_idx, shifts, tables, ints, floats, totals, scale, None, SCORE_MOD,
-                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
-                SCATTERED, WIDE, True, PRECISION, None, True, True,
+            inputs = ModInputs(
+                b=b + mods.shifts[0], h=h + mods.shifts[1], q_idx=q_idx, kv_idx=None,
+                tables=call.tables,
             )
-    base = tensor_at(dq, dq_strides, b, h, UNITS[4])
-    store_parts(base, dq_strides, rows, q_length, sums, scale, DIM, D, UNITS[4], WIDE)
+            sums = add_to_queries(
+                sums, keys, values, q, do, row_values, inputs, mods, call.gradients, first,
+                columns, end, call.kv_length, True, full, True, True, True,
+            )
+    base = tensor_at(dq, dq_strides, b, h, call.UNITS[4])
+    store_parts(
+        base, dq_strides, rows, q_length, sums, mods.scale, call.DIM, call.D, call.UNITS[4],
+        call.WIDE,
+    )
 
 
 @triton.jit
 def repair_keys(
-    index, query, key, value, dout, row_values, dk, dv, offsets, ends, runs, q_strides, k_strides,
-    v_strides, do_strides, dk_strides, dv_strides, mask_strides, tables, ints, floats, shifts,
-    scale, batch, heads, kv_heads, padded_length, values_in_all, padded_keys, q_length,
-    kv_length, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr,
-    HAS_MASK: tl.constexpr, Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    KV_SHARED: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    index, call, mask, dk, dv, dk_strides, dv_strides, batch, kv_heads, padded_keys,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dK and dV of a tile of BLOCK_N keys."""
+    """dK and dV of a tile of BLOCK_N keys.
+
+    Args:
+        call: `RepairCall`. mask: `MaskRuns` of the transposed mask.
+    """
+    mods = call.mods
+    # `repair_queries` adds to captured tensors' gradients.
+    gradients = ModGradients(
+        totals=None, SCORE_MOD_BACKWARD=call.gradients.SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
+    )
+    kv_length = call.kv_length
     tiles = padded_keys // BLOCK_N
     unit = index // tiles
     first_key = index % tiles * BLOCK_N
-    keys = first_key + tl.arange(0, BLOCK_N)
+    places = first_key + tl.arange(0, BLOCK_N)
     kv_b = unit // kv_heads
     kv_head = unit % kv_heads
-    k_base = tensor_at(key, k_strides, kv_b, kv_head, UNITS[1])
-    v_base = tensor_at(value, v_strides, kv_b, kv_head, UNITS[2])
-    k = load_row_parts(k_base, k_strides, keys, kv_length, DIM, D, UNITS[1], SCATTERED[1], WIDE)
-    v = load_row_parts(
-        v_base, v_strides, keys, kv_length, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
+    keys = rows_by_pointers(call.key, call.k_strides, kv_b, kv_head, call, call.DIM, call.D, 1)
+    values = rows_by_pointers(
+        call.value, call.v_strides, kv_b, kv_head, call, call.VALUE_DIM, call.DV, 2,
     )
-    kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
-    dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
-    dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
+    k = load_pointed_rows(keys, places, kv_length)
+    v = load_pointed_rows(values, places, kv_length)
+    kv_idx = tl.minimum(places, kv_length - 1)[:, None] + mods.shifts[3]
+    dk_sum = zeros_of_parts(BLOCK_N, call.DIM, call.D)
+    dv_sum = zeros_of_parts(BLOCK_N, call.VALUE_DIM, call.DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
-    streams = GROUP * batch if KV_SHARED else GROUP
+    streams = call.GROUP * batch if call.KV_SHARED else call.GROUP
     for stream in range(streams):
-        b = stream // GROUP if KV_SHARED else kv_b
-        h = kv_head * GROUP + stream % GROUP
-        q_base = tensor_at(query, q_strides, b, h, UNITS[0])
-        do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
-        first_value = (b * heads + h).to(tl.int64) * padded_length
-        if HAS_MASK:
-            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_key // KV_BLOCK)
+        b = stream // call.GROUP if call.KV_SHARED else kv_b
+        h = kv_head * call.GROUP + stream % call.GROUP
+        queries = rows_by_pointers(call.query, call.q_strides, b, h, call, call.DIM, call.D, 0)
+        douts = rows_by_pointers(
+            call.dout, call.do_strides, b, h, call, call.VALUE_DIM, call.DV, 3,
+        )
+        row_values = HeadRowValues(
+            tensor=call.row_values,
+            first=(b * call.heads + h).to(tl.int64) * call.padded_length,
+            values_in_all=call.values_in_all, DESCRIBED=None,
+        )
+        if mask.HAS_MASK:
+            run, last_run = mask_row(
+                mask.offsets, mask.ends, mask.strides, b, h, first_key // mask.KV_BLOCK,
+            )
         else:
             run = 0
             last_run = 1
         for r in range(run, last_run):
-            begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
+            begin, end, full = bounded_run(
+                mask.runs, r, mask.Q_BLOCK, call.q_length, mask.HAS_MASK,
+            )
             for first in range(begin, end, BLOCK_M):
-                dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides,
-                    do_strides, first_value, values_in_all, k, v, first, rows_of_tile, end,
-                    q_length, True, full, b + shifts[0], h + shifts[1], kv_idx, shifts, tables,
-                    ints, floats, scale, None, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
-                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, True, True, PRECISION, None, True,
-                    True,
+                inputs = ModInputs(
+                    b=b + mods.shifts[0], h=h + mods.shifts[1], q_idx=None, kv_idx=kv_idx,
+                    tables=call.tables,
                 )
-    base = tensor_at(dv, dv_strides, kv_b, kv_head, UNITS[6])
-    store_parts(base, dv_strides, keys, kv_length, dv_sum, None, VALUE_DIM, DV, UNITS[6], WIDE)
-    base = tensor_at(dk, dk_strides, kv_b, kv_head, UNITS[5])
-    store_parts(base, dk_strides, keys, kv_length, dk_sum, scale, DIM, D, UNITS[5], WIDE)
+                dk_sum, dv_sum = add_to_keys(
+                    dk_sum, dv_sum, queries, douts, row_values, k, v, inputs, mods, gradients,
+                    first, rows_of_tile, end, call.q_length, True, full, True, True, True, True,
+                )
+    base = tensor_at(dv, dv_strides, kv_b, kv_head, call.UNITS[6])
+    store_parts(
+        base, dv_strides, places, kv_length, dv_sum, None, call.VALUE_DIM, call.DV, call.UNITS[6],
+        call.WIDE,
+    )
+    base = tensor_at(dk, dk_strides, kv_b, kv_head, call.UNITS[5])
+    store_parts(
+        base, dk_strides, places, kv_length, dk_sum, mods.scale, call.DIM, call.D, call.UNITS[5],
+        call.WIDE,
+    )
 
 
 @triton.jit
@@ -249,39 +334,48 @@ def repair_kernel(
         odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv isn't finite.
         row_programs: the first so many look at rows, the others at keys.
     """
+    call = RepairCall(
+        query=query, key=key, value=value, dout=dout, row_values=row_values, q_strides=q_strides,
+        k_strides=k_strides, v_strides=v_strides, do_strides=do_strides, tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        gradients=ModGradients(
+            totals=totals, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD,
+            CAPTURED_GRADIENTS=CAPTURED_GRADIENTS,
+        ),
+        heads=heads, padded_length=padded_length, values_in_all=values_in_all, q_length=q_length,
+        kv_length=kv_length, GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM, VALUE_DIM=VALUE_DIM, D=D,
+        DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, PRECISION=PRECISION,
+    )
     index = tl.program_id(0)
     many = tl.arange(0, TILES)
     if WANT_DQ:
         if index < row_programs:
+            mask = MaskRuns(
+                offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+                Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+            )
             first = index * TILES
-            odd = tl.load(odd_rows + first + many, mask=first + many < row_tiles, other=0)
-            if tl.max(odd, 0) > 0:
+            found = tl.load(odd_rows + first + many, mask=first + many < row_tiles, other=0)
+            if tl.max(found, 0) > 0:
                 for tile in range(first, tl.minimum(first + TILES, row_tiles)):
                     if tl.load(odd_rows + tile) > 0:
-                        repair_queries(
-                            tile, query, key, value, dout, row_values, dq, offsets, ends, runs,
-                            q_strides, k_strides, v_strides, do_strides, dq_strides, mask_strides,
-                            tables, ints, floats, totals, shifts, scale, heads, padded_length,
-                            values_in_all, q_length, kv_length, SCORE_MOD, SCORE_MOD_BACKWARD,
-                            CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP,
-                            KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION,
-                            BLOCK_N,
-                        )
+                        repair_queries(tile, call, mask, dq, dq_strides, BLOCK_N)
             return
         index -= row_programs
+    key_mask = MaskRuns(
+        offsets=key_offsets, ends=key_ends, runs=key_runs, strides=key_mask_strides,
+        HAS_MASK=HAS_MASK, Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
     first = index * TILES
-    odd = tl.load(odd_keys + first + many, mask=first + many < key_tiles, other=0)
-    if tl.max(odd, 0) > 0:
+    found = tl.load(odd_keys + first + many, mask=first + many < key_tiles, other=0)
+    if tl.max(found, 0) > 0:
         for tile in range(first, tl.minimum(first + TILES, key_tiles)):
             if tl.load(odd_keys + tile) > 0:
                 for part in range(64 // BLOCK_N):
                     repair_keys(
-                        tile * (64 // BLOCK_N) + part, query, key, value, dout, row_values, dk,
-                        dv, key_offsets, key_ends, key_runs, q_strides, k_strides, v_strides,
-                        do_strides, dk_strides, dv_strides, key_mask_strides, tables, ints,
-                        floats, shifts, scale, batch, heads, kv_heads, padded_length,
-                        values_in_all, padded_keys, q_length, kv_length, SCORE_MOD,
-                        SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP,
-                        KV_SHARED, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, PRECISION, 64,
-                        BLOCK_N,
+                        tile * (64 // BLOCK_N) + part, call, key_mask, dk, dv, dk_strides,
+                        dv_strides, batch, kv_heads, padded_keys, 64, BLOCK_N,
                     )

@@ -13,7 +13,9 @@ from anyflex_cuda.decode_steps import (
     sums_place,
     total_steps,
 )
-from anyflex_triton.device_functions import LOG2E, store_row
+from anyflex_triton.decode import store_row
+from anyflex_triton.kernel_records import RowResults
+from anyflex_triton.tiles import LOG2E
 
 __all__ = ["combine_kernel"]
 
@@ -55,8 +57,8 @@ def combine_kernel(
     index = tl.arange(0, PARTS)
     dims = tl.arange(0, DV)
     score_unit = LOG2E if SCORED else scale * LOG2E
-    top = float("-inf")
-    total = 0.0
+    row_max = float("-inf")
+    row_sum = 0.0
     nan = 0.0
     acc = tl.zeros([DV], tl.float32)
     for first in range(first_program, end_program, PARTS):
@@ -73,14 +75,18 @@ def combine_kernel(
             mask=there[:, None] & (dims < VALUE_DIM)[None, :],
             other=0.0,
         )
-        new_top = tl.maximum(top, tl.max(highest, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.exp2((top - shift) * score_unit)
+        new_max = tl.maximum(row_max, tl.max(highest, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        alpha = tl.exp2((row_max - shift) * score_unit)
         factor = tl.exp2((highest - shift) * score_unit)
-        total = total * alpha + tl.sum(sums * factor, 0)
+        row_sum = row_sum * alpha + tl.sum(sums * factor, 0)
         acc = acc * alpha + tl.sum(part * factor[:, None], 0)
-        top = new_top
+        row_max = new_max
+    results = RowResults(
+        tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORED, WANT_LSE=WANT_LSE,
+        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+    )
     store_row(
-        acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads,
-        q_length, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, WANT_REST,
+        acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
+        VALUE_DIM, DV, UNIT, WANT_REST,
     )

@@ -22,6 +22,7 @@ import triton.language as tl
 from anyflex_triton.column_parts import product_of_rows
 from anyflex_triton.dependent_launch import let_next_begin
 from anyflex_triton.forward import final_scores, unit_of_scores
+from anyflex_triton.kernel_records import DeltaSources
 from anyflex_triton.operations import integer_shift, scaled
 from anyflex_triton.tiles import LOG2E, load_rows, tensor_at
 
@@ -69,36 +70,39 @@ def store_weighing(
 
 
 @triton.jit
-def delta_of_rows(
-    out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads, rows,
-    q_length, VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, HAS_DLSE: tl.constexpr, IS_GIVEN: tl.constexpr,
-    HAS_REST: tl.constexpr,
-):
-    """sum(out * dout) - dlse of one head's rows; the arguments are `row_kernel`'s."""
+def delta_of_rows(sources, bh, heads, rows, q_length):
+    """sum(out * dout) - dlse of one head's rows.
+
+    Args:
+        sources: `DeltaSources`.
+    """
     b = bh // heads
     h = bh % heads
     inside = rows < q_length
-    if IS_GIVEN:
-        sums = tl.load(given + bh.to(tl.int64) * q_length + rows, mask=inside, other=0.0)
+    if sources.IS_GIVEN:
+        sums = tl.load(sources.given + bh.to(tl.int64) * q_length + rows, mask=inside, other=0.0)
     else:
-        o_base = tensor_at(out, o_strides, b, h, UNITS[0])
-        do_base = tensor_at(dout, do_strides, b, h, UNITS[1])
+        o_base = tensor_at(sources.out, sources.o_strides, b, h, sources.UNITS[0])
+        do_base = tensor_at(sources.dout, sources.do_strides, b, h, sources.UNITS[1])
         o = load_rows(
-            o_base, o_strides, rows, q_length, VALUE_DIM, DV, UNITS[0], SCATTERED[0], WIDE, True
+            o_base, sources.o_strides, rows, q_length, sources.VALUE_DIM, sources.DV,
+            sources.UNITS[0], sources.SCATTERED[0], sources.WIDE, True,
         )
         do = load_rows(
-            do_base, do_strides, rows, q_length, VALUE_DIM, DV, UNITS[1], SCATTERED[1], WIDE, True
+            do_base, sources.do_strides, rows, q_length, sources.VALUE_DIM, sources.DV,
+            sources.UNITS[1], sources.SCATTERED[1], sources.WIDE, True,
         )
         o = o.to(tl.float32)
-        if HAS_REST:
-            r_base = tensor_at(rest, r_strides, b, h, UNITS[2])
+        if sources.HAS_REST:
+            r_base = tensor_at(sources.rest, sources.r_strides, b, h, sources.UNITS[2])
             o += load_rows(
-                r_base, r_strides, rows, q_length, VALUE_DIM, DV, UNITS[2], False, WIDE, True,
+                r_base, sources.r_strides, rows, q_length, sources.VALUE_DIM, sources.DV,
+                sources.UNITS[2], False, sources.WIDE, True,
             ).to(tl.float32)
         sums = tl.sum(o * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        from_lse = dlse + b * dl_strides[0] + h * dl_strides[1] + rows * dl_strides[2]
+    if sources.HAS_DLSE:
+        strides = sources.dl_strides
+        from_lse = sources.dlse + b * strides[0] + h * strides[1] + rows * strides[2]
         sums -= tl.load(from_lse, mask=inside, other=0.0)
     return sums
 
@@ -142,10 +146,13 @@ def row_kernel(
     )
     if not WANT_DELTA:
         return
-    sums = delta_of_rows(
-        out, rest, dout, dlse, given, o_strides, r_strides, do_strides, dl_strides, bh, heads,
-        rows, q_length, VALUE_DIM, DV, UNITS, SCATTERED, WIDE, HAS_DLSE, IS_GIVEN, HAS_REST,
+    sources = DeltaSources(
+        out=out, rest=rest, dout=dout, dlse=dlse, given=given, o_strides=o_strides,
+        r_strides=r_strides, do_strides=do_strides, dl_strides=dl_strides, VALUE_DIM=VALUE_DIM,
+        DV=DV, UNITS=UNITS, SCATTERED=SCATTERED, WIDE=WIDE, HAS_DLSE=HAS_DLSE, IS_GIVEN=IS_GIVEN,
+        HAS_REST=HAS_REST,
     )
+    sums = delta_of_rows(sources, bh, heads, rows, q_length)
     sums = tl.where(natural == float("-inf"), 0.0, sums)
     tl.store(row_values + 3 * values_in_all + value_at, sums, mask=stored)
 
@@ -165,58 +172,61 @@ def total_kernel(total, integers, largest, counts, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradient_of_scores(
-    q, k, do, v, masked, inside, full, lse2, delta, top, size, b, h, q_idx, kv_idx, tables, ints,
-    floats, totals, scale, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, PRECISION: tl.constexpr,
-    TRANSPOSED: tl.constexpr, CAREFUL: tl.constexpr,
+    q, k, do, v, masked, inside, full, row_values, inputs, mods, gradients,
+    PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """Weights, and the gradient of q k^T, both 0 at dead pairs.
 
     Tiles are [M, N], or [N, M] where TRANSPOSED; all indices and row values come shaped for that.
 
     Args:
-        q, k, do, v: in parts, as in `column_parts`.
-        masked, inside, full: as in `masked_scores`.
-        lse2, delta, top, size: `row_kernel`'s row_values; the last two where CAREFUL.
-        CAREFUL: some element of a tensor isn't finite, or some row is far. Else 0 times what dead
+        q, k, do, v: in parts (`column_parts`).
+        masked, inside, full: arguments of `masked_scores`.
+        row_values, inputs, mods, gradients: `RowValues`, `ModInputs`, `Mods`, `ModGradients`.
+        CAREFUL: some element of a tensor is non-finite, or some row is far. Else 0 times what dead
             pairs have is 0.
     """
     if TRANSPOSED:
         raw = product_of_rows(k, q, PRECISION)
     else:
         raw = product_of_rows(q, k, PRECISION)
-    if SCORE_MOD is not None:
-        raw = raw * scale
-    scores = final_scores(
-        raw, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, SCORE_MOD, MASK_MOD,
-    )
+    if mods.SCORE_MOD is not None:
+        raw = raw * mods.scale
+    scores = final_scores(raw, masked, inside, full, inputs, mods)
     # While this product runs, weights are made.
     if TRANSPOSED:
         dweights = product_of_rows(v, do, PRECISION)
     else:
         dweights = product_of_rows(do, v, PRECISION)
-    unit = unit_of_scores(scale, SCORE_MOD)
+    lse2 = row_values.lse2
+    unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     if CAREFUL:
-        exponent = (scores - top) * unit - size
+        exponent = (scores - row_values.row_max) * unit - row_values.size
         # Products that are summed in another order than forward's may pass its largest.
         weights = tl.exp2(tl.where(exponent > 0.0, 0.0, exponent))
     else:
         weights = tl.exp2(scores * unit - lse2)
-    grad = weights * (dweights - delta)
+    grad = weights * (dweights - row_values.delta)
     if CAREFUL:
         live = scores != float("-inf")
         weights = tl.where(live, weights, 0.0)
         grad = tl.where(live, grad, 0.0)
-    if CAPTURED_GRADIENTS is not None:
+    if gradients.CAPTURED_GRADIENTS is not None:
         if CAREFUL:
-            # The others have been added; but Hopper's kernel leaves out pairs without weight, of
-            # which 0 or what isn't finite comes: whoever adds that twice does no harm.
+            # The other pairs have been added; but Hopper's kernel leaves out pairs without weight,
+            # whose gradients are 0 or non-finite: adding those twice does no harm.
             there = live & ((lse2 != lse2) | (weights == 0.0))
         else:
             there = (scores != float("-inf")) & (lse2 < float("inf"))
-        CAPTURED_GRADIENTS(grad, raw, there, b, h, q_idx, kv_idx, tables, ints, floats, totals)
-    if SCORE_MOD_BACKWARD is not None:
-        grad = SCORE_MOD_BACKWARD(grad, raw, b, h, q_idx, kv_idx, tables, ints, floats)
+        gradients.CAPTURED_GRADIENTS(
+            grad, raw, there, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables,
+            mods.ints, mods.floats, gradients.totals,
+        )
+    if gradients.SCORE_MOD_BACKWARD is not None:
+        grad = gradients.SCORE_MOD_BACKWARD(
+            grad, raw, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables, mods.ints,
+            mods.floats,
+        )
         if masked is not None:
             # The mod's derivative may be anything at dead pairs.
             grad = tl.where(scores != float("-inf"), grad, 0.0)

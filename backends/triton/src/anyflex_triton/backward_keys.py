@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -11,13 +13,16 @@ from anyflex_triton.column_parts import (
     any_strange,
     chosen_rows,
     finite_parts,
-    load_parts,
     load_row_parts,
+    load_step_rows,
     store_parts,
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.forward import tile_of_program
+from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
+from anyflex_triton.dependent_launch import await_earlier, let_next_begin
+from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,
@@ -30,7 +35,25 @@ from anyflex_triton.tiles import (
     tensor_at,
 )
 
-__all__ = ["key_kernel"]
+__all__ = ["HeadRowValues", "add_to_keys", "key_kernel"]
+
+
+@record
+class HeadRowValues:
+    """`backward.row_kernel`'s row_values of one head.
+
+    Attributes:
+        tensor: a pointer, or where DESCRIBED is "host" a descriptor, which past a head's end gives
+            other rows' values.
+        first: where this head's lse2 begin.
+        values_in_all: values of all heads; the next kind of values is so much further.
+    """
+
+    tensor: Any
+    first: Any
+    values_in_all: Any
+    DESCRIBED: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -43,8 +66,8 @@ def load_row_values(
     """Values [M] of `row_kernel`, those of query rows first + rows.
 
     Args:
+        row_values, DESCRIBED: `HeadRowValues`'s tensor and DESCRIBED.
         at: where this head's begin.
-        DESCRIBED: where "host", row_values is a descriptor. Past `end` it gives other rows'.
     """
     if DESCRIBED == "host":
         return row_values.load([(at + first).to(tl.int32)])
@@ -56,66 +79,68 @@ def load_row_values(
 
 @triton.jit
 def add_to_keys(
-    dk_sum, dv_sum, query, dout, row_values, q_base, do_base, q_strides, do_strides, first_value,
-    values_in_all, k, v, first, rows_of_tile, end, q_length, masked, full, b, h, kv_idx, shifts,
-    tables, ints, floats, scale, READ_ROWS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    SCORE_MOD_BACKWARD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
+    dk_sum, dv_sum, queries, douts, row_values, k, v, inputs, mods, gradients, first, rows_of_tile,
+    end, q_length, masked, full, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """dK and dV with what the query rows from `first` on add.
 
     Args:
-        masked, full: as in `masked_scores`.
+        queries, douts: `HeadRows`. row_values: `HeadRowValues`.
+        masked, full: arguments of `masked_scores`.
         BOUND: whether rows past `end` are there.
-        CAREFUL: as in `gradient_of_scores`.
+        CAREFUL: argument of `gradient_of_scores`.
     """
+    tables = inputs.tables
     rows = first + rows_of_tile
-    q = load_parts(
-        query, q_base, q_strides, first, rows_of_tile, end, DIM, D, UNITS[0], SCATTERED[0], WIDE,
-        BOUND, DESCRIBED,
-    )
-    do = load_parts(
-        dout, do_base, do_strides, first, rows_of_tile, end, VALUE_DIM, DV, UNITS[3], SCATTERED[3],
-        WIDE, BOUND, DESCRIBED,
-    )
-    lse2 = load_row_values(row_values, first_value, first, rows_of_tile, end, BOUND, DESCRIBED)
+    q = load_step_rows(queries, first, rows_of_tile, end, BOUND)
+    do = load_step_rows(douts, first, rows_of_tile, end, BOUND)
+    tensor = row_values.tensor
+    DESCRIBED: tl.constexpr = row_values.DESCRIBED
+    lse2 = load_row_values(tensor, row_values.first, first, rows_of_tile, end, BOUND, DESCRIBED)
     if WANT_DK:
-        d = load_row_values(
-            row_values, first_value + 3 * values_in_all, first, rows_of_tile, end, BOUND,
-            DESCRIBED,
+        delta = load_row_values(
+            tensor, row_values.first + 3 * row_values.values_in_all, first, rows_of_tile, end,
+            BOUND, DESCRIBED,
         )
     else:
-        # It meets nothing that is kept.
-        d = lse2
-    top = lse2
+        # Nothing that is made of it is kept.
+        delta = lse2
+    row_max = lse2
     size = lse2
     if CAREFUL:
-        careful = first_value + values_in_all
-        top = load_row_values(row_values, careful, first, rows_of_tile, end, BOUND, DESCRIBED)
+        careful = row_values.first + row_values.values_in_all
+        row_max = load_row_values(tensor, careful, first, rows_of_tile, end, BOUND, DESCRIBED)
         size = load_row_values(
-            row_values, careful + values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
+            tensor, careful + row_values.values_in_all, first, rows_of_tile, end, BOUND, DESCRIBED,
         )
-    q_idx = indices(first, rows_of_tile, q_length, shifts[2], BOUND, SCORE_MOD is not None)
+    q_idx = indices(
+        first, rows_of_tile, q_length, mods.shifts[2], BOUND, mods.SCORE_MOD is not None,
+    )
     inside = (rows < end)[None, :] if BOUND else None
-    if READ_ROWS is not None:
-        tables = READ_ROWS(b, h, q_idx, tables, ints, floats)
+    if mods.READ is not None:
+        tables = mods.READ(inputs.b, inputs.h, q_idx, tables, mods.ints, mods.floats)
     weights, grad = gradient_of_scores(
-        q, k, do, v, masked, inside, full, lse2[None, :], d[None, :], top[None, :],
-        size[None, :], b, h, q_idx[None, :], kv_idx, tables, ints, floats, None, scale, SCORE_MOD,
-        SCORE_MOD_BACKWARD, None, MASK_MOD, PRECISION, True, CAREFUL,
+        q, k, do, v, masked, inside, full,
+        RowValues(
+            lse2=lse2[None, :], delta=delta[None, :], row_max=row_max[None, :],
+            size=size[None, :],
+        ),
+        ModInputs(
+            b=inputs.b, h=inputs.h, q_idx=q_idx[None, :], kv_idx=inputs.kv_idx, tables=tables,
+        ),
+        mods, gradients, queries.PRECISION, True, CAREFUL,
     )
     if CAREFUL:
-        # A query that isn't finite has NaN in its live pairs already; dout that isn't does reach
-        # all keys, unless no key is live.
+        # A non-finite query has NaN in its live pairs already; a non-finite dout does reach all
+        # keys, unless no key is live.
         q = finite_parts(q)
         alive = (rows < end) & (lse2 != float("inf"))
         do = chosen_rows(alive, do)
     if WANT_DV:
-        dv_sum = add_products(dv_sum, weights.to(do[0].dtype), do, PRECISION)
+        dv_sum = add_products(dv_sum, weights.to(do[0].dtype), do, queries.PRECISION)
     if WANT_DK:
-        dk_sum = add_products(dk_sum, grad.to(q[0].dtype), q, PRECISION)
+        dk_sum = add_products(dk_sum, grad.to(q[0].dtype), q, queries.PRECISION)
     return dk_sum, dv_sum
 
 
@@ -172,6 +197,13 @@ def key_kernel(
         v_base, v_strides, keys, end_key, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE
     )
     kv_idx = tl.minimum(keys, kv_length - 1)[:, None] + shifts[3]
+    mods = Mods(
+        ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_ROWS, SCORE_MOD=SCORE_MOD,
+        MASK_MOD=MASK_MOD,
+    )
+    gradients = ModGradients(
+        totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
+    )
     dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
     dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
     rows_of_tile = tl.arange(0, BLOCK_M)
@@ -210,7 +242,19 @@ def key_kernel(
         else:
             q_rows = query
             do_rows = dout
-        first_value = (b * heads + h).to(tl.int64) * values_of_head
+        queries = HeadRows(
+            tensor=q_rows, base=q_base, strides=q_strides, DIM=DIM, D=D, UNIT=UNITS[0],
+            SCATTERED=SCATTERED[0], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+        )
+        douts = HeadRows(
+            tensor=do_rows, base=do_base, strides=do_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[3],
+            SCATTERED=SCATTERED[3], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+        )
+        values = HeadRowValues(
+            tensor=row_values, first=(b * heads + h).to(tl.int64) * values_of_head,
+            values_in_all=values_in_all, DESCRIBED=DESCRIBED,
+        )
+        inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
         if HAS_MASK:
             run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
         else:
@@ -225,12 +269,9 @@ def key_kernel(
             others += (run_end - begin + BLOCK_M - 1) // BLOCK_M - steps
             for step in range(steps):
                 dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
-                    do_strides, first_value, values_in_all, k, v, begin + step * BLOCK_M,
-                    rows_of_tile, 0, q_length, None, True, mod_b, mod_h, kv_idx, shifts, read,
-                    ints, floats, scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM,
-                    VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION,
-                    DESCRIBED, False, False,
+                    dk_sum, dv_sum, queries, douts, values, k, v, inputs, mods, gradients,
+                    begin + step * BLOCK_M, rows_of_tile, 0, q_length, None, True, WANT_DK,
+                    WANT_DV, False, False,
                 )
 
         # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -249,21 +290,18 @@ def key_kernel(
                 else:
                     masked = (not full) | (first + BLOCK_M > end)
                 dk_sum, dv_sum = add_to_keys(
-                    dk_sum, dv_sum, q_rows, do_rows, row_values, q_base, do_base, q_strides,
-                    do_strides, first_value, values_in_all, k, v, first, rows_of_tile, end,
-                    q_length, masked, mask_full, mod_b, mod_h, kv_idx, shifts, read, ints, floats,
-                    scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM, D,
-                    DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, DESCRIBED, not EVEN,
+                    dk_sum, dv_sum, queries, douts, values, k, v, inputs, mods, gradients, first,
+                    rows_of_tile, end, q_length, masked, mask_full, WANT_DK, WANT_DV, not EVEN,
                     False,
                 )
                 r, first, end, full = next_other_step(
                     runs, r, last_run, first, end, full, Q_BLOCK, q_length, BLOCK_M, HAS_MASK,
                 )
 
-    # What isn't finite, or far, has reached keys that its query doesn't see: 0 * NaN is NaN. All
-    # steps again, a few rows each (`FEW`).
-    odd = tl.max(any_strange(dk_sum), 0)
-    if tl.maximum(odd, tl.max(any_strange(dv_sum), 0)) > 0:
+    # Non-finite values and far rows have reached keys that their query doesn't see: 0 * NaN is
+    # NaN. All steps again, a few rows each (`FEW`).
+    nonfinite = tl.max(any_strange(dk_sum), 0)
+    if tl.maximum(nonfinite, tl.max(any_strange(dv_sum), 0)) > 0:
         dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
         dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
         few = tl.arange(0, FEW)
@@ -276,9 +314,21 @@ def key_kernel(
                 read = READ_COLUMNS(mod_b, mod_h, kv_idx, tables, ints, floats)
             else:
                 read = tables
-            q_base = tensor_at(query_rows, q_strides, b, h, UNITS[0])
-            do_base = tensor_at(dout_rows, do_strides, b, h, UNITS[3])
-            first_value = (b * heads + h).to(tl.int64) * values_of_head
+            queries = HeadRows(
+                tensor=None, base=tensor_at(query_rows, q_strides, b, h, UNITS[0]),
+                strides=q_strides, DIM=DIM, D=D, UNIT=UNITS[0], SCATTERED=SCATTERED[0], WIDE=WIDE,
+                DESCRIBED=None, PRECISION=PRECISION,
+            )
+            douts = HeadRows(
+                tensor=None, base=tensor_at(dout_rows, do_strides, b, h, UNITS[3]),
+                strides=do_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[3], SCATTERED=SCATTERED[3],
+                WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
+            )
+            values = HeadRowValues(
+                tensor=values_by_row, first=(b * heads + h).to(tl.int64) * values_of_head,
+                values_in_all=values_in_all, DESCRIBED=None,
+            )
+            inputs = ModInputs(b=mod_b, h=mod_h, q_idx=None, kv_idx=kv_idx, tables=read)
             if HAS_MASK:
                 run, last_run = mask_row(offsets, ends, mask_strides, b, h, block)
             else:
@@ -288,12 +338,8 @@ def key_kernel(
                 begin, end, full = bounded_run(runs, r, Q_BLOCK, q_length, HAS_MASK)
                 for first in tl.range(begin, end, FEW, num_stages=1):
                     dk_sum, dv_sum = add_to_keys(
-                        dk_sum, dv_sum, query_rows, dout_rows, values_by_row, q_base, do_base,
-                        q_strides, do_strides, first_value, values_in_all, k, v, first, few, end,
-                        q_length, True, full, mod_b, mod_h, kv_idx, shifts, read, ints, floats,
-                        scale, READ_ROWS, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, DIM, VALUE_DIM,
-                        D, DV, UNITS, SCATTERED, WIDE, WANT_DK, WANT_DV, PRECISION, None, True,
-                        True,
+                        dk_sum, dv_sum, queries, douts, values, k, v, inputs, mods, gradients,
+                        first, few, end, q_length, True, full, WANT_DK, WANT_DV, True, True,
                     )
 
     if WANT_DV:

@@ -10,13 +10,15 @@ from anyflex_triton.column_parts import (
     add_products,
     any_strange,
     finite_parts,
-    load_parts,
     load_row_parts,
+    load_step_rows,
     store_parts,
     zeros_of_parts,
 )
 from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.forward import tile_of_program
+from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
+from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,
@@ -29,7 +31,7 @@ from anyflex_triton.tiles import (
     tensor_at,
 )
 
-__all__ = ["query_kernel"]
+__all__ = ["add_to_queries", "query_kernel"]
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -37,44 +39,43 @@ __all__ = ["query_kernel"]
 
 @triton.jit
 def add_to_queries(
-    dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, top, size, first,
-    columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables, ints, floats, totals,
-    scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
-    CAPTURED_GRADIENTS: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, UNITS: tl.constexpr,
-    SCATTERED: tl.constexpr, WIDE: tl.constexpr, WANT_DQ: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
+    dq_sum, keys, values, q, do, row_values, inputs, mods, gradients, first, columns, end,
+    kv_length, masked, full, WANT_DQ: tl.constexpr, BOUND: tl.constexpr, CAREFUL: tl.constexpr,
 ):
     """dQ with what the keys from `first` on add.
 
     Args:
-        masked, full: as in `masked_scores`.
+        keys, values: `HeadRows`. row_values: `RowValues` [M].
+        masked, full: arguments of `masked_scores`.
         BOUND: whether keys past `end` are there.
-        lse2, d, top, size, CAREFUL: as in `gradient_of_scores`.
+        CAREFUL: argument of `gradient_of_scores`.
     """
-    keys = first + columns
-    k = load_parts(
-        key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, BOUND,
-        DESCRIBED,
+    tables = inputs.tables
+    places = first + columns
+    k = load_step_rows(keys, first, columns, end, BOUND)
+    v = load_step_rows(values, first, columns, end, BOUND)
+    kv_idx = indices(
+        first, columns, kv_length, mods.shifts[3], BOUND, mods.SCORE_MOD is not None,
     )
-    v = load_parts(
-        value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE,
-        BOUND, DESCRIBED,
-    )
-    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
-    inside = (keys < end)[None, :] if BOUND else None
-    if READ_COLUMNS is not None:
-        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
+    inside = (places < end)[None, :] if BOUND else None
+    if mods.READ is not None:
+        tables = mods.READ(inputs.b, inputs.h, kv_idx, tables, mods.ints, mods.floats)
     _weights, grad = gradient_of_scores(
-        q, k, do, v, masked, inside, full, lse2[:, None], d[:, None], top[:, None],
-        size[:, None], b, h, q_idx, kv_idx[None, :], tables, ints, floats, totals, scale,
-        SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, PRECISION, False, CAREFUL,
+        q, k, do, v, masked, inside, full,
+        RowValues(
+            lse2=row_values.lse2[:, None], delta=row_values.delta[:, None],
+            row_max=row_values.row_max[:, None], size=row_values.size[:, None],
+        ),
+        ModInputs(
+            b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=kv_idx[None, :], tables=tables,
+        ),
+        mods, gradients, keys.PRECISION, False, CAREFUL,
     )
     if CAREFUL:
-        # A key that isn't finite has NaN in its live pairs already.
+        # A non-finite key has NaN in its live pairs already.
         k = finite_parts(k)
     if WANT_DQ:
-        dq_sum = add_products(dq_sum, grad.to(k[0].dtype), k, PRECISION)
+        dq_sum = add_products(dq_sum, grad.to(k[0].dtype), k, keys.PRECISION)
     return dq_sum
 
 
@@ -138,6 +139,14 @@ def query_kernel(
         value = tl.make_tensor_descriptor(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
+    keys = HeadRows(
+        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
+        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
+    values = HeadRows(
+        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
+        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
     do_base = tensor_at(dout, do_strides, b, h, UNITS[3])
     q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
     do = load_row_parts(
@@ -145,12 +154,22 @@ def query_kernel(
     )
     at = bh.to(tl.int64) * values_of_head + rows
     lse2 = tl.load(row_values + at, mask=rows < end_row, other=float("inf"))
-    d = tl.load(row_values + 3 * values_in_all + at, mask=rows < end_row, other=0.0)
+    delta = tl.load(row_values + 3 * values_in_all + at, mask=rows < end_row, other=0.0)
+    values_of_rows = RowValues(lse2=lse2, delta=delta, row_max=delta, size=delta)
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
+    inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables)
+    mods = Mods(
+        ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_COLUMNS,
+        SCORE_MOD=SCORE_MOD, MASK_MOD=MASK_MOD,
+    )
+    gradients = ModGradients(
+        totals=totals, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD,
+        CAPTURED_GRADIENTS=CAPTURED_GRADIENTS,
+    )
     columns = tl.arange(0, BLOCK_N)
     dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
 
@@ -162,11 +181,8 @@ def query_kernel(
         others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
         for step in range(steps):
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, d, d,
-                begin + step * BLOCK_N, columns, 0, kv_length, None, True, mod_b, mod_h, q_idx,
-                shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
-                SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
-                SCATTERED, WIDE, WANT_DQ, PRECISION, DESCRIBED, False, False,
+                dq_sum, keys, values, q, do, values_of_rows, inputs, mods, gradients,
+                begin + step * BLOCK_N, columns, 0, kv_length, None, True, WANT_DQ, False, False,
             )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -185,36 +201,40 @@ def query_kernel(
             else:
                 masked = (not full) | (first + BLOCK_N > end)
             dq_sum = add_to_queries(
-                dq_sum, key, value, k_base, v_base, k_strides, v_strides, q, do, lse2, d, d, d,
-                first, columns, end, kv_length, masked, mask_full, mod_b, mod_h, q_idx, shifts,
-                tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD, SCORE_MOD_BACKWARD,
-                CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE,
-                WANT_DQ, PRECISION, DESCRIBED, not EVEN, False,
+                dq_sum, keys, values, q, do, values_of_rows, inputs, mods, gradients, first,
+                columns, end, kv_length, masked, mask_full, WANT_DQ, not EVEN, False,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    # What isn't finite has reached rows that don't see its key: 0 * NaN is NaN. Far rows have yet
-    # to be computed. All steps again, a few keys each (`FEW`).
-    odd = any_strange(dq_sum) | (lse2 != lse2).to(tl.int32)
-    if tl.max(odd, 0) > 0:
+    # A non-finite key has reached rows that don't see it: 0 * NaN is NaN. Far rows have yet to be
+    # computed. All steps again, a few keys each (`FEW`).
+    inexact = any_strange(dq_sum) | (lse2 != lse2).to(tl.int32)
+    if tl.max(inexact, 0) > 0:
         careful = row_values + values_in_all + at
-        top = tl.load(careful, mask=rows < end_row, other=0.0)
-        size = tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf"))
+        careful_values = RowValues(
+            lse2=lse2, delta=delta, row_max=tl.load(careful, mask=rows < end_row, other=0.0),
+            size=tl.load(careful + values_in_all, mask=rows < end_row, other=float("inf")),
+        )
         dq_sum = zeros_of_parts(BLOCK_M, DIM, D)
         few = tl.arange(0, FEW)
-        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
-        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
+        k_rows = HeadRows(
+            tensor=None, base=tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1]),
+            strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1], SCATTERED=SCATTERED[1], WIDE=WIDE,
+            DESCRIBED=None, PRECISION=PRECISION,
+        )
+        v_rows = HeadRows(
+            tensor=None, base=tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2]),
+            strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2], SCATTERED=SCATTERED[2],
+            WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
+        )
         for r in range(run, last_run):
             begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
             for first in tl.range(begin, end, FEW, num_stages=1):
                 dq_sum = add_to_queries(
-                    dq_sum, key_rows, value_rows, k_rows, v_rows, k_strides, v_strides, q, do,
-                    lse2, d, top, size, first, few, end, kv_length, True, full, mod_b, mod_h,
-                    q_idx, shifts, tables, ints, floats, totals, scale, READ_COLUMNS, SCORE_MOD,
-                    SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS,
-                    SCATTERED, WIDE, WANT_DQ, PRECISION, None, True, True,
+                    dq_sum, k_rows, v_rows, q, do, careful_values, inputs, mods, gradients, first,
+                    few, end, kv_length, True, full, WANT_DQ, True, True,
                 )
 
     if WANT_DQ:

@@ -21,7 +21,9 @@ __all__ = [
     "chosen_rows",
     "finite_parts",
     "load_parts",
+    "load_pointed_rows",
     "load_row_parts",
+    "load_step_rows",
     "product_of_rows",
     "scaled_rows",
     "store_parts",
@@ -60,6 +62,28 @@ def load_row_parts(
             base, strides, rows, end, DIM, D, UNIT, SCATTERED, WIDE, True, column,
         ),)
     return parts
+
+
+@triton.jit
+def load_step_rows(rows, first, places, end, BOUND: tl.constexpr):
+    """The rows first + places of `kernel_records.HeadRows`.
+
+    Args:
+        BOUND: whether some rows past `end` are there.
+    """
+    return load_parts(
+        rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
+        rows.SCATTERED, rows.WIDE, BOUND, rows.DESCRIBED,
+    )
+
+
+@triton.jit
+def load_pointed_rows(rows, places, end):
+    """Rows of `kernel_records.HeadRows` by pointers; 0 past `end`."""
+    return load_row_parts(
+        rows.base, rows.strides, places, end, rows.DIM, rows.D, rows.UNIT, rows.SCATTERED,
+        rows.WIDE,
+    )
 
 
 @triton.jit

@@ -11,6 +11,8 @@ import triton.language as tl
 
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.forward import natural_scores, unit_of_scores
+from anyflex_triton.kernel_records import HeadRows, ModInputs, Mods, RowResults
+from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,
@@ -29,18 +31,31 @@ __all__ = ["combine_kernel", "decode_kernel", "store_row"]
 
 
 @triton.jit
-def scores_of_tile(
-    q, k, live, b, h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Scores [M, N] as `forward.final_scores`; -inf at dead pairs.
+def load_of_split(rows, first, places, end, BOUND: tl.constexpr):
+    """Rows first + places of `HeadRows`, all columns at once.
 
     Args:
-        live: [M, N], or None where all are.
+        BOUND: whether some rows past `end` are there.
+    """
+    return load_tile(
+        rows.tensor, rows.base, rows.strides, first, places, end, rows.DIM, rows.D, rows.UNIT,
+        rows.SCATTERED, rows.WIDE, BOUND, rows.DESCRIBED,
+    )
+
+
+@triton.jit
+def scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION: tl.constexpr):
+    """Scores [M, N] like those of `forward.final_scores`; -inf at dead pairs.
+
+    Args:
+        live: [M, N], or None where all pairs are live.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
+    if mods.SCORE_MOD is not None:
+        scores = mods.SCORE_MOD(
+            scores * mods.scale, inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables,
+            mods.ints, mods.floats,
+        )
     if live is not None:
         scores = tl.where(live, scores, float("-inf"))
     return scores
@@ -100,14 +115,27 @@ def decode_kernel(
         value = tl.make_tensor_descriptor(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
-    mod_b = b + shifts[0]
-    mod_h = head[:, None] + shifts[1]
-    q_idx = row[:, None] + shifts[2]
+    keys = HeadRows(
+        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
+        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
+    values = HeadRows(
+        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
+        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
+    inputs = ModInputs(
+        b=b + shifts[0], h=head[:, None] + shifts[1], q_idx=row[:, None] + shifts[2], kv_idx=None,
+        tables=tables,
+    )
+    mods = Mods(
+        ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+        MASK_MOD=MASK_MOD,
+    )
     columns = tl.arange(0, BLOCK_N)
 
     unit = unit_of_scores(scale, SCORE_MOD)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     nans = tl.zeros([BLOCK_M], tl.int32)
     acc = tl.zeros([BLOCK_M, DV], tl.float32)
     split_begin = split * split_length
@@ -128,28 +156,21 @@ def decode_kernel(
             steps = tl.maximum(split_end - split_begin, 0) // BLOCK_N
         for step in range(steps):
             first = begin + step * BLOCK_N
-            keys = first + columns
-            k = load_tile(
-                key, k_base, k_strides, first, columns, 0, DIM, D, UNITS[1], SCATTERED[1], WIDE,
-                False, DESCRIBED,
-            )
-            v = load_tile(
-                value, v_base, v_strides, first, columns, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2],
-                WIDE, False, DESCRIBED,
-            )
+            places = first + columns
+            k = load_of_split(keys, first, columns, 0, False)
+            v = load_of_split(values, first, columns, 0, False)
             scores = scores_of_tile(
-                q, k, None, mod_b, mod_h, q_idx, keys[None, :] + shifts[3], tables, ints, floats,
-                scale, SCORE_MOD, PRECISION,
+                q, k, None, places[None, :] + shifts[3], inputs, mods, PRECISION,
             )
             nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
             # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2((scores - shift[:, None]) * unit)
-            alpha = tl.exp2((top - shift) * unit)
-            total = total * alpha + tl.sum(weights, 1)
+            alpha = tl.exp2((row_max - shift) * unit)
+            row_sum = row_sum * alpha + tl.sum(weights, 1)
             acc = tl.dot(weights.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-            top = new_top
+            row_max = new_max
 
     for r in range(run, last_run):
         if HAS_MASK:
@@ -162,43 +183,37 @@ def decode_kernel(
             end = split_end
             full = True
         for first in range(begin, end, BLOCK_N):
-            keys = first + columns
-            k = load_tile(
-                key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE,
-                True, DESCRIBED,
-            )
-            v = load_tile(
-                value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNITS[2],
-                SCATTERED[2], WIDE, True, DESCRIBED,
-            )
-            kv_idx = tl.minimum(keys, kv_length - 1)[None, :] + shifts[3]
-            live = (keys < end)[None, :] & inside[:, None]
+            places = first + columns
+            k = load_of_split(keys, first, columns, end, True)
+            v = load_of_split(values, first, columns, end, True)
+            kv_idx = tl.minimum(places, kv_length - 1)[None, :] + shifts[3]
+            live = (places < end)[None, :] & inside[:, None]
             if MASK_MOD is not None:
-                live = live & (full | MASK_MOD(mod_b, mod_h, q_idx, kv_idx, tables, ints, floats))
-            scores = scores_of_tile(
-                q, k, live, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats, scale, SCORE_MOD,
-                PRECISION,
-            )
+                seen = MASK_MOD(
+                    inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables, ints, floats,
+                )
+                live = live & (full | seen)
+            scores = scores_of_tile(q, k, live, kv_idx, inputs, mods, PRECISION)
             live = live & (scores != float("-inf"))
             nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             weights = tl.exp2((scores - shift[:, None]) * unit)
-            alpha = tl.exp2((top - shift) * unit)
-            total = total * alpha + tl.sum(weights, 1)
+            alpha = tl.exp2((row_max - shift) * unit)
+            row_sum = row_sum * alpha + tl.sum(weights, 1)
             acc = tl.dot(
                 weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
                 input_precision=PRECISION,
             )
             if tl.max(tl.max(strange(v).to(tl.int32), 1), 0) > 0:
-                # Values that aren't finite reach the rows that see them.
+                # Non-finite values reach the rows that see them.
                 acc += strange_sum(live, v)
-            top = new_top
+            row_max = new_max
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split
     partial_sums = partial_out + sums_at
-    tl.store(partial_sums + at * 3, top, mask=inside)
-    tl.store(partial_sums + at * 3 + 1, total, mask=inside)
+    tl.store(partial_sums + at * 3, row_max, mask=inside)
+    tl.store(partial_sums + at * 3 + 1, row_sum, mask=inside)
     tl.store(partial_sums + at * 3 + 2, nans.to(tl.float32), mask=inside)
     value_dims = tl.arange(0, DV)
     tl.store(
@@ -210,24 +225,22 @@ def decode_kernel(
 
 @triton.jit
 def store_row(
-    acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads, q_length,
-    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, SCORED: tl.constexpr,
-    WANT_LSE: tl.constexpr, WANT_MAX: tl.constexpr, WANT_REST: tl.constexpr,
-    WANT_TOPS: tl.constexpr,
+    acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
+    VALUE_DIM: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, WANT_REST: tl.constexpr,
 ):
-    """Writes what is wanted of one query row.
+    """Write what is wanted of one query row.
 
     Args:
-        acc: [DV], weighted values; top, total: as of `decode_kernel`'s sums; nan: 1 if a score is.
-        at: the row, of all rows of all heads.
-        tops: as of `forward.forward_kernel`.
-        SCORED: there is a score mod.
+        acc: [DV], weighted values; row_max, row_sum: as in `decode_kernel`'s sums; nan: 1 if a
+            score is NaN.
+        at: the row, counted over all rows of all heads.
+        results: `RowResults`.
     """
     dims = tl.arange(0, DV)
     row = at % q_length
     bh = at // q_length
-    dead = (top == float("-inf")) & (total == total)
-    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, total))
+    dead = (row_max == float("-inf")) & (row_sum == row_sum)
+    acc = tl.where(dead, 0.0, acc / tl.where(dead, 1.0, row_sum))
     base = tensor_at(out, o_strides, bh // heads, bh % heads, UNIT) + row * o_strides[2] * UNIT
     tl.store(base + dims, acc.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
     if WANT_REST:
@@ -235,15 +248,15 @@ def store_row(
         rounding = acc - acc.to(out.dtype.element_ty).to(tl.float32)
         rest_at = rest + at * VALUE_DIM + dims
         tl.store(rest_at, rounding.to(rest.dtype.element_ty), mask=dims < VALUE_DIM)
-    highest = natural_scores(top, scale, SCORED)
-    size = tl.log2(total)
-    if WANT_LSE:
-        tl.store(lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
-    if WANT_MAX:
-        tl.store(max_scores + at, tl.where(nan > 0, float("nan"), highest))
-    if WANT_TOPS:
-        tl.store(tops + at * 2, top)
-        tl.store(tops + at * 2 + 1, size)
+    highest = natural_scores(row_max, scale, results.SCORED)
+    size = tl.log2(row_sum)
+    if results.WANT_LSE:
+        tl.store(results.lse + at, tl.where(dead, float("-inf"), highest + size / LOG2E))
+    if results.WANT_MAX:
+        tl.store(results.max_scores + at, tl.where(nan > 0, float("nan"), highest))
+    if results.WANT_TOPS:
+        tl.store(results.tops + at * 2, row_max)
+        tl.store(results.tops + at * 2 + 1, size)
 
 
 @triton.jit
@@ -265,17 +278,17 @@ def combine_kernel(
     at = tl.program_id(0).to(tl.int64)
     partial_sums = partial_out + sums_at
     index = tl.arange(0, SPLITS)
-    top = float("-inf")
+    row_max = float("-inf")
     for first in range(0, splits, SPLITS):
         found = tl.load(
             partial_sums + (at * splits + first + index) * 3,
             mask=first + index < splits,
             other=float("-inf"),
         )
-        top = tl.maximum(top, tl.max(found, 0))
+        row_max = tl.maximum(row_max, tl.max(found, 0))
     unit = LOG2E if SCORED else scale * LOG2E
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = 0.0
     nan = 0.0
     acc = tl.zeros([DV], tl.float32)
     dims = tl.arange(0, DV)
@@ -287,14 +300,18 @@ def combine_kernel(
         nans = tl.load(partial_sums + place * 3 + 2, mask=there, other=0.0)
         nan = tl.maximum(nan, tl.max(nans, 0))
         factor = tl.exp2((found - shift) * unit)
-        total += tl.sum(tl.where(there, sums * factor, 0.0), 0)
+        row_sum += tl.sum(tl.where(there, sums * factor, 0.0), 0)
         part = tl.load(
             partial_out + place[:, None] * VALUE_DIM + dims[None, :],
             mask=there[:, None] & (dims < VALUE_DIM)[None, :],
             other=0.0,
         )
         acc += tl.sum(tl.where(there[:, None], part * factor[:, None], 0.0), 0)
+    results = RowResults(
+        tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORED, WANT_LSE=WANT_LSE,
+        WANT_MAX=WANT_MAX, WANT_TOPS=WANT_TOPS,
+    )
     store_row(
-        acc, top, total, nan, at, out, rest, tops, lse, max_scores, o_strides, scale, heads,
-        q_length, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, WANT_TOPS,
+        acc, row_max, row_sum, nan, at, out, rest, o_strides, scale, results, heads, q_length,
+        VALUE_DIM, DV, UNIT, WANT_REST,
     )

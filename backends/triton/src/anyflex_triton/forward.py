@@ -5,18 +5,23 @@ FlashAttention-2's online softmax (Dao, 2023), in powers of two.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from anyflex_triton.column_parts import (
     add_products,
     any_strange,
-    load_parts,
+    load_pointed_rows,
     load_row_parts,
+    load_step_rows,
     product_of_rows,
     scaled_rows,
     zeros_of_parts,
 )
+from anyflex_triton.kernel_records import HeadRows, ModInputs, Mods
+from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FAR,
     FEW,
@@ -48,10 +53,42 @@ __all__ = [
 ]
 
 CHAINS = tl.constexpr(16)
-"""Parts of a row in which its largest score is found, where PARTS: the shortest step's keys."""
+"""Partial maxima of a row, where PARTS: as many as the shortest step has keys."""
 SUMS = tl.constexpr(8)
-"""Sums of weights that a row has meanwhile, where PARTS: every eighth column of a product is the
-same thread's."""
+"""Partial sums of a row's weights, where PARTS: a thread has every eighth column of a product."""
+
+
+@record
+class Softmax:
+    """State of an online softmax.
+
+    Attributes:
+        row_max: [M], the largest score so far.
+        base: [M], row_max in powers of two, which weights are relative to.
+        row_sum: of weights, as `added_to_rows` returns it.
+        nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
+        acc: [M, DV] for each part, the weighted values.
+    """
+
+    row_max: Any
+    base: Any
+    row_sum: Any
+    nans: Any
+    acc: Any
+
+
+@record
+class StepWeights:
+    """What a step adds to acc: where OVERLAP, in the step after it.
+
+    Attributes:
+        weights: [M, N].
+        alpha: [M], the factor of what acc was before.
+    """
+
+    weights: Any
+    alpha: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -59,7 +96,7 @@ same thread's."""
 
 @triton.jit
 def plain_score(score, b, h, q_idx, kv_idx, tables, ints, floats):
-    """The score mod that is none, for scales that aren't positive."""
+    """Identity score mod; needed when scale <= 0, which can't be folded into exp2."""
     return score
 
 
@@ -75,16 +112,17 @@ def tile_of_program(index, tiles, heads, head_group):
 
 
 @triton.jit
-def final_scores(
-    scores, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
-):
+def final_scores(scores, masked, inside, full, inputs, mods):
     """Scores from q k^T, -inf at dead pairs (see `masked_scores`). They come scaled if there is a
     score mod; without, the scale is positive and waits: see `unit_of_scores`."""
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores, b, h, q_idx, kv_idx, tables, ints, floats)
+    if mods.SCORE_MOD is not None:
+        scores = mods.SCORE_MOD(
+            scores, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables, mods.ints,
+            mods.floats,
+        )
     return masked_scores(
-        scores, masked, inside, full, b, h, q_idx, kv_idx, tables, ints, floats, MASK_MOD,
+        scores, masked, inside, full, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx,
+        inputs.tables, mods.ints, mods.floats, mods.MASK_MOD,
     )
 
 
@@ -118,146 +156,142 @@ def largest_of_rows(scores, PARTS: tl.constexpr):
 
 
 @triton.jit
-def added_to_rows(total, weights, alpha, PARTS: tl.constexpr):
+def added_to_rows(row_sum, weights, alpha, PARTS: tl.constexpr):
     """Rows' sums of weights after one more step: [M], or where PARTS a thread's own, [M, SUMS],
     which are added up when the tile ends."""
     if PARTS:
         parts = tl.reshape(weights, [weights.shape[0], weights.shape[1] // SUMS, SUMS])
-        return total * alpha[:, None] + tl.sum(parts, 1)
+        return row_sum * alpha[:, None] + tl.sum(parts, 1)
     else:
-        return total * alpha + tl.sum(weights, 1)
+        return row_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit
-def add_values(
-    acc, weights, alpha, value, v_base, v_strides, first, columns, end, VALUE_DIM: tl.constexpr,
-    DV: tl.constexpr, UNIT: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
-):
-    """The sum after the values of one step; `alpha` scales what was there."""
-    v = load_parts(
-        value, v_base, v_strides, first, columns, end, VALUE_DIM, DV, UNIT, SCATTERED, WIDE, BOUND,
-        DESCRIBED,
+def add_values(acc, step, values, first, columns, end, BOUND: tl.constexpr):
+    """acc after the values of one step."""
+    v = load_step_rows(values, first, columns, end, BOUND)
+    scaled = scaled_rows(acc, step.alpha)
+    return add_products(scaled, step.weights.to(v[0].dtype), v, values.PRECISION)
+
+
+@triton.jit
+def no_weights(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`StepWeights` that add nothing."""
+    return StepWeights(
+        weights=tl.zeros([ROWS, COLUMNS], tl.float32), alpha=tl.full([ROWS], 1.0, tl.float32),
     )
-    return add_products(scaled_rows(acc, alpha), weights.to(v[0].dtype), v, PRECISION)
 
 
 @triton.jit
 def forward_step(
-    acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base, k_strides,
-    v_strides, first, before, columns, end, kv_length, masked, full, b, h, q_idx, shifts, tables,
-    ints, floats, scale, READ_COLUMNS: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    WANT_MAX: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr, BOUND: tl.constexpr,
-    OVERLAP: tl.constexpr, PARTS: tl.constexpr,
+    softmax, step, q, keys, values, inputs, mods, first, before, columns, end, kv_length, masked,
+    full, WANT_MAX: tl.constexpr, BOUND: tl.constexpr, OVERLAP: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """All sums after one more step, of the keys from `first` on.
+    """(Softmax, StepWeights) after one more step, of the keys from `first` on.
 
     Args:
-        acc: [M, DV] for each part.
-        top: [M], the largest score so far.
-        base: [M], top in powers of two, to which weights are relative.
-        total: of weights, as `added_to_rows` returns it.
-        nans: [M], where WANT_MAX: whether a score was NaN, which a maximum doesn't tell.
-        weights, alpha, before: where OVERLAP, of the step before, whose values are added now.
+        step: the step before, whose values are added now where OVERLAP; it began at `before`.
+        masked, full: arguments of `masked_scores`.
         BOUND: whether keys past `end` are there.
-        PARTS: of rows' largest scores and sums of weights.
+        PARTS: row_max and row_sum are found in parts.
     """
-    k = load_parts(
-        key, k_base, k_strides, first, columns, end, DIM, D, UNITS[1], SCATTERED[1], WIDE, BOUND,
-        DESCRIBED,
-    )
-    raw = product_of_rows(q, k, PRECISION)
+    acc = softmax.acc
+    nans = softmax.nans
+    tables = inputs.tables
+    k = load_step_rows(keys, first, columns, end, BOUND)
+    raw = product_of_rows(q, k, keys.PRECISION)
     if OVERLAP:
-        acc = add_values(
-            acc, weights, alpha, value, v_base, v_strides, before, columns, end, VALUE_DIM, DV,
-            UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
-        )
-    keys = first + columns
-    kv_idx = indices(first, columns, kv_length, shifts[3], BOUND, SCORE_MOD is not None)
-    inside = (keys < end)[None, :] if BOUND else None
-    if READ_COLUMNS is not None:
-        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
-    if SCORE_MOD is not None:
-        raw = raw * scale
+        acc = add_values(acc, step, values, before, columns, end, BOUND)
+    places = first + columns
+    kv_idx = indices(
+        first, columns, kv_length, mods.shifts[3], BOUND, mods.SCORE_MOD is not None,
+    )
+    inside = (places < end)[None, :] if BOUND else None
+    if mods.READ is not None:
+        tables = mods.READ(inputs.b, inputs.h, kv_idx, tables, mods.ints, mods.floats)
+    if mods.SCORE_MOD is not None:
+        raw = raw * mods.scale
     scores = final_scores(
-        raw, masked, inside, full, b, h, q_idx, kv_idx[None, :], tables, ints, floats,
-        SCORE_MOD, MASK_MOD,
+        raw, masked, inside, full,
+        ModInputs(
+            b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=kv_idx[None, :], tables=tables,
+        ),
+        mods,
     )
     if WANT_MAX:
         nans = tl.maximum(nans, tl.max((scores != scores).to(tl.int32), 1))
-    unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = tl.maximum(top, largest_of_rows(scores, PARTS))
-    new_base = new_top * unit
-    # Below that nothing weighs anything beside what comes, or the row is far in the end.
-    shift = tl.where(new_base <= -FAR, 0.0, new_base)
+    unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
+    row_max = tl.maximum(softmax.row_max, largest_of_rows(scores, PARTS))
+    base = row_max * unit
+    # Below -FAR no weight counts beside what comes, or the row is far in the end.
+    shift = tl.where(base <= -FAR, 0.0, base)
     weights = tl.exp2(scores * unit - shift[:, None])
-    alpha = tl.exp2(base - shift)
-    total = added_to_rows(total, weights, alpha, PARTS)
+    alpha = tl.exp2(softmax.base - shift)
+    row_sum = added_to_rows(softmax.row_sum, weights, alpha, PARTS)
+    made = StepWeights(weights=weights, alpha=alpha)
     if not OVERLAP:
-        acc = add_values(
-            acc, weights, alpha, value, v_base, v_strides, first, columns, end, VALUE_DIM, DV,
-            UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED, BOUND,
-        )
-    return acc, weights, alpha, new_top, new_base, total, nans
+        acc = add_values(acc, made, values, first, columns, end, BOUND)
+    return Softmax(row_max=row_max, base=base, row_sum=row_sum, nans=nans, acc=acc), made
 
 
 @triton.jit
 def careful_step(
-    acc, top, highest, total, q, k_rows, v_rows, k_strides, v_strides, keys, end, columns, full, b,
-    h, q_idx, kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS: tl.constexpr,
-    SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    D: tl.constexpr, UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, row_max, highest, row_sum, q, keys, values, inputs, mods, places, end, kv_length, columns,
+    full,
 ):
-    """(acc, highest, total) after one more step: the largest score, and sums of values and weights
-    relative to `top`. What isn't finite reaches the rows that see it, and no other.
+    """(acc, highest, row_sum) after one more step: the largest score, and sums of values and
+    weights relative to `row_max`. Non-finite values reach the rows that see them, and no other.
 
     Args:
         acc: [M, C], of the values' `columns`.
-        top: [M], the largest score of all steps, or where that is yet to be found anything.
-        highest: [M], of the steps so far.
+        row_max: [M], the largest score of all steps, or anything while that is yet to be found.
+        highest: [M], the largest score of the steps so far.
+        keys, values: `HeadRows` by pointers.
     """
-    k = load_row_parts(k_rows, k_strides, keys, end, DIM, D, UNITS[1], SCATTERED[1], WIDE)
-    kv_idx = tl.minimum(keys, kv_length - 1) + shifts[3]
-    if READ_COLUMNS is not None:
-        tables = READ_COLUMNS(b, h, kv_idx, tables, ints, floats)
-    scores = product_of_rows(q, k, PRECISION)
-    if SCORE_MOD is not None:
-        scores = scores * scale
+    tables = inputs.tables
+    k = load_pointed_rows(keys, places, end)
+    kv_idx = tl.minimum(places, kv_length - 1) + mods.shifts[3]
+    if mods.READ is not None:
+        tables = mods.READ(inputs.b, inputs.h, kv_idx, tables, mods.ints, mods.floats)
+    scores = product_of_rows(q, k, keys.PRECISION)
+    if mods.SCORE_MOD is not None:
+        scores = scores * mods.scale
     scores = final_scores(
-        scores, True, (keys < end)[None, :], full, b, h, q_idx, kv_idx[None, :], tables, ints,
-        floats, SCORE_MOD, MASK_MOD,
+        scores, True, (places < end)[None, :], full,
+        ModInputs(
+            b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=kv_idx[None, :], tables=tables,
+        ),
+        mods,
     )
     v = load_part(
-        v_rows, v_strides, keys, end, columns, VALUE_DIM, UNITS[2], SCATTERED[2], WIDE
+        values.base, values.strides, places, end, columns, values.DIM, values.UNIT,
+        values.SCATTERED, values.WIDE,
     )
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(scale, SCORE_MOD))
-    total += tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=PRECISION)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(mods.scale, mods.SCORE_MOD))
+    row_sum += tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=values.PRECISION)
     acc += strange_sum(scores != float("-inf"), v)
-    return acc, tl.maximum(highest, tl.max(scores, 1)), total
+    return acc, tl.maximum(highest, tl.max(scores, 1)), row_sum
 
 
 @triton.jit
-def is_dead(top, total):
-    """Which rows have no live pair: their total is 0. NaN stays."""
-    return (top == float("-inf")) & (total == total)
+def is_dead(row_max, row_sum):
+    """Which rows have no live pair: their row_sum is 0. NaN stays."""
+    return (row_max == float("-inf")) & (row_sum == row_sum)
 
 
 @triton.jit
-def divided(acc, top, total):
+def divided(acc, row_max, row_sum):
     """A softmax's values; dead rows give 0."""
-    dead = is_dead(top, total)
-    acc = acc / tl.where(dead, 1.0, total)[:, None]
+    dead = is_dead(row_max, row_sum)
+    acc = acc / tl.where(dead, 1.0, row_sum)[:, None]
     return tl.where(dead[:, None], 0.0, acc)
 
 
 @triton.jit
 def rounding_of(values, dtype):
-    """What rounding takes from values, and delta needs."""
+    """Rounding residual of `values`; backward's delta needs it."""
     return without_strange(values - values.to(dtype).to(tl.float32))
 
 
@@ -330,20 +364,34 @@ def forward_kernel(
         value = tl.make_tensor_descriptor(
             v_base, [kv_length, VALUE_DIM], [v_strides[2] * UNITS[2], 1], [BLOCK_N, DV]
         )
+    keys = HeadRows(
+        tensor=key, base=k_base, strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1],
+        SCATTERED=SCATTERED[1], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
+    values = HeadRows(
+        tensor=value, base=v_base, strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2],
+        SCATTERED=SCATTERED[2], WIDE=WIDE, DESCRIBED=DESCRIBED, PRECISION=PRECISION,
+    )
     q = load_row_parts(q_base, q_strides, rows, end_row, DIM, D, UNITS[0], SCATTERED[0], WIDE)
-    # What mods see. Rows past the end read as the last one would.
+    # Mods see rows past the end as the last row.
     mod_b = b + shifts[0]
     mod_h = h + shifts[1]
     q_idx = tl.minimum(rows, q_length - 1)[:, None] + shifts[2]
     if READ_ROWS is not None:
         tables = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
+    inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=tables)
+    mods = Mods(
+        ints=ints, floats=floats, shifts=shifts, scale=scale, READ=READ_COLUMNS,
+        SCORE_MOD=SCORE_MOD, MASK_MOD=MASK_MOD,
+    )
     columns = tl.arange(0, BLOCK_N)
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    base = top
-    total = tl.zeros([BLOCK_M, SUMS] if PARTS else [BLOCK_M], tl.float32)
-    nans = tl.zeros([BLOCK_M], tl.int32)
-    acc = zeros_of_parts(BLOCK_M, VALUE_DIM, DV)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    softmax = Softmax(
+        row_max=row_max, base=row_max,
+        row_sum=tl.zeros([BLOCK_M, SUMS] if PARTS else [BLOCK_M], tl.float32),
+        nans=tl.zeros([BLOCK_M], tl.int32), acc=zeros_of_parts(BLOCK_M, VALUE_DIM, DV),
+    )
 
     others = 0
 
@@ -354,25 +402,22 @@ def forward_kernel(
         others += (run_end - begin + BLOCK_N - 1) // BLOCK_N - steps
         # Where OVERLAP, the weights of a step meet their values while the next step's weights are
         # made (FlashAttention-3: Shah et al., 2024). At first there are none.
-        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        alpha = tl.full([BLOCK_M], 1.0, tl.float32)
-        for step in range(steps):
-            first = begin + step * BLOCK_N
-            before = begin + tl.maximum(step - 1, 0) * BLOCK_N
-            acc, weights, alpha, top, base, total, nans = forward_step(
-                acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
-                k_strides, v_strides, first, before, columns, 0, kv_length, None, True, mod_b,
-                mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
-                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, False, OVERLAP, PARTS,
+        step = no_weights(BLOCK_M, BLOCK_N)
+        for i in range(steps):
+            first = begin + i * BLOCK_N
+            before = begin + tl.maximum(i - 1, 0) * BLOCK_N
+            softmax, step = forward_step(
+                softmax, step, q, keys, values, inputs, mods, first, before, columns, 0, kv_length,
+                None, True, WANT_MAX, False, OVERLAP, PARTS,
             )
-        # Two questions: together with a constant the second would be no branch.
+        # Nested on purpose: `OVERLAP and steps > 0` would not compile to a branch.
         if OVERLAP:  # noqa: SIM102
             if steps > 0:
-                acc = add_values(
-                    acc, weights, alpha, value, v_base, v_strides, begin + (steps - 1) * BLOCK_N,
-                    columns, 0, VALUE_DIM, DV, UNITS[2], SCATTERED[2], WIDE, PRECISION, DESCRIBED,
-                    False,
+                last = begin + (steps - 1) * BLOCK_N
+                acc = add_values(softmax.acc, step, values, last, columns, 0, False)
+                softmax = Softmax(
+                    row_max=softmax.row_max, base=softmax.base, row_sum=softmax.row_sum,
+                    nans=softmax.nans, acc=acc,
                 )
 
     # PARTIAL runs, and the rest of the others, in one loop, for each begins with a wait. Their
@@ -382,8 +427,7 @@ def forward_kernel(
     first, end, full = first_other_step(
         runs, run, last_run, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
     )
-    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    alpha = tl.full([BLOCK_M], 1.0, tl.float32)
+    step = no_weights(BLOCK_M, BLOCK_N)
     for _once in range(tl.minimum(others, 1)):
         for _step in range(others):
             mask_full = full
@@ -395,26 +439,26 @@ def forward_kernel(
                 masked = True
             else:
                 masked = (not full) | (first + BLOCK_N > end)
-            acc, weights, alpha, top, base, total, nans = forward_step(
-                acc, weights, alpha, top, base, total, nans, q, key, value, k_base, v_base,
-                k_strides, v_strides, first, first, columns, end, kv_length, masked, mask_full,
-                mod_b, mod_h, q_idx, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
-                MASK_MOD, DIM, VALUE_DIM, D, DV, UNITS, SCATTERED, WIDE, WANT_MAX, PRECISION,
-                DESCRIBED, not EVEN, False, PARTS,
+            softmax, step = forward_step(
+                softmax, step, q, keys, values, inputs, mods, first, first, columns, end,
+                kv_length, masked, mask_full, WANT_MAX, not EVEN, False, PARTS,
             )
             r, first, end, full = next_other_step(
                 runs, r, last_run, first, end, full, KV_BLOCK, kv_length, BLOCK_N, HAS_MASK,
             )
 
-    if PARTS:
-        total = tl.sum(total, 1)
+    row_max = softmax.row_max
+    base = softmax.base
+    nans = softmax.nans
+    acc = softmax.acc
+    row_sum = tl.sum(softmax.row_sum, 1) if PARTS else softmax.row_sum
     SCORED: tl.constexpr = SCORE_MOD is not None
-    # What rounding added to the base: weights are relative to it, not to top.
-    excess = tl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
-    # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And weights
-    # of far rows are none. Asked before the sums are stored, which then need no registers.
-    odd = any_strange(acc) | is_far(top, base).to(tl.int32)
-    is_odd = tl.max(odd, 0) > 0
+    # Rounding of the base: weights are relative to it, not to row_max.
+    excess = tl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+    # A non-finite value has reached rows that don't see it too, because 0 * NaN is NaN; and
+    # weights of far rows are lost. Asked before the sums are stored, which then need no registers.
+    inexact = any_strange(acc) | is_far(row_max, base).to(tl.int32)
+    is_inexact = tl.max(inexact, 0) > 0
     # Counted from the tile's first row: places as the query's above would be kept in registers
     # through all loops.
     of_tile = tl.arange(0, BLOCK_M)
@@ -423,45 +467,51 @@ def forward_kernel(
     o_base += first_row.to(tl.int64) * o_strides[2] * UNITS[3]
     r_base = tensor_at(rest, r_strides, b, h, UNITS[4])
     r_base += first_row.to(tl.int64) * r_strides[2] * UNITS[4]
-    right = tl.where(is_odd, 0, there)
+    exact = tl.where(is_inexact, 0, there)
     for i in tl.static_range(len(acc)):
-        values = divided(acc[i], top, total)
+        found = divided(acc[i], row_max, row_sum)
         store_rows(
-            o_base, o_strides, of_tile, right, values, VALUE_DIM, DV, UNITS[3], WIDE, i * DV,
+            o_base, o_strides, of_tile, exact, found, VALUE_DIM, DV, UNITS[3], WIDE, i * DV,
         )
         if WANT_REST:
-            rounding = rounding_of(values, out.dtype.element_ty)
+            rounding = rounding_of(found, out.dtype.element_ty)
             store_rows(
-                r_base, r_strides, of_tile, right, rounding, VALUE_DIM, DV, UNITS[4], WIDE, i * DV,
+                r_base, r_strides, of_tile, exact, rounding, VALUE_DIM, DV, UNITS[4], WIDE, i * DV,
             )
     # All steps again, a few keys each and for a part of the values' columns: with all columns at
     # once the compiler takes an eighth longer.
-    if is_odd:
+    if is_inexact:
         few = tl.arange(0, FEW)
         PART: tl.constexpr = DV if DV < 32 else 32
-        k_rows = tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1])
-        v_rows = tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2])
+        k_rows = HeadRows(
+            tensor=None, base=tensor_at(key_rows, k_strides, kv_b, kv_head, UNITS[1]),
+            strides=k_strides, DIM=DIM, D=D, UNIT=UNITS[1], SCATTERED=SCATTERED[1], WIDE=WIDE,
+            DESCRIBED=None, PRECISION=PRECISION,
+        )
+        v_rows = HeadRows(
+            tensor=None, base=tensor_at(value_rows, v_strides, kv_b, kv_head, UNITS[2]),
+            strides=v_strides, DIM=VALUE_DIM, D=DV, UNIT=UNITS[2], SCATTERED=SCATTERED[2],
+            WIDE=WIDE, DESCRIBED=None, PRECISION=PRECISION,
+        )
         excess = tl.zeros([BLOCK_M], tl.float32)
         # The first columns twice: the first time finds the largest scores, as these products have
         # them, and what it writes is written again.
         for first_column in range(-PART, VALUE_DIM, PART):
             part_columns = tl.maximum(first_column, 0) + tl.arange(0, PART)
             highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            total = tl.zeros([BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_M, PART], tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            part = tl.zeros([BLOCK_M, PART], tl.float32)
             for careful_run in range(run, last_run):
                 begin, run_end, run_full = bounded_run(
                     runs, careful_run, KV_BLOCK, kv_length, HAS_MASK,
                 )
                 for place in tl.range(begin, run_end, FEW, num_stages=1):
-                    sums, highest, total = careful_step(
-                        sums, top, highest, total, q, k_rows, v_rows, k_strides, v_strides,
-                        place + few, run_end, part_columns, run_full, mod_b, mod_h, q_idx,
-                        kv_length, shifts, tables, ints, floats, scale, READ_COLUMNS, SCORE_MOD,
-                        MASK_MOD, DIM, VALUE_DIM, D, UNITS, SCATTERED, WIDE, PRECISION,
+                    part, highest, row_sum = careful_step(
+                        part, row_max, highest, row_sum, q, k_rows, v_rows, inputs, mods,
+                        place + few, run_end, kv_length, part_columns, run_full,
                     )
-            top = highest
-            part_values = divided(sums, top, total)
+            row_max = highest
+            part_values = divided(part, row_max, row_sum)
             store_part(
                 o_base, o_strides, of_tile, there, part_columns, part_values, VALUE_DIM, UNITS[3],
                 WIDE,
@@ -473,10 +523,10 @@ def forward_kernel(
                     UNITS[4], WIDE,
                 )
 
-    dead = is_dead(top, total)
+    dead = is_dead(row_max, row_sum)
     at = bh.to(tl.int64) * q_length + first_row
-    size = tl.log2(total) + excess
-    highest = natural_scores(top, scale, SCORED)
+    size = tl.log2(row_sum) + excess
+    highest = natural_scores(row_max, scale, SCORED)
     if WANT_LSE:
         natural = tl.where(dead, float("-inf"), highest + size / LOG2E)
         tl.store(lse + at + of_tile, natural, mask=of_tile < there)
@@ -484,5 +534,5 @@ def forward_kernel(
         natural = tl.where(nans > 0, float("nan"), highest)
         tl.store(max_scores + at + of_tile, natural, mask=of_tile < there)
     if WANT_TOPS:
-        tl.store(tops + (at + of_tile) * 2, top, mask=of_tile < there)
+        tl.store(tops + (at + of_tile) * 2, row_max, mask=of_tile < there)
         tl.store(tops + (at + of_tile) * 2 + 1, size, mask=of_tile < there)

@@ -1,0 +1,92 @@
+"""Records that several kernels use: the block mask, tensors by pointers, the mods of a loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyflex_triton.records import record
+
+__all__ = ["KeyRing", "MaskRuns", "PointedTensors", "StepMods"]
+
+
+@record
+class KeyRing:
+    """Keys and values of STAGES steps in shared memory, and the barriers of their slots.
+
+    Attributes:
+        k_full, v_full: a slot is loaded. k_empty, v_empty: nobody reads it any more.
+        BLOCK_N: keys of a step.
+    """
+
+    k_bufs: Any
+    v_bufs: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    STAGES: Any
+    BLOCK_N: Any
+
+
+@record
+class MaskRuns:
+    """Rows of runs of a block mask; without HAS_MASK the first four are None.
+
+    Attributes:
+        offsets, ends, runs, strides: the first, the end, all runs, and steps from one (b, h) to
+            the next of the first two.
+        Q_BLOCK, KV_BLOCK: sizes of blocks.
+    """
+
+    offsets: Any
+    ends: Any
+    runs: Any
+    strides: Any
+    HAS_MASK: Any
+    Q_BLOCK: Any
+    KV_BLOCK: Any
+
+
+@record
+class PointedTensors:
+    """Tensors by pointers, with strides (b, h, row) in elements and contiguous columns.
+
+    Attributes:
+        GROUP: query heads of a key head. KV_SHARED: all batch entries have the same keys.
+        DIM, VALUE_DIM: columns.
+        WANT_REST: rest is written.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    rest: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+    o_strides: Any
+    r_strides: Any
+    GROUP: Any
+    KV_SHARED: Any
+    DIM: Any
+    VALUE_DIM: Any
+    WANT_REST: Any
+
+
+@record
+class StepMods:
+    """The mods as loops over steps call them: `anyflex_triton.kernel_records.Mods`, whose mask mod
+    is one of scores.
+
+    Attributes:
+        READ_COLUMNS, SCORE_MOD, MASK_SCORES: functions of `anyflex_triton.mods`, or None.
+    """
+
+    ints: Any
+    floats: Any
+    shifts: Any
+    scale: Any
+    READ_COLUMNS: Any
+    SCORE_MOD: Any
+    MASK_SCORES: Any
