@@ -26,8 +26,9 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime.interpreter import InterpretedFunction
 
-from anyflex_cuda import dead_pairs
-from anyflex_triton.device_functions import operations
+import anyflex_triton.kernel_records
+from anyflex_cuda import dead_pairs, kernel_records
+from anyflex_triton import operations
 from anyflex_triton.records import record
 
 __all__ = ["Box", "Pointer", "Stuck", "in_numpy", "mod_in_python", "run_kernel", "runs_of"]
@@ -751,7 +752,8 @@ def run_kernel(
         Stuck: the partitions wait for each other, or one raised, which is the cause.
     """
     device = Device(seed, programs)
-    bodies = [(source, _body_of(source)) for source in (*more, module)]
+    records = (anyflex_triton.kernel_records, kernel_records)
+    bodies = [(source, _body_of(source)) for source in (*records, *more, module)]
     assert any(changed[0] in body for _, body in bodies), f"not in the source: {changed[0]}"
 
     def init(barrier: Barrier, count: int) -> None:

@@ -328,11 +328,12 @@ def test_tiles_are_those_that_the_order_names(cores: int) -> None:
 READ_EARLY = [
     ("documents", "gl.minimum(first + gl.arange(0, BLOCK_N, layout=LAYOUT), kv_length - 1)",
      "first + gl.arange(0, BLOCK_N, layout=LAYOUT)"),
-    ("documents, away", "READ_COLUMNS(b, h, keys + shifts[3],", "READ_COLUMNS(b, h, keys,"),
-    ("documents of batch, away", "read, mod_b, mod_h, first,", "read, b, h, first,"),
+    ("documents, away", "inputs.h, keys + mods.shifts[3],", "inputs.h, keys,"),
+    ("documents of batch, away", "inputs.b, inputs.h, keys +",
+     "inputs.b - mods.shifts[0], inputs.h - mods.shifts[1], keys +"),
     ("documents of batch, away", "READ_ROWS(mod_b,", "READ_ROWS(b,"),
     ("slopes", "READ_ROWS(mod_b, mod_h,", "READ_ROWS(mod_b, h,"),
-    ("documents", "if READ_ROWS is not None:", "if False:"),
+    ("documents", "if reads.READ_ROWS is not None:", "if False:"),
     ("columns without a mask", "    if ALWAYS:\n", "    if False:\n"),
 ]  # fmt: skip
 LOOPS = [
@@ -341,21 +342,21 @@ LOOPS = [
     ("of every kind", "range(1, masked if APART else steps)", "range(1, 1)"),
     (
         "of every kind",
-        "masked = said(step_words, slot * WORDS + 2) >= 0",
+        "masked = said(call.step_words, slot * WORDS + 2) >= 0",
         "masked = False",
     ),
 ]
 PROTOCOL = [
     ("two consumers, mods", f"{piece}\n", "pass\n")
     for piece in (
-        "mbarrier.wait(k_empty.index(slot), phase)",
-        "mbarrier.wait(v_empty.index(slot), phase)",
-        "await_tile(k_empty, passed, step, empties, before, STAGES)",
-        "mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)",
-        "mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)",
-        "mbarrier.wait(q_full.index(ME), turn & 1)",
-        "mbarrier.arrive(k_empty.index(slot), count=1)",
-        "mbarrier.arrive(v_empty.index(before), count=1)",
+        "mbarrier.wait(ring.k_empty.index(slot), phase)",
+        "mbarrier.wait(ring.v_empty.index(slot), phase)",
+        "await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)",
+        "mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)",
+        "mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)",
+        "mbarrier.wait(queries.full.index(ME), turn & 1)",
+        "mbarrier.arrive(ring.k_empty.index(slot), count=1)",
+        "mbarrier.arrive(ring.v_empty.index(before), count=1)",
         "tma.store_wait(0)",
     )
 ]

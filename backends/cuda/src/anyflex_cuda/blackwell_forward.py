@@ -18,6 +18,8 @@ that tile, and where it has no step in a tile, nobody speaks of sums.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
@@ -30,21 +32,24 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
+from anyflex_cuda.kernel_records import (
+    KeyRing,
+    LoadDescriptors,
+    MaskRuns,
+    PointedTensors,
+    StepMods,
+    TileSchedule,
+)
 from anyflex_cuda.largest import larger
 from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_strange_rows
-from anyflex_triton.device_functions import (
-    FAR,
-    FULL,
-    is_far,
-    mask_row,
-    strange,
-    tile_of_program,
-    unit_of_scores,
-)
+from anyflex_triton.forward import tile_of_program, unit_of_scores
+from anyflex_triton.kernel_records import ModInputs, Mods, RowResults
+from anyflex_triton.records import record
+from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, strange
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -52,17 +57,127 @@ __all__ = ["ROWS", "forward_kernel"]
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+
+@record
+class OrderRing:
+    """Orders of the producer to the multiplier and the groups, in shared memory, and the barriers
+    of their slots."""
+
+    words: Any
+    full: Any
+    empty: Any
+
+
+@record
+class GroupQueries:
+    """Both groups' queries in shared memory.
+
+    Attributes:
+        full: a group's queries are loaded. empty: nobody reads a tile's queries any more.
+    """
+
+    bufs: Any
+    full: Any
+    empty: Any
+
+
+@record
+class GroupMemory:
+    """Scores and sums in tensor memory, of both groups or of one.
+
+    Attributes:
+        done: scores are there. weighed: weights are there. summed: the tile's sums are there.
+    """
+
+    scores: Any
+    sums: Any
+    done: Any
+    weighed: Any
+    summed: Any
+
+
+@record
+class LoadingTile:
+    """A tile's place, as the producer loads it.
+
+    Attributes:
+        first_step: the ring's. filled: tiles before it that had a step.
+        run_0, last_0, run_1, last_1: the first and the end of each group's runs.
+    """
+
+    b: Any
+    h: Any
+    kv_b: Any
+    kv_head: Any
+    first_row: Any
+    first_step: Any
+    filled: Any
+    run_0: Any
+    last_0: Any
+    run_1: Any
+    last_1: Any
+
+
+@record
+class GroupSoftmax:
+    """State of a group's online softmax.
+
+    Attributes:
+        base: what weights are counted from, in powers of two: not above the largest score so far,
+            nor more than SLACK below.
+        row_max: the largest score so far; where WANT_MAX, NaN if one was.
+        row_sum: of weights.
+    """
+
+    base: Any
+    row_max: Any
+    row_sum: Any
+
+
+@record
+class GroupCall:
+    """Everything that a group is given.
+
+    Attributes:
+        o_desc, r_desc, o_bufs: of out and rest, and the shared memory that both are stored from.
+        mods: `anyflex_triton.kernel_records.Mods`. MASK_SCORES: its mask mod as one of scores.
+        results: `anyflex_triton.kernel_records.RowResults`.
+        MASKED: some step may have dead pairs.
+        DV, EVEN, BLOCK_N, PIECE: arguments of `forward_kernel`.
+    """
+
+    o_desc: Any
+    r_desc: Any
+    o_bufs: Any
+    memory: Any
+    orders: Any
+    tensors: Any
+    mask: Any
+    results: Any
+    tables: Any
+    mods: Any
+    heads: Any
+    q_length: Any
+    kv_length: Any
+    MASK_SCORES: Any
+    DV: Any
+    EVEN: Any
+    MASKED: Any
+    BLOCK_N: Any
+    PIECE: Any
+
+
 # Argument lists would be a line an argument.
 # fmt: off
 
 ROWS = gl.constexpr(128)
-"""Of a group: the rows of tensor memory, a thread each."""
+"""Rows of a group: as many as tensor memory has, a thread each."""
 ORDERS = gl.constexpr(8)
-"""So many are said ahead."""
+"""Slots for orders: how many are given ahead."""
 SLACK = gl.constexpr(8.0)
 """Powers of two by which scores may pass what weights are counted from, before sums are scaled."""
 BEHIND = gl.constexpr(0x3FFFFFFF)
-"""Behind all keys."""
+"""A place behind all keys."""
 
 # What an order says to a group.
 NOTHING = gl.constexpr(0)
@@ -81,49 +196,47 @@ STOP = gl.constexpr(5)
 # Orders
 
 @gluon.jit
-def give_order(
-    orders, order_full, order_empty, order, kind_0, kind_1, x, y, z,
-):
+def give_order(orders, order, kind_0, kind_1, x, y, z):
     """In the producer, of a step: first key, end; of a tile: first row, b, h."""
     slot = order % ORDERS
-    mbarrier.wait(order_empty.index(slot), ((order // ORDERS) & 1) ^ 1)
-    say(orders, slot * WORDS, kind_0)
-    say(orders, slot * WORDS + 1, kind_1)
-    say(orders, slot * WORDS + 2, x)
-    say(orders, slot * WORDS + 3, y)
-    say(orders, slot * WORDS + 4, z)
-    mbarrier.arrive(order_full.index(slot), count=1)
+    mbarrier.wait(orders.empty.index(slot), ((order // ORDERS) & 1) ^ 1)
+    say(orders.words, slot * WORDS, kind_0)
+    say(orders.words, slot * WORDS + 1, kind_1)
+    say(orders.words, slot * WORDS + 2, x)
+    say(orders.words, slot * WORDS + 3, y)
+    say(orders.words, slot * WORDS + 4, z)
+    mbarrier.arrive(orders.full.index(slot), count=1)
 
 
 @gluon.jit
-def drop_order(order_empty, order):
+def drop_order(orders, order):
     """Nobody here reads it any more."""
-    mbarrier.arrive(order_empty.index(order % ORDERS), count=1)
+    mbarrier.arrive(orders.empty.index(order % ORDERS), count=1)
 
 
 @gluon.jit
-def order_for(orders, order_full, order_empty, order, ME: gl.constexpr):
+def order_for(orders, order, ME: gl.constexpr):
     """(order, kind) of group ME's next, from `order` on."""
-    mbarrier.wait(order_full.index(order % ORDERS), (order // ORDERS) & 1)
-    kind = said(orders, order % ORDERS * WORDS + ME)
+    mbarrier.wait(orders.full.index(order % ORDERS), (order // ORDERS) & 1)
+    kind = said(orders.words, order % ORDERS * WORDS + ME)
     while kind == NOTHING:
-        drop_order(order_empty, order)
+        drop_order(orders, order)
         order += 1
-        mbarrier.wait(order_full.index(order % ORDERS), (order // ORDERS) & 1)
-        kind = said(orders, order % ORDERS * WORDS + ME)
+        mbarrier.wait(orders.full.index(order % ORDERS), (order // ORDERS) & 1)
+        kind = said(orders.words, order % ORDERS * WORDS + ME)
     return order, kind
 
 
 # The producer
 
 @gluon.jit
-def run_at(runs, run, last_run, kv_length, KV_BLOCK: gl.constexpr, HAS_MASK: gl.constexpr):
+def run_at(mask, run, last_run, kv_length):
     """(begin, end, 1 if FULL) of a run in keys; BEHIND where there is none."""
     there = run < last_run
-    if HAS_MASK:
-        at = runs + run * 3
-        begin = gl.load(at, mask=there, other=0) * KV_BLOCK
-        end = gl.minimum(gl.load(at + 1, mask=there, other=0) * KV_BLOCK, kv_length)
+    if mask.HAS_MASK:
+        at = mask.runs + run * 3
+        begin = gl.load(at, mask=there, other=0) * mask.KV_BLOCK
+        end = gl.minimum(gl.load(at + 1, mask=there, other=0) * mask.KV_BLOCK, kv_length)
         full = gl.where(gl.load(at + 2, mask=there, other=0) == FULL, 1, 0)
         return gl.where(there, begin, BEHIND), gl.where(there, end, BEHIND), full
     else:
@@ -141,43 +254,41 @@ def kind_of(inside, full, PART: gl.constexpr):
 
 
 @gluon.jit
-def load_step(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, step, first_step, filled, b, h, kv_b, kv_head, first_row, first,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):
-    """Keys and values of a step. A tile's queries come between those of its first step: there is
-    room for keys earlier."""
-    slot = step % STAGES
-    phase = ((step // STAGES) & 1) ^ 1
-    mbarrier.wait(k_empty.index(slot), phase)
-    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-    if step == first_step:
-        mbarrier.wait(q_empty, (filled & 1) ^ 1)
+def load_step(descs, queries, ring, tile, step, first):
+    """Load keys and values of a step. A tile's queries come between those of its first step: there
+    is room for keys earlier."""
+    slot = step % ring.STAGES
+    phase = ((step // ring.STAGES) & 1) ^ 1
+    at = [tile.kv_b, tile.kv_head, first, 0]
+    mbarrier.wait(ring.k_empty.index(slot), phase)
+    mbarrier.expect(ring.k_full.index(slot), ring.BLOCK_N * descs.D * 2)
+    _load_box(descs.k, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
+    if step == tile.first_step:
+        mbarrier.wait(queries.empty, (tile.filled & 1) ^ 1)
         for g in gl.static_range(2):
-            mbarrier.expect(q_full.index(g), ROWS * D * 2)
-            _load_box(q_desc, [b, h, first_row + g * ROWS, 0], q_full.index(g), q_bufs.index(g))
-    mbarrier.wait(v_empty.index(slot), phase)
-    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+            full = queries.full.index(g)
+            mbarrier.expect(full, ROWS * descs.D * 2)
+            of_group = [tile.b, tile.h, tile.first_row + g * ROWS, 0]
+            _load_box(descs.q, of_group, full, queries.bufs.index(g))
+    mbarrier.wait(ring.v_empty.index(slot), phase)
+    mbarrier.expect(ring.v_full.index(slot), ring.BLOCK_N * descs.DV * 2)
+    _load_box(descs.v, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
 
 
 @gluon.jit
 def load_steps(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, orders, order_full, order_empty, runs, order, step, first_step, filled, b, h, kv_b,
-    kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, PART: gl.constexpr,
-    HAS_MASK: gl.constexpr, KV_BLOCK: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
+    descs, queries, ring, orders, mask, tile, order, step, kv_length, PART: gl.constexpr,
 ):
     """(order, step) after a tile's steps that may have dead pairs, PART 0, or that have none, 1.
 
     Both groups' runs are cut where one of them begins or ends: between two cuts each group has the
     same kind of pairs, or nothing to do.
     """
-    begin_0, end_0, full_0 = run_at(runs, run_0, last_0, kv_length, KV_BLOCK, HAS_MASK)
-    begin_1, end_1, full_1 = run_at(runs, run_1, last_1, kv_length, KV_BLOCK, HAS_MASK)
+    BLOCK_N: gl.constexpr = ring.BLOCK_N
+    run_0 = tile.run_0
+    run_1 = tile.run_1
+    begin_0, end_0, full_0 = run_at(mask, run_0, tile.last_0, kv_length)
+    begin_1, end_1, full_1 = run_at(mask, run_1, tile.last_1, kv_length)
     cut = gl.minimum(begin_0, begin_1)
     while cut < BEHIND:
         inside_0 = begin_0 == cut
@@ -195,41 +306,36 @@ def load_steps(
             end = middle
         for key in range(first, end, BLOCK_N):
             give_order(
-                orders, order_full, order_empty, order, kind_of(inside_0, full_0, PART),
-                kind_of(inside_1, full_1, PART), key, end, 0,
+                orders, order, kind_of(inside_0, full_0, PART), kind_of(inside_1, full_1, PART),
+                key, end, 0,
             )
-            load_step(
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, step, first_step, filled, b, h, kv_b, kv_head, first_row, key,
-                STAGES, BLOCK_N, D, DV,
-            )
+            load_step(descs, queries, ring, tile, step, key)
             order += 1
             step += 1
         if inside_0:
             begin_0 = stop
             if stop == end_0:
                 run_0 += 1
-                begin_0, end_0, full_0 = run_at(runs, run_0, last_0, kv_length, KV_BLOCK, HAS_MASK)
+                begin_0, end_0, full_0 = run_at(mask, run_0, tile.last_0, kv_length)
         if inside_1:
             begin_1 = stop
             if stop == end_1:
                 run_1 += 1
-                begin_1, end_1, full_1 = run_at(runs, run_1, last_1, kv_length, KV_BLOCK, HAS_MASK)
+                begin_1, end_1, full_1 = run_at(mask, run_1, tile.last_1, kv_length)
         cut = gl.minimum(begin_0, begin_1)
     return order, step
 
 
 @gluon.jit
-def runs_of(
-    offsets, ends, mask_strides, b, h, first_row, q_length, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr,
-):
+def runs_of(mask, b, h, first_row, q_length):
     """(first, end) of a group's runs: none where it has no row."""
-    if HAS_MASK:
+    if mask.HAS_MASK:
         run = gl.to_tensor(0)
         last_run = gl.to_tensor(0)
         if first_row < q_length:
-            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+            run, last_run = mask_row(
+                mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
+            )
         return run, last_run
     else:
         return gl.to_tensor(0), gl.where(first_row < q_length, 1, 0)
@@ -237,69 +343,58 @@ def runs_of(
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full,
-    v_empty, orders, order_full, order_empty, counter, offsets, ends, runs, mask_strides,
-    tile_order, order_strides, ordered, batch_heads, heads, q_length, kv_length, tiles, head_group,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, MASKED: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    descs, queries, ring, orders, mask, schedule, q_length, kv_length, MASKED: gl.constexpr,
 ):
     order = gl.to_tensor(0)
     step = gl.to_tensor(0)
     filled = gl.to_tensor(0)
-    count = tiles * batch_heads
+    count = schedule.tiles * schedule.batch_heads
     at = gl.program_id(0)
     while at < count:
         following = count
         if gl.num_programs(0) < count:
             # Asked for early: the answer takes as long as a step.
-            following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
-        b = bh // heads
-        h = bh % heads
-        kv_head = h // GROUP
-        kv_b = 0 * b if KV_SHARED else b
-        if HAS_MASK:  # noqa: SIM102  the other is known at run time alone
-            if ordered:
-                tile = gl.load(tile_order + b * order_strides[0] + h * order_strides[1] + tile)
+            following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
+        tile, bh = tile_of_program(at, schedule.tiles, schedule.batch_heads, schedule.head_group)
+        b = bh // schedule.heads
+        h = bh % schedule.heads
+        kv_head = h // schedule.GROUP
+        kv_b = 0 * b if schedule.KV_SHARED else b
+        if mask.HAS_MASK:  # noqa: SIM102  the other is known at run time alone
+            if schedule.ordered:
+                strides = schedule.order_strides
+                tile = gl.load(schedule.tile_order + b * strides[0] + h * strides[1] + tile)
         first_row = tile * (2 * ROWS)
-        give_order(orders, order_full, order_empty, order, TILE, TILE, first_row, b, h)
+        give_order(orders, order, TILE, TILE, first_row, b, h)
         order += 1
-        run_0, last_0 = runs_of(
-            offsets, ends, mask_strides, b, h, first_row, q_length, HAS_MASK, Q_BLOCK,
+        run_0, last_0 = runs_of(mask, b, h, first_row, q_length)
+        run_1, last_1 = runs_of(mask, b, h, first_row + ROWS, q_length)
+        loading = LoadingTile(
+            b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, first_step=step,
+            filled=filled, run_0=run_0, last_0=last_0, run_1=run_1, last_1=last_1,
         )
-        run_1, last_1 = runs_of(
-            offsets, ends, mask_strides, b, h, first_row + ROWS, q_length, HAS_MASK, Q_BLOCK,
-        )
-        first_step = step
         if MASKED:
             order, step = load_steps(
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-                v_full, v_empty, orders, order_full, order_empty, runs, order, step, first_step,
-                filled, b, h, kv_b, kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, 0,
-                HAS_MASK, KV_BLOCK, STAGES, BLOCK_N, D, DV,
+                descs, queries, ring, orders, mask, loading, order, step, kv_length, 0,
             )
         order, step = load_steps(
-            q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-            v_full, v_empty, orders, order_full, order_empty, runs, order, step, first_step,
-            filled, b, h, kv_b, kv_head, first_row, run_0, last_0, run_1, last_1, kv_length, 1,
-            HAS_MASK, KV_BLOCK, STAGES, BLOCK_N, D, DV,
+            descs, queries, ring, orders, mask, loading, order, step, kv_length, 1,
         )
-        if step > first_step:
+        if step > loading.first_step:
             filled += 1
         at = following
-    give_order(orders, order_full, order_empty, order, STOP, STOP, 0, 0, 0)
+    give_order(orders, order, STOP, STOP, 0, 0, 0)
 
 
 # The multiplier
 
 @gluon.jit
-def order_of_both(orders, order_full, order_empty, order):
+def order_of_both(orders, order):
     """Both groups' kinds of the next order, which is dropped."""
-    mbarrier.wait(order_full.index(order % ORDERS), (order // ORDERS) & 1)
-    kind_0 = said(orders, order % ORDERS * WORDS, 1)
-    kind_1 = said(orders, order % ORDERS * WORDS + 1, 1)
-    drop_order(order_empty, order)
+    mbarrier.wait(orders.full.index(order % ORDERS), (order // ORDERS) & 1)
+    kind_0 = said(orders.words, order % ORDERS * WORDS, 1)
+    kind_1 = said(orders.words, order % ORDERS * WORDS + 1, 1)
+    drop_order(orders, order)
     return kind_0, kind_1
 
 
@@ -313,10 +408,13 @@ def weights_in(scores, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def add_values(
-    scores, sums, v, weighed, due, used, weights, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr,
+    memory, ME: gl.constexpr, v, due, used, weights, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """(weights so far, whether there are sums) after the product of a group's last weights, if it
     had any, and their values."""
+    scores = memory.scores.index(ME)
+    sums = memory.sums.index(ME)
+    weighed = memory.weighed.index(ME)
     if due:
         mbarrier.wait(weighed, weights & 1)
         tcgen05_mma(weights_in(scores, DTYPE, BLOCK_N), v, sums, use_acc=used)
@@ -325,20 +423,17 @@ def add_values(
 
 
 @gluon.jit
-def multiply(
-    q_bufs, k_bufs, v_bufs, scores, sums, q_full, q_empty, k_full, k_empty, v_full, v_empty, done,
-    weighed, summed, orders, order_full, order_empty, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
-):
+def multiply(queries, ring, memory, orders, D: gl.constexpr, DV: gl.constexpr):
     """All products, in one order: of each step and group first its sums of the step before, then
     its scores."""
-    DTYPE: gl.constexpr = v_bufs.dtype
+    DTYPE: gl.constexpr = ring.v_bufs.dtype
+    BLOCK_N: gl.constexpr = ring.BLOCK_N
     order = gl.to_tensor(0)
     step = gl.to_tensor(0)
     filled = gl.to_tensor(0)
     weights_0 = gl.to_tensor(0)
     weights_1 = gl.to_tensor(0)
-    kind_0, kind_1 = order_of_both(orders, order_full, order_empty, order)
+    kind_0, kind_1 = order_of_both(orders, order)
     while kind_0 == TILE:
         order += 1
         first_step = step
@@ -346,62 +441,58 @@ def multiply(
         due_1 = gl.to_tensor(False)
         used_0 = gl.to_tensor(False)
         used_1 = gl.to_tensor(False)
-        kind_0, kind_1 = order_of_both(orders, order_full, order_empty, order)
+        kind_0, kind_1 = order_of_both(orders, order)
         while kind_0 < TILE:
             order += 1
-            slot = step % STAGES
-            before = (step + STAGES - 1) % STAGES
-            k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
-            v = v_bufs.index(before).reshape([BLOCK_N, DV])
-            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            slot = step % ring.STAGES
+            before = (step + ring.STAGES - 1) % ring.STAGES
+            k = ring.k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
+            v = ring.v_bufs.index(before).reshape([BLOCK_N, DV])
+            mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)
             if step > first_step:
-                mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+                mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
             else:
-                mbarrier.wait(q_full.index(0), filled & 1)
+                mbarrier.wait(queries.full.index(0), filled & 1)
             weights_0, used_0 = add_values(
-                scores.index(0), sums.index(0), v, weighed.index(0), due_0, used_0, weights_0,
-                DTYPE, BLOCK_N,
+                memory, 0, v, due_0, used_0, weights_0, DTYPE, BLOCK_N,
             )
             if kind_0 != NOTHING:
-                q = q_bufs.index(0).reshape([ROWS, D])
-                tcgen05_mma(q, k, scores.index(0), use_acc=False)
-                tcgen05_commit(done.index(0))
+                q = queries.bufs.index(0).reshape([ROWS, D])
+                tcgen05_mma(q, k, memory.scores.index(0), use_acc=False)
+                tcgen05_commit(memory.done.index(0))
             if step == first_step:
-                mbarrier.wait(q_full.index(1), filled & 1)
+                mbarrier.wait(queries.full.index(1), filled & 1)
             weights_1, used_1 = add_values(
-                scores.index(1), sums.index(1), v, weighed.index(1), due_1, used_1, weights_1,
-                DTYPE, BLOCK_N,
+                memory, 1, v, due_1, used_1, weights_1, DTYPE, BLOCK_N,
             )
             if step > first_step:
-                tcgen05_commit(v_empty.index(before))
+                tcgen05_commit(ring.v_empty.index(before))
             if kind_1 != NOTHING:
-                q = q_bufs.index(1).reshape([ROWS, D])
-                tcgen05_mma(q, k, scores.index(1), use_acc=False)
-                tcgen05_commit(done.index(1))
-            tcgen05_commit(k_empty.index(slot))
+                q = queries.bufs.index(1).reshape([ROWS, D])
+                tcgen05_mma(q, k, memory.scores.index(1), use_acc=False)
+                tcgen05_commit(memory.done.index(1))
+            tcgen05_commit(ring.k_empty.index(slot))
             due_0 = kind_0 != NOTHING
             due_1 = kind_1 != NOTHING
             step += 1
-            kind_0, kind_1 = order_of_both(orders, order_full, order_empty, order)
+            kind_0, kind_1 = order_of_both(orders, order)
         if step > first_step:
-            tcgen05_commit(q_empty)
+            tcgen05_commit(queries.empty)
             filled += 1
-            before = (step - 1) % STAGES
-            v = v_bufs.index(before).reshape([BLOCK_N, DV])
-            mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
+            before = (step - 1) % ring.STAGES
+            v = ring.v_bufs.index(before).reshape([BLOCK_N, DV])
+            mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
             weights_0, used_0 = add_values(
-                scores.index(0), sums.index(0), v, weighed.index(0), due_0, used_0, weights_0,
-                DTYPE, BLOCK_N,
+                memory, 0, v, due_0, used_0, weights_0, DTYPE, BLOCK_N,
             )
             if used_0:
-                tcgen05_commit(summed.index(0))
+                tcgen05_commit(memory.summed.index(0))
             weights_1, used_1 = add_values(
-                scores.index(1), sums.index(1), v, weighed.index(1), due_1, used_1, weights_1,
-                DTYPE, BLOCK_N,
+                memory, 1, v, due_1, used_1, weights_1, DTYPE, BLOCK_N,
             )
-            tcgen05_commit(v_empty.index(before))
+            tcgen05_commit(ring.v_empty.index(before))
             if used_1:
-                tcgen05_commit(summed.index(1))
+                tcgen05_commit(memory.summed.index(1))
 
 
 # The groups
@@ -417,41 +508,50 @@ def scale_sums(
 
 @gluon.jit
 def weigh(
-    scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total, top,
-    b, h, q_idx, kv_length, shifts, tables, ints, floats, scale, MASKED: gl.constexpr,
-    EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, PIECE: gl.constexpr, DV: gl.constexpr,
-    DTYPE: gl.constexpr,
+    softmax, memory, order, dones, kind, inputs, call, MASKED: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """(base, total, top) after a step: one of an online softmax, in powers of two. Twice
-    over the scores, a piece at a time: all of a row's at once would take half of the registers.
+    """`GroupSoftmax` after a step: one of an online softmax, in powers of two. Twice over the
+    scores, a piece at a time: all of a row's at once would take half of the registers.
 
     Args:
-        base: what weights are counted from, in powers of two: not above the largest score so far,
-            nor more than SLACK below.
-        top: the largest score so far; where WANT_MAX, NaN if one was.
+        memory: of this group.
     """
+    BLOCK_N: gl.constexpr = call.BLOCK_N
+    PIECE: gl.constexpr = call.PIECE
+    EVEN: gl.constexpr = call.EVEN
+    WANT_MAX: gl.constexpr = call.results.WANT_MAX
+    SCORE_MOD: gl.constexpr = call.mods.SCORE_MOD
+    DTYPE: gl.constexpr = call.o_bufs.dtype
+    scores = memory.scores
+    sums = memory.sums
+    shift_of_keys = call.mods.shifts[3]
+    # Keys are counted with their shift.
+    mods = StepMods(
+        ints=call.mods.ints, floats=call.mods.floats, shifts=(0, 0, 0, 0), scale=call.mods.scale,
+        READ_COLUMNS=None, SCORE_MOD=SCORE_MOD, MASK_SCORES=call.MASK_SCORES,
+    )
+    base = softmax.base
+    row_max = softmax.row_max
     at = order % ORDERS * WORDS
     first = gl.to_tensor(0)
     end = gl.to_tensor(0)
     # Counted as mods count: else each column's place with that shift would be made before all
     # loops, and there is no room to keep so many.
     if MASKED or SCORE_MOD is not None:
-        first = said(orders, at + 2) + shifts[3]
+        first = said(call.orders.words, at + 2) + shift_of_keys
     if MASKED and not EVEN:
-        end = said(orders, at + 3) + shifts[3]
-    drop_order(order_empty, order)
-    unit = unit_of_scores(scale, SCORE_MOD)
+        end = said(call.orders.words, at + 3) + shift_of_keys
+    drop_order(call.orders, order)
+    unit = unit_of_scores(mods.scale, SCORE_MOD)
     highest = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, LAYOUT))
-    mbarrier.wait(done, dones & 1)
+    mbarrier.wait(memory.done, dones & 1)
     for column in gl.static_range(0, BLOCK_N, PIECE):
         piece = scores.slice(column, PIECE)
         found = piece.load(LAYOUT)
         if MASKED or SCORE_MOD is not None:
             found = scores_of_step(
-                found, first + column, end, kind != ASKED, True, b, h, q_idx,
-                kv_length + shifts[3], (0, 0, 0, 0), tables, ints, floats, scale, MASKED, EVEN,
-                SCORE_MOD, MASK_SCORES, LAYOUT, PIECE,
+                found, first + column, end, kind != ASKED, True, inputs,
+                call.kv_length + shift_of_keys, mods, MASKED, EVEN, LAYOUT, PIECE,
             )
             piece.store(found)
         if WANT_MAX:
@@ -459,9 +559,9 @@ def weigh(
         else:
             highest = gl.maximum(highest, gl.max(found, 1))
     if WANT_MAX:
-        top = larger(top, highest)
+        row_max = larger(row_max, highest)
     else:
-        top = gl.maximum(top, highest)
+        row_max = gl.maximum(row_max, highest)
     highest = highest * unit
     # False where a score is NaN: then all that is made of base is, too.
     passed = highest > base + SLACK
@@ -471,110 +571,100 @@ def weigh(
     alpha = gl.exp2(base - shift)
     # A row's first live pair finds sums of 0, or none.
     if gl.max((passed & (base != float("-inf"))).to(gl.int32), 0) > 0:
-        scale_sums(sums, alpha, DV, PIECE, LAYOUT)
-    total = total * alpha
+        scale_sums(sums, alpha, call.DV, PIECE, LAYOUT)
+    row_sum = softmax.row_sum * alpha
     room = weights_in(scores, DTYPE, BLOCK_N)
     for column in gl.static_range(0, BLOCK_N, PIECE):
         found = scores.slice(column, PIECE).load(LAYOUT)
         weights = gl.exp2(found * unit - gl.expand_dims(shift, 1))
-        total += gl.sum(weights, 1)
+        row_sum += gl.sum(weights, 1)
         # Over scores that were read.
         room.slice(column, PIECE).store(weights.to(DTYPE))
-    mbarrier.arrive(weighed, count=1)
-    return new_base, total, top
+    mbarrier.arrive(memory.weighed, count=1)
+    return GroupSoftmax(base=new_base, row_max=row_max, row_sum=row_sum)
 
 
 @gluon.jit
-def attend(
-    o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full, order_empty,
-    query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides, r_strides, offsets,
-    ends, runs, mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-    q_length, kv_length, ME: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    MASK_SCORES: gl.constexpr, HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr,
-    KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr, DV: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr, BLOCK_N: gl.constexpr,
-    PIECE: gl.constexpr,
-):
+def attend(call, ME: gl.constexpr):
     """All tiles' rows of group ME.
 
     Args:
-        MASKED: whether any step may have dead pairs.
+        call: `GroupCall`.
     """
-    DTYPE: gl.constexpr = o_bufs.dtype
-    # How tensor memory is read and written: a row a thread.
+    DTYPE: gl.constexpr = call.o_bufs.dtype
+    PIECE: gl.constexpr = call.PIECE
+    SCORE_MOD: gl.constexpr = call.mods.SCORE_MOD
+    # Tensor memory is read and written a row a thread.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, PIECE], [32, 1], [4, 1], [0, 1])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    scores = scores.index(ME)
-    sums = sums.index(ME)
-    done = done.index(ME)
-    weighed = weighed.index(ME)
-    summed = summed.index(ME)
-    staged = o_bufs.index(ME)
+    orders = call.orders
+    shifts = call.mods.shifts
+    scale = call.mods.scale
+    q_length = call.q_length
+    memory = GroupMemory(
+        scores=call.memory.scores.index(ME), sums=call.memory.sums.index(ME),
+        done=call.memory.done.index(ME), weighed=call.memory.weighed.index(ME),
+        summed=call.memory.summed.index(ME),
+    )
+    staged = call.o_bufs.index(ME)
     order = gl.to_tensor(0)
     dones = gl.to_tensor(0)
     filled = gl.to_tensor(0)
-    order, kind = order_for(orders, order_full, order_empty, order, ME)
+    order, kind = order_for(orders, order, ME)
     while kind == TILE:
         at = order % ORDERS * WORDS
-        first_row = said(orders, at + 2) + ME * ROWS
-        b = said(orders, at + 3)
-        h = said(orders, at + 4)
-        drop_order(order_empty, order)
+        first_row = said(orders.words, at + 2) + ME * ROWS
+        b = said(orders.words, at + 3)
+        h = said(orders.words, at + 4)
+        drop_order(orders, order)
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
         rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
         q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
-        base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=call.tables)
+        softmax = GroupSoftmax(
+            base=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
+            row_max=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
+            row_sum=gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS),
+        )
         first_done = dones
-        order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
-        if MASKED:
+        order, kind = order_for(orders, order + 1, ME)
+        if call.MASKED:
             while kind < PLAIN:
-                base, total, top = weigh(
-                    scores, sums, done, weighed, orders, order_empty, order, dones, kind, base,
-                    total, top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats,
-                    scale, True, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, LAYOUT, BLOCK_N, PIECE,
-                    DV, DTYPE,
-                )
+                softmax = weigh(softmax, memory, order, dones, kind, inputs, call, True, LAYOUT)
                 dones += 1
-                order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
+                order, kind = order_for(orders, order + 1, ME)
         while kind == PLAIN:
-            base, total, top = weigh(
-                scores, sums, done, weighed, orders, order_empty, order, dones, kind, base, total,
-                top, mod_b, mod_h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-                False, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, LAYOUT, BLOCK_N, PIECE, DV, DTYPE,
-            )
+            softmax = weigh(softmax, memory, order, dones, kind, inputs, call, False, LAYOUT)
             dones += 1
-            order, kind = order_for(orders, order_full, order_empty, order + 1, ME)
+            order, kind = order_for(orders, order + 1, ME)
+        row_max = softmax.row_max
+        row_sum = softmax.row_sum
         # A row without a live pair has 0 here, and gives 0. NaN stays.
-        dead = (top == float("-inf")) & (total == total)
-        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
-        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
-        odd = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        dead = (row_max == float("-inf")) & (row_sum == row_sum)
+        inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
+        # A non-finite value has reached rows that don't see it too: 0 * NaN is NaN.
+        zeros = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         if dones > first_done:
-            mbarrier.wait(summed, filled & 1)
+            mbarrier.wait(memory.summed, filled & 1)
             filled += 1
-            for column in gl.static_range(0, DV, PIECE):
-                odd += gl.sum(sums.slice(column, PIECE).load(LAYOUT) * 0.0, 1)
-        nans = (top != top).to(gl.int32)
-        # Weights of far rows are none.
+            for column in gl.static_range(0, call.DV, PIECE):
+                zeros += gl.sum(memory.sums.slice(column, PIECE).load(LAYOUT) * 0.0, 1)
+        nans = (row_max != row_max).to(gl.int32)
+        # Weights of far rows are lost.
         unit = unit_of_scores(scale, SCORE_MOD)
-        odd = (odd != odd) | is_far(top, top * unit)
+        inexact = (zeros != zeros) | is_far(row_max, row_max * unit)
         # How much higher the base is.
-        excess = gl.fma(top, 0.0 - unit, base)
-        if gl.max(odd.to(gl.int32), 0) > 0:
-            top, total = write_strange_rows(
-                query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-                r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length,
-                tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, OF_ROWS, 16,
+        excess = gl.fma(row_max, 0.0 - unit, softmax.base)
+        if gl.max(inexact.to(gl.int32), 0) > 0:
+            row_max, row_sum = write_strange_rows(
+                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
+                call.kv_length, ROWS, OF_ROWS, 16,
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
-            for column in gl.static_range(0, DV, PIECE):
-                acc = sums.slice(column, PIECE).load(LAYOUT) * gl.expand_dims(inverse, 1)
+            for column in gl.static_range(0, call.DV, PIECE):
+                acc = memory.sums.slice(column, PIECE).load(LAYOUT) * gl.expand_dims(inverse, 1)
                 # Where no step was, there are no sums.
                 acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc)
                 rounded = acc.to(DTYPE)
@@ -582,19 +672,18 @@ def attend(
                 tma.store_wait(0)
                 staged.reshape([ROWS, PIECE]).store(rounded)
                 fence_async_shared()
-                _store_box(o_desc, [b, h, first_row, column], staged)
-                if WANT_REST:
-                    # What rounding takes from out, and delta needs.
+                _store_box(call.o_desc, [b, h, first_row, column], staged)
+                if call.tensors.WANT_REST:
+                    # Rounding residual of out; backward's delta needs it.
                     lost = acc - rounded.to(gl.float32)
                     lost = gl.where(strange(lost), 0.0, lost).to(DTYPE)
                     tma.store_wait(0)
                     staged.reshape([ROWS, PIECE]).store(lost)
                     fence_async_shared()
-                    _store_box(r_desc, [b, h, first_row, column], staged)
-        place = gl.cast(b * heads + h, gl.int64) * q_length + rows
+                    _store_box(call.r_desc, [b, h, first_row, column], staged)
+        place = gl.cast(b * call.heads + h, gl.int64) * q_length + rows
         write_row_sums(
-            top, total, excess, nans, tops, lse, max_scores, place, rows < q_length, scale,
-            SCORE_MOD is not None, WANT_LSE, WANT_MAX, WANT_REST,
+            row_max, row_sum, excess, nans, place, rows < q_length, scale, call.results,
         )
     tma.store_wait(0)
 
@@ -671,34 +760,49 @@ def forward_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(v_empty.index(s), count=1)
     fence_async_shared()
-    # Tuples with a name would lose their constants.
+    descs = LoadDescriptors(q=q_desc, k=k_desc, v=v_desc, D=D, DV=DV)
+    queries = GroupQueries(bufs=q_bufs, full=q_full, empty=q_empty)
+    ring = KeyRing(
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,
+        v_empty=v_empty, STAGES=STAGES, BLOCK_N=BLOCK_N,
+    )
+    memory = GroupMemory(scores=scores, sums=sums, done=done, weighed=weighed, summed=summed)
+    order_ring = OrderRing(words=orders, full=order_full, empty=order_empty)
+    mask = MaskRuns(
+        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
+    schedule = TileSchedule(
+        counter=counter, tile_order=tile_order, order_strides=order_strides, ordered=ordered,
+        batch_heads=batch_heads, heads=heads, tiles=tiles, head_group=head_group, GROUP=GROUP,
+        KV_SHARED=KV_SHARED, DYNAMIC=True,
+    )
+    call = GroupCall(
+        o_desc=o_desc, r_desc=r_desc, o_bufs=o_bufs, memory=memory, orders=order_ring,
+        tensors=PointedTensors(
+            query=query, key=key, value=value, out=out, rest=rest, q_strides=q_strides,
+            k_strides=k_strides, v_strides=v_strides, o_strides=o_strides, r_strides=r_strides,
+            GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM, VALUE_DIM=VALUE_DIM, WANT_REST=WANT_REST,
+        ),
+        mask=mask,
+        results=RowResults(
+            tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+        ),
+        tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        heads=heads, q_length=q_length, kv_length=kv_length, MASK_SCORES=MASK_SCORES, DV=DV,
+        EVEN=EVEN, MASKED=MASKED, BLOCK_N=BLOCK_N, PIECE=PIECE,
+    )
+    # Spelled out: constexprs stop being constexpr when they pass through a named tuple.
     gl.warp_specialize([
-        (attend, (
-            o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
-            order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-            r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
-            floats, shifts, scale, heads, q_length, kv_length, 0, SCORE_MOD, MASK_MOD,
-            MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV,
-            WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, BLOCK_N, PIECE,
-        )),
-        (attend, (
-            o_desc, r_desc, o_bufs, scores, sums, done, weighed, summed, orders, order_full,
-            order_empty, query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-            r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores, tables, ints,
-            floats, shifts, scale, heads, q_length, kv_length, 1, SCORE_MOD, MASK_MOD,
-            MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, DV,
-            WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, BLOCK_N, PIECE,
-        )),
-        (multiply, (
-            q_bufs, k_bufs, v_bufs, scores, sums, q_full, q_empty, k_full, k_empty, v_full,
-            v_empty, done, weighed, summed, orders, order_full, order_empty, STAGES, BLOCK_N, D,
-            DV,
-        )),
+        (attend, (call, 0)),
+        (attend, (call, 1)),
+        (multiply, (queries, ring, memory, order_ring, D, DV)),
         (produce, (
-            q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty,
-            v_full, v_empty, orders, order_full, order_empty, counter, offsets, ends, runs,
-            mask_strides, tile_order, order_strides, ordered, batch_heads, heads, q_length,
-            kv_length, tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV,
-            MASKED, STAGES, BLOCK_N,
+            descs, queries, ring, order_ring, mask, schedule, q_length, kv_length, MASKED,
         )),
     ], [4, 1, 1], [GROUP_REGISTERS, OTHER_REGISTERS, OTHER_REGISTERS])

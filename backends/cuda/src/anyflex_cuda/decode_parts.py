@@ -7,14 +7,18 @@ others counted adds the parts up, in the order of their keys, whatever order the
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_cuda.row_sums import write_row_sums
-from anyflex_triton.device_functions import LOG2E
+from anyflex_triton.records import record
+from anyflex_triton.tiles import LOG2E
 
 __all__ = [
     "MOST_COUNTED",
+    "UnitOutputs",
     "add_parts",
     "begin_count",
     "counted",
@@ -23,13 +27,40 @@ __all__ = [
     "write_rows",
 ]
 
+
+@record
+class UnitOutputs:
+    """Where units' rows go, and their shapes.
+
+    Attributes:
+        o_strides: (b, h, row) of out, which count UNIT elements. Rows of rest lie one after the
+            other.
+        results: `anyflex_triton.kernel_records.RowResults`.
+        GROUP: query heads of a unit. VALUE_DIM: columns of a row, DV of a tile.
+        WANT_REST: rest is written.
+    """
+
+    out: Any
+    rest: Any
+    o_strides: Any
+    results: Any
+    scale: Any
+    kv_heads: Any
+    q_length: Any
+    GROUP: Any
+    VALUE_DIM: Any
+    DV: Any
+    UNIT: Any
+    WANT_REST: Any
+
+
 # Argument lists would be a line an argument.
 # fmt: off
 
 MOST_COUNTED = gl.constexpr(1 << 16)
-"""A mark is a multiple of it. Programs are fewer."""
+"""Maximum count of a word. A mark is a multiple of it; programs are fewer."""
 _AT_ONCE = gl.constexpr(16)
-"""Parts that are on their way at a time: twice as many leave no registers with some mods."""
+"""Parts that are loaded at a time: twice as many leave no registers with some mods."""
 
 
 @gluon.jit
@@ -76,22 +107,19 @@ def places_of(
 
 
 @gluon.jit
-def add_parts(
-    partial_out, partial_sums, parts, out, rest, tops, lse, max_scores, o_strides, scale, b,
-    kv_head, kv_heads, q_length, GROUP: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr,
-    UNIT: gl.constexpr, SCORED: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr,
-    WANT_REST: gl.constexpr,
-):
+def add_parts(partial_out, partial_sums, parts, outputs, b, kv_head):
     """Write a unit's rows from its parts.
 
     Args:
         partial_out, partial_sums: of the unit's first part; the others follow.
-        SCORED: there is a score mod.
+        outputs: `UnitOutputs`.
     """
-    if SCORED:
+    DV: gl.constexpr = outputs.DV
+    VALUE_DIM: gl.constexpr = outputs.VALUE_DIM
+    if outputs.results.SCORED:
         unit = LOG2E
     else:
-        unit = scale * LOG2E
+        unit = outputs.scale * LOG2E
     # 16 bytes a thread of each part.
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
@@ -103,12 +131,12 @@ def add_parts(
     OF_PARTS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     # A lane a part: each sum is loaded once.
     SUMS: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, 4], [1, 0])
-    rows_a_unit = GROUP * q_length
+    rows_a_unit = outputs.GROUP * outputs.q_length
     columns = gl.arange(0, DV, layout=gl.SliceLayout(0, TILE))
     columns = gl.expand_dims(gl.expand_dims(columns, 0), 0)
     for first_row in range(0, rows_a_unit, TILE_ROWS):
-        top = gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        total = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        row_max = gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        row_sum = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
         acc = gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE)
         for first in range(0, parts, _AT_ONCE):
@@ -117,7 +145,7 @@ def add_parts(
             sums = partial_sums + place * 3
             highest = gl.load(sums, mask=there, other=float("-inf"), cache_modifier=".cg")
             totals = gl.load(sums + 1, mask=there, other=0.0, cache_modifier=".cg")
-            if WANT_MAX:
+            if outputs.results.WANT_MAX:
                 found = gl.load(sums + 2, mask=there, other=0.0, cache_modifier=".cg")
                 nans = gl.maximum(nans, gl.convert_layout(gl.max(found, 0), OF_ROWS))
             place, there = places_of(first, parts, first_row, rows_a_unit, TILE_ROWS, OF_PARTS)
@@ -126,76 +154,67 @@ def add_parts(
                 mask=gl.expand_dims(there, 2) & (columns < VALUE_DIM), other=0.0,
                 cache_modifier=".cg",
             )
-            new_top = gl.maximum(top, gl.convert_layout(gl.max(highest, 0), OF_ROWS))
-            shift = gl.where(new_top == float("-inf"), 0.0, new_top)
-            alpha = gl.exp2((top - shift) * unit)
+            new_max = gl.maximum(row_max, gl.convert_layout(gl.max(highest, 0), OF_ROWS))
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+            alpha = gl.exp2((row_max - shift) * unit)
             shift = gl.convert_layout(shift, gl.SliceLayout(0, SUMS))
             factor = gl.exp2((highest - gl.expand_dims(shift, 0)) * unit)
-            total = total * alpha + gl.convert_layout(gl.sum(totals * factor, 0), OF_ROWS)
+            row_sum = row_sum * alpha + gl.convert_layout(gl.sum(totals * factor, 0), OF_ROWS)
             factor = gl.expand_dims(gl.convert_layout(factor, OF_PARTS), 2)
             acc = acc * gl.expand_dims(alpha, 1) + gl.sum(values * factor, 0)
-            top = new_top
+            row_max = new_max
         write_rows(
-            acc, top, total, nans, first_row, out, rest, tops, lse, max_scores, o_strides, scale,
-            b, kv_head, kv_heads, q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, SCORED,
-            WANT_LSE, WANT_MAX, WANT_REST, TILE,
+            acc, row_max, row_sum, nans, first_row, outputs, b, kv_head, TILE_ROWS, TILE,
         )
 
 
 @gluon.jit
-def write_dead(
-    out, rest, tops, lse, max_scores, o_strides, scale, b, kv_head, kv_heads, q_length,
-    GROUP: gl.constexpr, VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr,
-    SCORED: gl.constexpr, WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-):
+def write_dead(outputs, b, kv_head):
     """Write a unit's rows, which see no key."""
+    DV: gl.constexpr = outputs.DV
     LANES: gl.constexpr = DV // 4
     TILE_ROWS: gl.constexpr = 128 // LANES
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, TILE)
     zeros = gl.full([TILE_ROWS], 0.0, gl.float32, layout=OF_ROWS)
-    for first_row in range(0, GROUP * q_length, TILE_ROWS):
+    for first_row in range(0, outputs.GROUP * outputs.q_length, TILE_ROWS):
         write_rows(
             gl.full([TILE_ROWS, DV], 0.0, gl.float32, layout=TILE),
             gl.full([TILE_ROWS], float("-inf"), gl.float32, layout=OF_ROWS), zeros, zeros,
-            first_row, out, rest, tops, lse, max_scores, o_strides, scale, b, kv_head, kv_heads,
-            q_length, TILE_ROWS, GROUP, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX,
-            WANT_REST, TILE,
+            first_row, outputs, b, kv_head, TILE_ROWS, TILE,
         )
 
 
 @gluon.jit
 def write_rows(
-    acc, top, total, nans, first_row, out, rest, tops, lse, max_scores, o_strides, scale, b,
-    kv_head, kv_heads, q_length, TILE_ROWS: gl.constexpr, GROUP: gl.constexpr,
-    VALUE_DIM: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, SCORED: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, LAYOUT: gl.constexpr,
+    acc, row_max, row_sum, nans, first_row, outputs, b, kv_head, TILE_ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):
-    """Write what is wanted of a unit's rows from `first_row` on: as `decode.store_row` does.
+    """Write what is wanted of a unit's rows from `first_row` on, like `decode.store_row`.
 
     Args:
         acc: [TILE_ROWS, DV], weighted values, in LAYOUT.
-        top, total, nans, tops: as of `write_row_sums`, [TILE_ROWS].
+        row_max, row_sum, nans: arguments of `write_row_sums`, [TILE_ROWS].
     """
+    strides = outputs.o_strides
+    VALUE_DIM: gl.constexpr = outputs.VALUE_DIM
     packed = first_row + gl.arange(0, TILE_ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
-    dead = (top == float("-inf")) & (total == total)
-    inverse = 1.0 / gl.where(dead, 1.0, total)
+    inside, head, row = rows_of_unit(packed, kv_head, outputs.q_length, outputs.GROUP)
+    dead = (row_max == float("-inf")) & (row_sum == row_sum)
+    inverse = 1.0 / gl.where(dead, 1.0, row_sum)
     acc = gl.where(gl.expand_dims(dead, 1), 0.0, acc * gl.expand_dims(inverse, 1))
-    columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    columns = gl.expand_dims(gl.arange(0, outputs.DV, layout=gl.SliceLayout(0, LAYOUT)), 0)
     there = gl.expand_dims(inside, 1) & (columns < VALUE_DIM)
-    rounded = acc.to(out.dtype.element_ty)
+    rounded = acc.to(outputs.out.dtype.element_ty)
     of_rows = (
-        gl.cast(b, gl.int64) * o_strides[0] + head.to(gl.int64) * o_strides[1]
-        + row.to(gl.int64) * o_strides[2]
-    ) * UNIT
-    gl.store(out + gl.expand_dims(of_rows, 1) + columns, rounded, mask=there)
-    at = (gl.cast(b, gl.int64) * (kv_heads * GROUP) + head) * q_length + row
-    if WANT_REST:
+        gl.cast(b, gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+        + row.to(gl.int64) * strides[2]
+    ) * outputs.UNIT
+    gl.store(outputs.out + gl.expand_dims(of_rows, 1) + columns, rounded, mask=there)
+    heads = outputs.kv_heads * outputs.GROUP
+    at = (gl.cast(b, gl.int64) * heads + head) * outputs.q_length + row
+    if outputs.WANT_REST:
         lost = acc - rounded.to(gl.float32)
-        rest_at = rest + gl.expand_dims(at * VALUE_DIM, 1) + columns
-        gl.store(rest_at, lost.to(rest.dtype.element_ty), mask=there)
-    write_row_sums(
-        top, total, 0.0, nans, tops, lse, max_scores, at, inside, scale, SCORED, WANT_LSE,
-        WANT_MAX, WANT_REST,
-    )
+        rest_at = outputs.rest + gl.expand_dims(at * VALUE_DIM, 1) + columns
+        gl.store(rest_at, lost.to(outputs.rest.dtype.element_ty), mask=there)
+    write_row_sums(row_max, row_sum, 0.0, nans, at, inside, outputs.scale, outputs.results)

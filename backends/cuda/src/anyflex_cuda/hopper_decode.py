@@ -10,6 +10,8 @@ them up. Where that were too much for one program, `decode_sums.combine_kernel` 
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anyflex_cuda.decode_parts import (
+    UnitOutputs,
     add_parts,
     begin_count,
     counted,
@@ -44,7 +47,10 @@ from anyflex_cuda.decode_steps import (
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
 from anyflex_cuda.tile_parts import ROWS
-from anyflex_triton.device_functions import masked_scores, strange, unit_of_scores
+from anyflex_triton.forward import unit_of_scores
+from anyflex_triton.kernel_records import Mods, RowResults
+from anyflex_triton.records import record
+from anyflex_triton.tiles import masked_scores, strange
 
 __all__ = ["decode_kernel"]
 
@@ -53,102 +59,221 @@ _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # Triton 3.7 has one for it.
 _all_threads = getattr(gl, "thread_barrier", None) or gl.barrier
 
+
+@record
+class StepPlan:
+    """All steps of the call: arguments of `decode_kernel`.
+
+    Attributes:
+        steps: of the mask, behind `edges`: see `decode_steps.steps_kernel`.
+    """
+
+    edges: Any
+    steps: Any
+    batch: Any
+    kv_heads: Any
+    kv_length: Any
+    unit_steps: Any
+    most: Any
+    groups: Any
+    PLAN: Any
+    BLOCK_N: Any
+
+
+@record
+class DecodeRing:
+    """Keys and values of STAGES steps in shared memory, the words about the steps, and barriers.
+
+    Attributes:
+        k_full, v_full: a slot is loaded. empty: nobody reads it any more.
+    """
+
+    k_bufs: Any
+    v_bufs: Any
+    k_full: Any
+    v_full: Any
+    empty: Any
+    words: Any
+    STAGES: Any
+
+
+@record
+class DecodeLoads:
+    """Descriptors of keys and values: arguments of `decode_kernel`."""
+
+    k_desc: Any
+    v_desc: Any
+    KV_SHARED: Any
+    D: Any
+    DV: Any
+
+
+@record
+class DecodeTensors:
+    """Tensors by pointers: arguments of `decode_kernel`."""
+
+    query: Any
+    key: Any
+    value: Any
+    partial_out: Any
+    q_strides: Any
+    k_strides: Any
+    v_strides: Any
+    GROUP: Any
+    KV_SHARED: Any
+    DIM: Any
+    VALUE_DIM: Any
+    D: Any
+    DV: Any
+
+
+@record
+class DecodeCall:
+    """Everything that the consumer is given.
+
+    Attributes:
+        partial_sums: behind partial_out: see `decode_kernel`.
+        results: `anyflex_triton.kernel_records.RowResults`.
+        mods: `anyflex_triton.kernel_records.Mods`.
+        the others: arguments of `decode_kernel`.
+    """
+
+    q_buf: Any
+    ring: Any
+    tensors: Any
+    partial_sums: Any
+    counts: Any
+    out: Any
+    rest: Any
+    results: Any
+    o_strides: Any
+    plan: Any
+    tables: Any
+    mods: Any
+    mark: Any
+    q_length: Any
+    UNIT: Any
+    ADDS: Any
+    WANT_REST: Any
+
+
+@record
+class UnitPart:
+    """The part of a unit that is in a program's share.
+
+    Attributes:
+        first_step: the unit's step that is the part's first. steps: the part's.
+    """
+
+    b: Any
+    kv_head: Any
+    first_step: Any
+    steps: Any
+
+
+@record
+class PartSums:
+    """What a part's steps leave of [ROWS] rows: the largest score, the sum of weights relative to
+    it, whether a score is NaN."""
+
+    row_max: Any
+    row_sum: Any
+    nans: Any
+
+
 # Argument lists would be a line an argument.
 # fmt: off
 
 WORDS = gl.constexpr(2)
-"""What is said of a step: as `decode_steps.steps_kernel` writes it."""
+"""Words about a step: as many as `decode_steps.steps_kernel` writes."""
 
 
 # What producer and consumer agree on
 
 @gluon.jit
-def unit_at(
-    at, edges, batch, kv_heads, unit_steps, PLAN: gl.constexpr, WARPS: gl.constexpr,
-):
+def steps_of_all(plan):
+    """Steps of all units."""
+    return total_steps(plan.edges, plan.batch, plan.kv_heads, plan.unit_steps, plan.PLAN)
+
+
+@gluon.jit
+def unit_at(at, plan, WARPS: gl.constexpr):
     """(batch entry, key head, step of that unit, its steps) of a step of all.
 
     Args:
-        edges, unit_steps: as `decode_steps.total_steps`'s.
         WARPS: of who calls.
     """
-    if PLAN == EACH:
+    if plan.PLAN == EACH:
         LANES: gl.constexpr = 32 * WARPS
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         b = gl.to_tensor(0)
-        for first in range(0, batch, LANES):
+        for first in range(0, plan.batch, LANES):
             entry = first + gl.arange(0, LANES, layout=LAYOUT)
-            ends = gl.load(edges + entry + 1, mask=entry < batch, other=0)
-            over = (entry < batch) & (ends * kv_heads <= at)
+            ends = gl.load(plan.edges + entry + 1, mask=entry < plan.batch, other=0)
+            over = (entry < plan.batch) & (ends * plan.kv_heads <= at)
             b += gl.sum(over.to(gl.int32), 0)
-        before = gl.load(edges + b)
-        count = gl.load(edges + b + 1) - before
-        rest = at - before * kv_heads
+        before = gl.load(plan.edges + b)
+        count = gl.load(plan.edges + b + 1) - before
+        rest = at - before * plan.kv_heads
     else:
-        count = unit_steps
-        if PLAN == ALL:
-            count = gl.load(edges + 1)
-        b = at // (count * kv_heads)
-        rest = at - b * (count * kv_heads)
+        count = plan.unit_steps
+        if plan.PLAN == ALL:
+            count = gl.load(plan.edges + 1)
+        b = at // (count * plan.kv_heads)
+        rest = at - b * (count * plan.kv_heads)
     return b, rest // count, rest % count, count
 
 
 @gluon.jit
-def step_of(steps, b, most, i, kv_length, PLAN: gl.constexpr, BLOCK_N: gl.constexpr):
+def step_of(plan, b, i):
     """(first key, twice the keys plus 1 where no mask mod is asked) of a unit's step i."""
-    if PLAN == NONE:
-        first = i * BLOCK_N
-        return first, gl.minimum(kv_length - first, BLOCK_N) * 2 + 1
+    if plan.PLAN == NONE:
+        first = i * plan.BLOCK_N
+        return first, gl.minimum(plan.kv_length - first, plan.BLOCK_N) * 2 + 1
     else:
-        row = b if PLAN == EACH else 0 * b
-        at = steps + (gl.cast(row, gl.int64) * most + i) * WORDS
+        row = b if plan.PLAN == EACH else 0 * b
+        at = plan.steps + (gl.cast(row, gl.int64) * plan.most + i) * WORDS
         return gl.load(at), gl.load(at + 1)
 
 
 # The producer
 
 @gluon.jit
-def load_step(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first,
-    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    kv_b = 0 * b if KV_SHARED else b
-    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-    _load_box(k_desc, [kv_b, kv_head, first, 0], k_full.index(slot), k_bufs.index(slot))
-    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-    _load_box(v_desc, [kv_b, kv_head, first, 0], v_full.index(slot), v_bufs.index(slot))
+def load_step(loads, ring, slot, b, kv_head, first, BLOCK_N: gl.constexpr):
+    kv_b = 0 * b if loads.KV_SHARED else b
+    at = [kv_b, kv_head, first, 0]
+    mbarrier.expect(ring.k_full.index(slot), BLOCK_N * loads.D * 2)
+    _load_box(loads.k_desc, at, ring.k_full.index(slot), ring.k_bufs.index(slot))
+    mbarrier.expect(ring.v_full.index(slot), BLOCK_N * loads.DV * 2)
+    _load_box(loads.v_desc, at, ring.v_full.index(slot), ring.v_bufs.index(slot))
 
 
 @gluon.jit
-def produce(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead, batch,
-    kv_heads, kv_length, unit_steps, most, groups, PLAN: gl.constexpr, KV_SHARED: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    """Args:
+def produce(loads, ring, plan, ahead):
+    """Load the steps of this program's share.
+
+    Args:
         ahead: steps of its first unit that are on their way already.
     """
-    total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
-    at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
+    PLAN: gl.constexpr = plan.PLAN
+    total = steps_of_all(plan)
+    at, end = share_of(gl.program_id(0), gl.num_programs(0), total, plan.groups)
     step = gl.to_tensor(0)
     while at < end:
-        b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 1)
+        b, kv_head, i, count = unit_at(at, plan, 1)
         part = gl.minimum(end - at, count - i)
         begin = i
         if PLAN == NONE and step == 0:
             begin += ahead
             step += ahead
         for j in range(begin, i + part):
-            slot = step % STAGES
-            first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            slot = step % ring.STAGES
+            first, kind = step_of(plan, b, j)
+            mbarrier.wait(ring.empty.index(slot), ((step // ring.STAGES) & 1) ^ 1)
             if PLAN != NONE:
-                say(words, slot * WORDS, first)
-                say(words, slot * WORDS + 1, kind)
-            load_step(
-                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, slot, b, kv_head, first, KV_SHARED,
-                D, DV, BLOCK_N,
-            )
+                say(ring.words, slot * WORDS, first)
+                say(ring.words, slot * WORDS + 1, kind)
+            load_step(loads, ring, slot, b, kv_head, first, plan.BLOCK_N)
             step += 1
         at += part
 
@@ -188,126 +313,131 @@ def load_queries(
 
 
 @gluon.jit
-def write_strange_part(
-    top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps, most, b,
-    kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts, scale,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr,
-):
+def write_strange_part(row_max, call, part, place):
     """The sums of a part of a unit whose values aren't all finite, anew: see strange_values.py.
 
     Args:
-        top: [ROWS] float32, of each row the largest score.
+        row_max: [ROWS] float32, of each row the largest score.
+        part: `UnitPart`.
         place: where the part's rows begin in partial_out.
-        i, part: the unit's step that is the part's first, the part's steps.
     """
+    tensors = call.tensors
+    mods = call.mods
+    plan = call.plan
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8],
     )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
     packed = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    inside, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
+    inside, head, row = rows_of_unit(packed, part.kv_head, call.q_length, tensors.GROUP)
     inside = gl.expand_dims(inside, 1)
-    q_idx = gl.expand_dims(row, 1) + shifts[2]
-    mod_h = gl.expand_dims(head, 1) + shifts[1]
-    mod_b = b + shifts[0]
-    kv_b = 0 * b if KV_SHARED else b
-    k_base = key + place_of(k_strides, kv_b, kv_head)
-    v_base = value + place_of(v_strides, kv_b, kv_head)
-    shift = gl.where(top == float("-inf"), 0.0, top)
+    q_idx = gl.expand_dims(row, 1) + mods.shifts[2]
+    mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
+    mod_b = part.b + mods.shifts[0]
+    kv_b = 0 * part.b if tensors.KV_SHARED else part.b
+    k_base = tensors.key + place_of(tensors.k_strides, kv_b, part.kv_head)
+    v_base = tensors.value + place_of(tensors.v_strides, kv_b, part.kv_head)
+    shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     shift = gl.expand_dims(gl.convert_layout(shift, gl.SliceLayout(1, LAYOUT)), 1)
-    unit = unit_of_scores(scale, SCORE_MOD)
+    unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
     rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    for first_column in range(0, VALUE_DIM, PART):
+    for first_column in range(0, tensors.VALUE_DIM, PART):
         acc = gl.full([ROWS, PART], 0.0, gl.float32, layout=LAYOUT)
-        for j in range(i, i + part):
-            begin, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
+        for j in range(part.first_step, part.first_step + part.steps):
+            begin, kind = step_of(plan, part.b, j)
             end = begin + kind // 2
             for first in range(begin, end, KEYS):
                 scores = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=LAYOUT)
-                for d in range(0, DIM, PART):
+                for d in range(0, tensors.DIM, PART):
                     q = query_columns(
-                        query, q_strides, b, kv_head, q_length, d, GROUP, DIM, PART, LEFT,
+                        tensors.query, tensors.q_strides, part.b, part.kv_head, call.q_length, d,
+                        tensors.GROUP, tensors.DIM, PART, LEFT,
                     )
-                    k = load_part(k_base, k_strides[2], first, end, d, DIM, KEYS, RIGHT, True)
+                    k = load_part(
+                        k_base, tensors.k_strides[2], first, end, d, tensors.DIM, KEYS, RIGHT,
+                        True,
+                    )
                     scores = mma_v2(q, k, scores)
                 keys = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
                 keys = gl.expand_dims(keys, 0)
-                kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
-                if SCORE_MOD is not None:
-                    scores = SCORE_MOD(
-                        scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
+                kv_idx = gl.minimum(keys, plan.kv_length - 1) + mods.shifts[3]
+                if mods.SCORE_MOD is not None:
+                    scores = mods.SCORE_MOD(
+                        scores * mods.scale, mod_b, mod_h, q_idx, kv_idx, call.tables, mods.ints,
+                        mods.floats,
                     )
                 scores = masked_scores(
-                    scores, True, keys < end, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx, tables,
-                    ints, floats, MASK_MOD,
+                    scores, True, keys < end, kind % 2 != 0, mod_b, mod_h, q_idx, kv_idx,
+                    call.tables, mods.ints, mods.floats, mods.MASK_MOD,
                 )
                 exponent = (scores - shift) * unit
                 # Products that are summed in another order may pass the largest.
                 weights = gl.exp2(gl.where(exponent > 0.0, 0.0, exponent))
                 v = load_part(
-                    v_base, v_strides[2], first, end, first_column, VALUE_DIM, KEYS, RIGHT, False,
+                    v_base, tensors.v_strides[2], first, end, first_column, tensors.VALUE_DIM,
+                    KEYS, RIGHT, False,
                 )
                 finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
                 acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
         columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
-        at = partial_out + (place + rows) * VALUE_DIM + columns
-        gl.store(at, acc, mask=inside & (columns < VALUE_DIM))
+        at = tensors.partial_out + (place + rows) * tensors.VALUE_DIM + columns
+        gl.store(at, acc, mask=inside & (columns < tensors.VALUE_DIM))
 
 
 @gluon.jit
 def write_part(
-    acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums, q_strides,
-    k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b, kv_head, kv_heads, i,
-    part, q_length, kv_length, most, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr,
-    PLAN: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr, DV: gl.constexpr, WANT_MAX: gl.constexpr, BLOCK_N: gl.constexpr,
-    OF_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
+    acc, sums, is_nonfinite, call, part, OF_ROWS: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):
-    """The sums of a part of a unit. Unit by unit and program by program, each has its own place.
+    """Write the sums of a part of a unit. Unit by unit and program by program, each has its own
+    place.
 
     Args:
-        acc: [ROWS, DV], in O_LAYOUT. top, total, nans: [ROWS], in OF_ROWS.
-        is_odd: acc isn't to be had from products.
-        i, part: as of `write_strange_part`.
+        acc: [ROWS, DV], in O_LAYOUT. sums: `PartSums`, in OF_ROWS.
+        is_nonfinite: acc isn't to be had from products.
     """
-    unit = b * kv_heads + kv_head
-    rows_a_unit = GROUP * q_length
+    VALUE_DIM: gl.constexpr = call.tensors.VALUE_DIM
+    unit = part.b * call.plan.kv_heads + part.kv_head
+    rows_a_unit = call.tensors.GROUP * call.q_length
     place = gl.cast(gl.program_id(0) + unit, gl.int64) * rows_a_unit
     packed = gl.arange(0, ROWS, layout=OF_ROWS)
     inside = packed < rows_a_unit
-    sums = partial_sums + (place + packed) * 3
-    gl.store(sums, top, mask=inside)
-    gl.store(sums + 1, total, mask=inside)
-    if WANT_MAX:
-        gl.store(sums + 2, nans.to(gl.float32), mask=inside)
-    if is_odd:
-        write_strange_part(
-            top, query, key, value, q_strides, k_strides, v_strides, partial_out, place, steps,
-            most, b, kv_head, i, part, q_length, kv_length, tables, ints, floats, shifts, scale,
-            SCORE_MOD, MASK_MOD, PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, BLOCK_N,
-        )
+    at = call.partial_sums + (place + packed) * 3
+    gl.store(at, sums.row_max, mask=inside)
+    gl.store(at + 1, sums.row_sum, mask=inside)
+    if call.results.WANT_MAX:
+        gl.store(at + 2, sums.nans.to(gl.float32), mask=inside)
+    if is_nonfinite:
+        write_strange_part(sums.row_max, call, part, place)
     else:
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT)), 1)
-        columns = gl.expand_dims(gl.arange(0, DV, layout=gl.SliceLayout(0, O_LAYOUT)), 0)
+        columns = gl.arange(0, call.tensors.DV, layout=gl.SliceLayout(0, O_LAYOUT))
+        columns = gl.expand_dims(columns, 0)
         there = (rows < rows_a_unit) & (columns < VALUE_DIM)
-        gl.store(partial_out + (place + rows) * VALUE_DIM + columns, acc, mask=there)
+        out = call.tensors.partial_out + (place + rows) * VALUE_DIM + columns
+        gl.store(out, acc, mask=there)
 
 
 @gluon.jit
-def consume(
-    q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-    partial_sums, counts, out, rest, tops, lse, max_scores, q_strides, k_strides, v_strides,
-    o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch, kv_heads, q_length,
-    kv_length, unit_steps, most, groups, SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, PLAN:
-    gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM:
-    gl.constexpr, D: gl.constexpr, DV: gl.constexpr, UNIT: gl.constexpr, ADDS: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-):
+def consume(call):
+    """Weigh the steps of this program's share, and write rows or sums of parts.
+
+    Args:
+        call: `DecodeCall`.
+    """
+    ring = call.ring
+    plan = call.plan
+    tensors = call.tensors
+    mods = call.mods
+    scale = mods.scale
+    q_length = call.q_length
+    PLAN: gl.constexpr = plan.PLAN
+    BLOCK_N: gl.constexpr = plan.BLOCK_N
+    DV: gl.constexpr = tensors.DV
+    VALUE_DIM: gl.constexpr = tensors.VALUE_DIM
+    SCORE_MOD: gl.constexpr = mods.SCORE_MOD
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16],
     )
@@ -316,129 +446,123 @@ def consume(
     )
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     OF_OUT: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
-    SCORED: gl.constexpr = SCORE_MOD is not None
+    outputs = UnitOutputs(
+        out=call.out, rest=call.rest, o_strides=call.o_strides, results=call.results, scale=scale,
+        kv_heads=plan.kv_heads, q_length=q_length, GROUP=tensors.GROUP, VALUE_DIM=VALUE_DIM, DV=DV,
+        UNIT=call.UNIT, WANT_REST=call.WANT_REST,
+    )
     unit = unit_of_scores(scale, SCORE_MOD)
     programs = gl.num_programs(0)
-    total_count = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
-    at, last = share_of(gl.program_id(0), programs, total_count, groups)
-    if ADDS and PLAN != NONE:
+    total_count = steps_of_all(plan)
+    at, last = share_of(gl.program_id(0), programs, total_count, plan.groups)
+    if call.ADDS and PLAN != NONE:
         # Units without steps are in nobody's share. Here nobody waits for it: keys are on the way.
-        for u in range(gl.program_id(0), batch * kv_heads, programs):
-            b = u // kv_heads
-            _, count = steps_of_unit(edges, b, u % kv_heads, kv_heads, unit_steps, PLAN)
+        for u in range(gl.program_id(0), plan.batch * plan.kv_heads, programs):
+            b = u // plan.kv_heads
+            _, count = steps_of_unit(
+                plan.edges, b, u % plan.kv_heads, plan.kv_heads, plan.unit_steps, PLAN,
+            )
             if count == 0:
-                write_dead(
-                    out, rest, tops, lse, max_scores, o_strides, scale, b, u % kv_heads, kv_heads,
-                    q_length, GROUP, VALUE_DIM, DV, UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST,
-                )
+                write_dead(outputs, b, u % plan.kv_heads)
     step = gl.to_tensor(0)
     while at < last:
-        b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
+        b, kv_head, i, count = unit_at(at, plan, 4)
         part = gl.minimum(last - at, count - i)
-        u = b * kv_heads + kv_head
-        if ADDS:
-            found = gl.load(counts + u, volatile=True)
-        load_queries(q_buf, query, q_strides, b, kv_head, q_length, GROUP, DIM, D)
-        if ADDS:
-            begin_count(counts + u, found, mark)
+        u = b * plan.kv_heads + kv_head
+        if call.ADDS:
+            found = gl.load(call.counts + u, volatile=True)
+        load_queries(
+            call.q_buf, tensors.query, tensors.q_strides, b, kv_head, q_length, tensors.GROUP,
+            tensors.DIM, tensors.D,
+        )
+        if call.ADDS:
+            begin_count(call.counts + u, found, call.mark)
         packed = gl.arange(0, ROWS, layout=OF_ROWS)
-        _, head, row = rows_of_unit(packed, kv_head, q_length, GROUP)
-        mod_b = b + shifts[0]
-        mod_h = gl.expand_dims(head, 1) + shifts[1]
-        q_idx = gl.expand_dims(row, 1) + shifts[2]
-        top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        total = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
+        _, head, row = rows_of_unit(packed, kv_head, q_length, tensors.GROUP)
+        mod_b = b + mods.shifts[0]
+        mod_h = gl.expand_dims(head, 1) + mods.shifts[1]
+        q_idx = gl.expand_dims(row, 1) + mods.shifts[2]
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
+        row_sum = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
         acc = gl.full([ROWS, DV], 0.0, gl.float32, layout=O_LAYOUT)
         for j in range(i, i + part):
-            slot = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_full.index(slot), phase)
+            slot = step % ring.STAGES
+            phase = (step // ring.STAGES) & 1
+            mbarrier.wait(ring.k_full.index(slot), phase)
             if PLAN == NONE:
-                first, kind = step_of(steps, b, most, j, kv_length, PLAN, BLOCK_N)
+                first, kind = step_of(plan, b, j)
             else:
-                first = said(words, slot * WORDS)
-                kind = said(words, slot * WORDS + 1)
+                first = said(ring.words, slot * WORDS)
+                kind = said(ring.words, slot * WORDS + 1)
             zeros = gl.full([ROWS, BLOCK_N], 0.0, gl.float32, layout=S_LAYOUT)
-            k = k_bufs.index(slot).reshape([BLOCK_N, D]).permute((1, 0))
-            raw = warpgroup_mma(q_buf, k, zeros, use_acc=False, is_async=True)
+            k = ring.k_bufs.index(slot).reshape([BLOCK_N, tensors.D]).permute((1, 0))
+            raw = warpgroup_mma(call.q_buf, k, zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
             keys = gl.expand_dims(
                 first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT)), 0,
             )
-            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+            kv_idx = gl.minimum(keys, plan.kv_length - 1) + mods.shifts[3]
             if SCORE_MOD is not None:
                 scores = SCORE_MOD(
-                    scores * scale, mod_b, mod_h, q_idx, kv_idx, tables, ints, floats,
+                    scores * scale, mod_b, mod_h, q_idx, kv_idx, call.tables, mods.ints,
+                    mods.floats,
                 )
             if kind != BLOCK_N * 2 + 1:
                 scores = masked_scores(
                     scores, True, keys < first + kind // 2, kind % 2 != 0, mod_b, mod_h, q_idx,
-                    kv_idx, tables, ints, floats, MASK_MOD,
+                    kv_idx, call.tables, mods.ints, mods.floats, mods.MASK_MOD,
                 )
-            if WANT_MAX:
+            if call.results.WANT_MAX:
                 nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
-            new_top = gl.maximum(top, gl.max(scores, 1))
+            new_max = gl.maximum(row_max, gl.max(scores, 1))
             # Subtracted first: it may be huge. Nobody waits for it: keys take longer.
-            shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
             weights = gl.exp2((scores - gl.expand_dims(shift, 1)) * unit)
-            alpha = gl.exp2((top - shift) * unit)
-            total = total * alpha + gl.sum(weights, 1)
-            top = new_top
+            alpha = gl.exp2((row_max - shift) * unit)
+            row_sum = row_sum * alpha + gl.sum(weights, 1)
+            row_max = new_max
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, OF_OUT), 1)
             halves = gl.convert_layout(
-                weights.to(v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
+                weights.to(ring.v_bufs.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2),
             )
-            mbarrier.wait(v_full.index(slot), phase)
-            v = v_bufs.index(slot).reshape([BLOCK_N, DV])
+            mbarrier.wait(ring.v_full.index(slot), phase)
+            v = ring.v_bufs.index(slot).reshape([BLOCK_N, DV])
             acc_later = warpgroup_mma(halves, v, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_later,))
-            mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.arrive(ring.empty.index(slot), count=1)
             step += 1
-        rows_a_unit = GROUP * q_length
+        rows_a_unit = tensors.GROUP * q_length
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=OF_OUT), 1)
-        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN.
-        odd = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
-        is_odd = gl.max((odd != odd).to(gl.int32), 0) > 0
-        if ADDS:
-            if is_odd | (part < count):
-                write_part(
-                    acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums,
-                    q_strides, k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b,
-                    kv_head, kv_heads, i, part, q_length, kv_length, most, SCORE_MOD, MASK_MOD,
-                    PLAN, GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_MAX, BLOCK_N, OF_ROWS,
-                    O_LAYOUT,
-                )
-                first_program = program_of(at - i, programs, total_count, groups)
-                last_program = program_of(at - i + count - 1, programs, total_count, groups)
+        # A non-finite value has reached rows that don't see it too: 0 * NaN is NaN.
+        zeros = gl.sum(gl.where(rows < rows_a_unit, acc * 0.0, 0.0), 1)
+        is_nonfinite = gl.max((zeros != zeros).to(gl.int32), 0) > 0
+        sums = PartSums(row_max=row_max, row_sum=row_sum, nans=nans)
+        unit_part = UnitPart(b=b, kv_head=kv_head, first_step=i, steps=part)
+        if call.ADDS:
+            if is_nonfinite | (part < count):
+                write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
+                first_program = program_of(at - i, programs, total_count, plan.groups)
+                last_program = program_of(at - i + count - 1, programs, total_count, plan.groups)
                 # One thread counts, and says so for what all have stored.
                 _all_threads()
-                if counted(counts + u, mark) == last_program - first_program:
+                if counted(call.counts + u, call.mark) == last_program - first_program:
                     place = gl.cast(first_program + u, gl.int64) * rows_a_unit
                     add_parts(
-                        partial_out + place * VALUE_DIM, partial_sums + place * 3,
-                        last_program - first_program + 1, out, rest, tops, lse, max_scores,
-                        o_strides, scale, b, kv_head, kv_heads, q_length, GROUP, VALUE_DIM, DV,
-                        UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST,
+                        tensors.partial_out + place * VALUE_DIM, call.partial_sums + place * 3,
+                        last_program - first_program + 1, outputs, b, kv_head,
                     )
-                    gl.store(counts + u, 0)
+                    gl.store(call.counts + u, 0)
             else:
                 write_rows(
-                    acc, gl.convert_layout(top, OF_OUT), gl.convert_layout(total, OF_OUT),
-                    gl.convert_layout(nans, OF_OUT), 0, out, rest, tops, lse, max_scores,
-                    o_strides, scale, b, kv_head, kv_heads, q_length, ROWS, GROUP, VALUE_DIM, DV,
-                    UNIT, SCORED, WANT_LSE, WANT_MAX, WANT_REST, O_LAYOUT,
+                    acc, gl.convert_layout(row_max, OF_OUT), gl.convert_layout(row_sum, OF_OUT),
+                    gl.convert_layout(nans, OF_OUT), 0, outputs, b, kv_head, ROWS, O_LAYOUT,
                 )
                 # Not counted. But a mark that stays, and of which somebody overwrites the lowest
                 # bytes alone, would count in a later launch.
-                gl.store(counts + u, 0)
+                gl.store(call.counts + u, 0)
         else:
-            write_part(
-                acc, top, total, nans, is_odd, query, key, value, partial_out, partial_sums,
-                q_strides, k_strides, v_strides, steps, tables, ints, floats, shifts, scale, b,
-                kv_head, kv_heads, i, part, q_length, kv_length, most, SCORE_MOD, MASK_MOD, PLAN,
-                GROUP, KV_SHARED, DIM, VALUE_DIM, DV, WANT_MAX, BLOCK_N, OF_ROWS, O_LAYOUT,
-            )
+            write_part(acc, sums, is_nonfinite, call, unit_part, OF_ROWS, O_LAYOUT)
         at += part
 
 
@@ -496,30 +620,44 @@ def decode_kernel(
         mbarrier.init(v_full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     fence_async_shared()
+    plan = StepPlan(
+        edges=edges, steps=steps, batch=batch, kv_heads=kv_heads, kv_length=kv_length,
+        unit_steps=unit_steps, most=most, groups=groups, PLAN=PLAN, BLOCK_N=BLOCK_N,
+    )
+    ring = DecodeRing(
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, v_full=v_full, empty=empty, words=words,
+        STAGES=STAGES,
+    )
+    loads = DecodeLoads(k_desc=k_desc, v_desc=v_desc, KV_SHARED=KV_SHARED, D=D, DV=DV)
+    call = DecodeCall(
+        q_buf=q_buf, ring=ring,
+        tensors=DecodeTensors(
+            query=query, key=key, value=value, partial_out=partial_out, q_strides=q_strides,
+            k_strides=k_strides, v_strides=v_strides, GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM,
+            VALUE_DIM=VALUE_DIM, D=D, DV=DV,
+        ),
+        partial_sums=partial_sums, counts=counts, out=out, rest=rest,
+        results=RowResults(
+            tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+        ),
+        o_strides=o_strides, plan=plan, tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        mark=mark, q_length=q_length, UNIT=UNIT, ADDS=ADDS, WANT_REST=WANT_REST,
+    )
     ahead = gl.to_tensor(0)
     if PLAN == NONE:
         # The first loads ask nobody where. So they don't wait until warps have got their parts.
-        total = total_steps(edges, batch, kv_heads, unit_steps, PLAN)
+        total = steps_of_all(plan)
         at, end = share_of(gl.program_id(0), gl.num_programs(0), total, groups)
-        b, kv_head, i, count = unit_at(at, edges, batch, kv_heads, unit_steps, PLAN, 4)
+        b, kv_head, i, count = unit_at(at, plan, 4)
         ahead = gl.minimum(gl.minimum(end - at, count - i), STAGES)
         for s in range(ahead):
-            load_step(
-                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, s, b, kv_head, (i + s) * BLOCK_N,
-                KV_SHARED, D, DV, BLOCK_N,
-            )
+            load_step(loads, ring, s, b, kv_head, (i + s) * BLOCK_N, BLOCK_N)
     gl.warp_specialize([
-        (consume, (
-            q_buf, k_bufs, v_bufs, k_full, v_full, empty, words, query, key, value, partial_out,
-            partial_sums, counts, out, rest, tops, lse, max_scores, q_strides, k_strides,
-            v_strides, o_strides, edges, steps, tables, ints, floats, shifts, scale, mark, batch,
-            kv_heads, q_length, kv_length, unit_steps, most, groups, SCORE_MOD, MASK_MOD, PLAN,
-            GROUP, KV_SHARED, DIM, VALUE_DIM, D, DV, UNIT, ADDS, WANT_LSE, WANT_MAX, WANT_REST,
-            STAGES, BLOCK_N,
-        )),
-        (produce, (
-            k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, empty, words, edges, steps, ahead,
-            batch, kv_heads, kv_length, unit_steps, most, groups, PLAN, KV_SHARED, D, DV, STAGES,
-            BLOCK_N,
-        )),
+        (consume, (call,)),
+        (produce, (loads, ring, plan, ahead)),
     ], [1], [PRODUCER_REGISTERS])

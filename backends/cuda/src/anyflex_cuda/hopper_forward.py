@@ -12,6 +12,8 @@ Descriptors, buffers and sums are tuples of parts: see `tile_parts`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +24,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.kernel_records import (
+    KeyRing,
+    LoadDescriptors,
+    MaskRuns,
+    PointedTensors,
+    StepMods,
+    TileSchedule,
+)
 from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
@@ -39,17 +49,134 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
-from anyflex_triton.device_functions import (
-    FAR,
-    FULL,
-    bounded_run,
-    is_far,
-    mask_row,
-    tile_of_program,
-    unit_of_scores,
-)
+from anyflex_triton.forward import tile_of_program, unit_of_scores
+from anyflex_triton.kernel_records import ModInputs, Mods, RowResults
+from anyflex_triton.records import record
+from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row
 
 __all__ = ["forward_kernel"]
+
+
+@record
+class TileQueries:
+    """Each consumer's queries in shared memory, the words about their tile, and barriers.
+
+    Attributes:
+        full: a consumer's queries are loaded.
+        passed: counts consumers that are done with a tile without steps; where out shares the
+            queries' room, with any tile.
+    """
+
+    bufs: Any
+    full: Any
+    passed: Any
+    words: Any
+    CONSUMERS: Any
+
+
+@record
+class LoadedTile:
+    """A tile's place, and the words about it that its consumers read.
+
+    Attributes:
+        masked, plain: counts of steps that may have dead pairs, and of the others.
+        first_step: the ring's.
+        empties, before: arguments of `await_tile`.
+    """
+
+    b: Any
+    h: Any
+    kv_b: Any
+    kv_head: Any
+    first_row: Any
+    masked: Any
+    plain: Any
+    first_step: Any
+    empties: Any
+    before: Any
+
+
+@record
+class TileOutputs:
+    """Descriptors of out and rest, and the shared memory that they are stored from.
+
+    Attributes:
+        SHARES_ROOM: that memory is where the queries were.
+    """
+
+    o_descs: Any
+    r_descs: Any
+    o_bufs: Any
+    r_bufs: Any
+    SHARES_ROOM: Any
+
+
+@record
+class EarlyReads:
+    """Functions of `anyflex_triton.mods` that read early, and the mods of what was read."""
+
+    READ_ROWS: Any
+    READ_COLUMNS: Any
+    SCORE_MOD: Any
+    MASK_SCORES: Any
+
+
+@record
+class Tuning:
+    """Choices of how steps are taken: arguments of `forward_kernel`."""
+
+    PINNED: Any
+    SKIPS: Any
+    APART: Any
+    CHAINS: Any
+
+
+@record
+class ConsumerCall:
+    """Everything that a consumer is given.
+
+    Attributes:
+        step_words: the words about the ring's steps.
+        mods: `anyflex_triton.kernel_records.Mods`, which read nothing early.
+        results: `anyflex_triton.kernel_records.RowResults`.
+        MASKED: some step may have dead pairs.
+        EVEN: argument of `forward_kernel`.
+    """
+
+    queries: Any
+    ring: Any
+    step_words: Any
+    outputs: Any
+    tensors: Any
+    mask: Any
+    results: Any
+    tables: Any
+    mods: Any
+    reads: Any
+    heads: Any
+    q_length: Any
+    kv_length: Any
+    tuning: Any
+    MASKED: Any
+    EVEN: Any
+
+
+@record
+class SoftmaxState:
+    """State of an online softmax.
+
+    Attributes:
+        row_max: the largest score so far.
+        base: row_max in powers of two, which weights are relative to.
+        row_sums: a row's four sums of weights, of QUARTERS.
+        nans: where WANT_MAX, whether a score was NaN, which a maximum doesn't tell.
+    """
+
+    row_max: Any
+    base: Any
+    row_sums: Any
+    nans: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
@@ -60,7 +187,7 @@ QUARTERS = gl.constexpr(
         warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 4],
     )
 )
-"""Four threads share two rows of a product: [ROWS, 4], one element a row and thread."""
+"""Layout [ROWS, 4] of one element a row and thread: four threads share two rows of a product."""
 
 
 @gluon.jit
@@ -158,56 +285,48 @@ def await_tile(k_empty, passed, step, empties, before, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(
-    q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h, first_row,
-    masked, plain, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-):
+def load_queries(descs, queries, ring, tile, step):
     """The rows of a tile, and what is said of it, for each consumer."""
-    await_tile(k_empty, passed, step, empties, before, STAGES)
-    for c in gl.static_range(CONSUMERS):
-        say(tile_words, c * WORDS, first_row)
-        say(tile_words, c * WORDS + 1, b)
-        say(tile_words, c * WORDS + 2, h)
-        say(tile_words, c * WORDS + 3, masked)
-        say(tile_words, c * WORDS + 4, plain)
-        mbarrier.expect(q_full.index(c), ROWS * D * 2)
-        load_parts(q_descs, q_bufs, c, q_full.index(c), b, h, first_row + c * ROWS)
+    await_tile(ring.k_empty, queries.passed, step, tile.empties, tile.before, ring.STAGES)
+    for c in gl.static_range(queries.CONSUMERS):
+        say(queries.words, c * WORDS, tile.first_row)
+        say(queries.words, c * WORDS + 1, tile.b)
+        say(queries.words, c * WORDS + 2, tile.h)
+        say(queries.words, c * WORDS + 3, tile.masked)
+        say(queries.words, c * WORDS + 4, tile.plain)
+        mbarrier.expect(queries.full.index(c), ROWS * descs.D * 2)
+        load_parts(
+            descs.q, queries.bufs, c, queries.full.index(c), tile.b, tile.h,
+            tile.first_row + c * ROWS,
+        )
 
 
 @gluon.jit
-def load_step(
-    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, step, first_step, empties, before, b, h, kv_b, kv_head,
-    first_row, masked, plain, first, end, full, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):
-    """Keys and values of a step. A tile's queries come between those of its first step: there is
-    room for keys earlier."""
-    slot = step % STAGES
-    phase = ((step // STAGES) & 1) ^ 1
-    mbarrier.wait(k_empty.index(slot), phase)
+def load_step(descs, queries, ring, step_words, tile, step, first, end, full):
+    """Load keys and values of a step. A tile's queries come between those of its first step: there
+    is room for keys earlier."""
+    slot = step % ring.STAGES
+    phase = ((step // ring.STAGES) & 1) ^ 1
+    mbarrier.wait(ring.k_empty.index(slot), phase)
     say(step_words, slot * WORDS, first)
     say(step_words, slot * WORDS + 1, end)
     say(step_words, slot * WORDS + 2, full)
-    mbarrier.expect(k_full.index(slot), BLOCK_N * D * 2)
-    load_parts(k_descs, k_bufs, slot, k_full.index(slot), kv_b, kv_head, first)
-    if step == first_step:
-        load_queries(
-            q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
-            first_row, masked, plain, CONSUMERS, STAGES, D,
-        )
-    mbarrier.wait(v_empty.index(slot), phase)
-    mbarrier.expect(v_full.index(slot), BLOCK_N * DV * 2)
-    load_parts(v_descs, v_bufs, slot, v_full.index(slot), kv_b, kv_head, first)
+    mbarrier.expect(ring.k_full.index(slot), ring.BLOCK_N * descs.D * 2)
+    load_parts(
+        descs.k, ring.k_bufs, slot, ring.k_full.index(slot), tile.kv_b, tile.kv_head, first,
+    )
+    if step == tile.first_step:
+        load_queries(descs, queries, ring, tile, step)
+    mbarrier.wait(ring.v_empty.index(slot), phase)
+    mbarrier.expect(ring.v_full.index(slot), ring.BLOCK_N * descs.DV * 2)
+    load_parts(
+        descs.v, ring.v_bufs, slot, ring.v_full.index(slot), tile.kv_b, tile.kv_head, first,
+    )
 
 
 @gluon.jit
 def load_steps(
-    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, step, first_step, empties, before, runs, run, last_run,
-    may_be_dead, b, h, kv_b, kv_head, first_row, masked, plain, kv_length, KV_BLOCK: gl.constexpr,
-    HAS_MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
+    descs, queries, ring, step_words, tile, mask, kv_length, run, last_run, step, may_be_dead,
 ):
     """The steps of a row of runs that have dead pairs if any have (`may_be_dead`), or its others.
     Returns the step after.
@@ -215,20 +334,18 @@ def load_steps(
     A function of its own, for Triton walks through the body of a loop in three others 16 times.
     """
     for r in range(run, last_run):
-        begin, end, full = bounded_run(runs, r, KV_BLOCK, kv_length, HAS_MASK)
+        begin, end, full = bounded_run(mask.runs, r, mask.KV_BLOCK, kv_length, mask.HAS_MASK)
         middle = begin
         if full:
-            middle += (end - begin) // BLOCK_N * BLOCK_N
+            middle += (end - begin) // ring.BLOCK_N * ring.BLOCK_N
         if may_be_dead:
             begin = middle
         else:
             end = middle
-        for first in range(begin, end, BLOCK_N):
+        for first in range(begin, end, ring.BLOCK_N):
             load_step(
-                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, step, first_step, empties, before, b, h,
-                kv_b, kv_head, first_row, masked, plain, first, end, gl.cast(full, gl.int32),
-                CONSUMERS, STAGES, BLOCK_N, D, DV,
+                descs, queries, ring, step_words, tile, step, first, end,
+                gl.cast(full, gl.int32),
             )
             step += 1
     return step
@@ -236,71 +353,68 @@ def load_steps(
 
 @gluon.jit
 def produce(
-    q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full, v_empty,
-    passed, tile_words, step_words, counter, offsets, ends, runs, mask_strides, tile_order,
-    order_strides, ordered, batch_heads, heads, kv_length, tiles, head_group,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, EVEN: gl.constexpr,
-    DYNAMIC: gl.constexpr, SHARES_ROOM: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    descs, queries, ring, step_words, mask, schedule, kv_length, EVEN: gl.constexpr,
+    SHARES_ROOM: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_M: gl.constexpr = queries.CONSUMERS * ROWS
     step = gl.to_tensor(0)
     empties = gl.to_tensor(0)
     before = gl.to_tensor(0)
-    count = tiles * batch_heads
+    count = schedule.tiles * schedule.batch_heads
     at = gl.program_id(0)
     while at < count:
-        if DYNAMIC:
+        if schedule.DYNAMIC:
             following = count
             if gl.num_programs(0) < count:
                 # Asked for early: the answer takes as long as a step.
-                following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+                following = gl.num_programs(0) + gl.atomic_add(schedule.counter, 1, sem="relaxed")
         else:
             following = at + gl.num_programs(0)
-        tile, bh = tile_of_program(at, tiles, batch_heads, head_group)
-        b = bh // heads
-        h = bh % heads
-        kv_head = h // GROUP
-        kv_b = 0 * b if KV_SHARED else b
-        if HAS_MASK:  # noqa: SIM102  the other is known at run time alone
-            if ordered:
-                tile = gl.load(tile_order + b * order_strides[0] + h * order_strides[1] + tile)
+        tile, bh = tile_of_program(at, schedule.tiles, schedule.batch_heads, schedule.head_group)
+        b = bh // schedule.heads
+        h = bh % schedule.heads
+        kv_head = h // schedule.GROUP
+        kv_b = 0 * b if schedule.KV_SHARED else b
+        if mask.HAS_MASK:  # noqa: SIM102  the other is known at run time alone
+            if schedule.ordered:
+                strides = schedule.order_strides
+                tile = gl.load(schedule.tile_order + b * strides[0] + h * strides[1] + tile)
         first_row = tile * BLOCK_M
-        if HAS_MASK:
-            run, last_run = mask_row(offsets, ends, mask_strides, b, h, first_row // Q_BLOCK)
+        if mask.HAS_MASK:
+            run, last_run = mask_row(
+                mask.offsets, mask.ends, mask.strides, b, h, first_row // mask.Q_BLOCK,
+            )
         else:
             run = gl.to_tensor(0)
             last_run = gl.to_tensor(1)
         masked, plain = count_steps(
-            runs, run, last_run, kv_length, KV_BLOCK, HAS_MASK, EVEN, BLOCK_N,
+            mask.runs, run, last_run, kv_length, mask.KV_BLOCK, mask.HAS_MASK, EVEN,
+            ring.BLOCK_N,
         )
-        first_step = step
+        loaded = LoadedTile(
+            b=b, h=h, kv_b=kv_b, kv_head=kv_head, first_row=first_row, masked=masked, plain=plain,
+            first_step=step, empties=empties, before=before,
+        )
         # First what may have dead pairs, then the rest, whose loop, where APART, has no mask's
         # code.
         for part in range(2):
             step = load_steps(
-                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, step, first_step, empties, before, runs,
-                run, last_run, part == 0, b, h, kv_b, kv_head, first_row, masked, plain,
-                kv_length, KV_BLOCK, HAS_MASK, CONSUMERS, STAGES, BLOCK_N, D, DV,
+                descs, queries, ring, step_words, loaded, mask, kv_length, run, last_run, step,
+                part == 0,
             )
-        if step == first_step:
-            load_queries(
-                q_descs, q_bufs, q_full, k_empty, passed, tile_words, step, empties, before, b, h,
-                first_row, masked, plain, CONSUMERS, STAGES, D,
-            )
-        if SHARES_ROOM or step == first_step:
+        if step == loaded.first_step:
+            load_queries(descs, queries, ring, loaded, step)
+        if SHARES_ROOM or step == loaded.first_step:
             empties += 1
             before = gl.to_tensor(2)
         else:
             before = gl.to_tensor(1)
         at = following
     # No more tiles.
-    await_tile(k_empty, passed, step, empties, before, STAGES)
-    for c in gl.static_range(CONSUMERS):
-        say(tile_words, c * WORDS, -1)
-        mbarrier.arrive(q_full.index(c), count=1)
+    await_tile(ring.k_empty, queries.passed, step, empties, before, ring.STAGES)
+    for c in gl.static_range(queries.CONSUMERS):
+        say(queries.words, c * WORDS, -1)
+        mbarrier.arrive(queries.full.index(c), count=1)
 
 
 # The consumers
@@ -331,18 +445,17 @@ def said_of_step(
 
 
 @gluon.jit
-def tables_of_step(
-    tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):
-    """`tables` with what a step's keys alone decide: a key a thread, on the way while products
-    run. In the layout of scores each thread would read a quarter of them, one by one."""
-    if READ_COLUMNS is None:
-        return tables
+def tables_of_step(inputs, mods, first, kv_length, BLOCK_N: gl.constexpr):
+    """`inputs.tables` with what a step's keys alone decide: a key a thread, on the way while
+    products run. In the layout of scores each thread would read a quarter of them, one by one."""
+    if mods.READ_COLUMNS is None:
+        return inputs.tables
     else:
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         keys = gl.minimum(first + gl.arange(0, BLOCK_N, layout=LAYOUT), kv_length - 1)
-        return READ_COLUMNS(b, h, keys + shifts[3], tables, ints, floats)
+        return mods.READ_COLUMNS(
+            inputs.b, inputs.h, keys + mods.shifts[3], inputs.tables, mods.ints, mods.floats,
+        )
 
 
 @gluon.jit
@@ -364,40 +477,40 @@ def largest_of(scores, S_LAYOUT: gl.constexpr, CHAINS: gl.constexpr):
 
 @gluon.jit
 def weights_of(
-    raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables,
-    ints, floats, scale, MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr,
-    MASK_SCORES: gl.constexpr, WANT_MAX: gl.constexpr, PINNED: gl.constexpr, CHAINS: gl.constexpr,
-    S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    raw, softmax, first, end, full, masked, inputs, mods, call, MASKED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
-    """(weights, alpha, top, base, totals, nans) after a step whose scores are `raw`: one of an
-    online softmax, as in `anyflex_triton.forward.forward_step`.
+    """(weights, alpha, SoftmaxState) after a step whose scores are `raw`: one of an online
+    softmax, as in `anyflex_triton.forward.forward_step`.
 
     Args:
-        top: the largest score so far; base: that in powers of two, to which weights are relative.
-        totals: a row's sum of weights, of QUARTERS.
         masked: whether some pair of the step may be dead, where MASKED.
+        inputs: `ModInputs`, whose tables have been read for this step.
     """
+    BLOCK_N: gl.constexpr = call.ring.BLOCK_N
+    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N)
     # Where tiles end with the keys, no FULL step has dead pairs.
     scores = scores_of_step(
-        raw, first, end, None if EVEN else full, masked, b, h, q_idx, kv_length, shifts, tables,
-        ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, S_LAYOUT, BLOCK_N,
+        raw, first, end, None if EVEN else full, masked, inputs, call.kv_length, mods, MASKED,
+        EVEN, S_LAYOUT, BLOCK_N,
     )
-    if WANT_MAX:
+    nans = softmax.nans
+    if call.results.WANT_MAX:
         nans = gl.maximum(nans, gl.max((scores != scores).to(gl.int32), 1))
-    unit = unit_of_scores(scale, SCORE_MOD)
-    new_top = gl.maximum(top, largest_of(scores, S_LAYOUT, CHAINS))
-    new_base = new_top * unit
-    shift = gl.where(new_base <= -FAR, 0.0, new_base)
+    unit = unit_of_scores(mods.scale, mods.SCORE_MOD)
+    row_max = gl.maximum(softmax.row_max, largest_of(scores, S_LAYOUT, call.tuning.CHAINS))
+    base = row_max * unit
+    shift = gl.where(base <= -FAR, 0.0, base)
     weights = gl.exp2(scores * unit - gl.expand_dims(shift, 1))
-    alpha = gl.exp2(base - shift)
-    # Of each thread's own weights: they are added up when the tile ends.
+    alpha = gl.exp2(softmax.base - shift)
+    # Each thread sums its own weights: they are added up when the tile ends.
     parts = gl.sum(gl.sum(weights.reshape([ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
     parts = gl.convert_layout(parts, QUARTERS, assert_trivial=True)
     factors = gl.convert_layout(alpha, gl.SliceLayout(1, QUARTERS), assert_trivial=True)
-    totals = totals * gl.expand_dims(factors, 1) + parts
-    if PINNED:
-        totals = pin(totals)
-    return weights, alpha, new_top, new_base, totals, nans
+    row_sums = softmax.row_sums * gl.expand_dims(factors, 1) + parts
+    if call.tuning.PINNED:
+        row_sums = pin(row_sums)
+    return weights, alpha, SoftmaxState(row_max=row_max, base=base, row_sums=row_sums, nans=nans)
 
 
 @gluon.jit
@@ -447,190 +560,186 @@ def all_multiplied(acc, factors, SKIPS: gl.constexpr):
 
 
 @gluon.jit
-def advance(
-    step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full, k_empty, v_full,
-    v_empty, step_words, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    ME: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr, READ_COLUMNS: gl.constexpr,
-    ALWAYS: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr,
-    WANT_MAX: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
-    CHAINS: gl.constexpr, S_LAYOUT: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    """One step: its scores, while the weights of the step before (`handed`) meet their values;
-    then its weights."""
-    slot = step % STAGES
-    before = (step - 1) % STAGES
-    mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
-    first, end, full = said_of_step(step_words, slot, masked, MASKED, EVEN, ALWAYS)
-    if APART and MASKED:
-        # In a loop of such steps alone compilers mustn't know that there are no others: behind a
-        # branch a mask is evaluated pair by pair, without it all pairs' conditions come before the
-        # scores are there, and are kept as bits.
-        masked = said(step_words, slot * WORDS + 2) >= 0
-    tables = tables_of_step(
-        tables, b, h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
-    )
-    raw_later = products_of_keys(q_bufs, k_bufs, ME, slot, S_LAYOUT)
-    mbarrier.wait(v_full.index(before), ((step - 1) // STAGES) & 1)
-    acc_later = products_of_handed(handed, v_bufs, before, acc, APART)
-    raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    weights, alpha, top, base, totals, nans = weights_of(
-        raw, top, base, totals, nans, first, end, full, masked, b, h, q_idx, kv_length, shifts,
-        tables, ints, floats, scale, MASKED, EVEN, SCORE_MOD, MASK_SCORES, WANT_MAX, PINNED,
-        CHAINS, S_LAYOUT, BLOCK_N,
-    )
-    acc = awaited(acc_later, 0)
-    mbarrier.arrive(v_empty.index(before), count=1)
-    acc = all_multiplied(acc, alpha, SKIPS)
-    handed = handed_over(
-        weights, v_bufs[0].dtype, layout_of_products(v_bufs[0].shape[4]), APART,
-    )
-    return handed, acc, top, base, totals, nans
+def with_tables(inputs, tables):
+    """`ModInputs` with other tables."""
+    return ModInputs(b=inputs.b, h=inputs.h, q_idx=inputs.q_idx, kv_idx=None, tables=tables)
 
 
 @gluon.jit
-def consume(
-    o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty, v_full,
-    v_empty, passed, tile_words, step_words, query, key, value, out, rest, q_strides, k_strides,
-    v_strides, o_strides, r_strides, offsets, ends, runs, mask_strides, tops, lse, max_scores,
-    tables, ints, floats, shifts, scale, heads, q_length, kv_length, ME: gl.constexpr,
-    SCORE_MOD: gl.constexpr, MASK_MOD: gl.constexpr, READ_ROWS: gl.constexpr,
-    READ_COLUMNS: gl.constexpr, SCORE_MOD_OF_READ: gl.constexpr, MASK_SCORES: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WANT_LSE: gl.constexpr,
-    WANT_MAX: gl.constexpr, WANT_REST: gl.constexpr, EVEN: gl.constexpr, MASKED: gl.constexpr,
-    SHARES_ROOM: gl.constexpr, PINNED: gl.constexpr, SKIPS: gl.constexpr, APART: gl.constexpr,
-    CHAINS: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+def advance(
+    step, handed, acc, softmax, masked, inputs, mods, call, ME: gl.constexpr, MASKED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
+    """One step: its scores, while the weights of the step before (`handed`) meet their values;
+    then its weights."""
+    ring = call.ring
+    S_LAYOUT: gl.constexpr = layout_of_products(ring.BLOCK_N)
+    ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
+    slot = step % ring.STAGES
+    before = (step - 1) % ring.STAGES
+    mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)
+    first, end, full = said_of_step(call.step_words, slot, masked, MASKED, EVEN, ALWAYS)
+    if call.tuning.APART and MASKED:
+        # In a loop of such steps alone compilers mustn't know that there are no others: behind a
+        # branch a mask is evaluated pair by pair, without it all pairs' conditions come before the
+        # scores are there, and are kept as bits.
+        masked = said(call.step_words, slot * WORDS + 2) >= 0
+    tables = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
+    raw_later = products_of_keys(call.queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
+    mbarrier.wait(ring.v_full.index(before), ((step - 1) // ring.STAGES) & 1)
+    acc_later = products_of_handed(handed, ring.v_bufs, before, acc, call.tuning.APART)
+    raw = warpgroup_mma_wait(num_outstanding=len(acc_later), deps=(raw_later,))
+    mbarrier.arrive(ring.k_empty.index(slot), count=1)
+    weights, alpha, softmax = weights_of(
+        raw, softmax, first, end, full, masked, with_tables(inputs, tables), mods, call, MASKED,
+        EVEN,
+    )
+    acc = awaited(acc_later, 0)
+    mbarrier.arrive(ring.v_empty.index(before), count=1)
+    acc = all_multiplied(acc, alpha, call.tuning.SKIPS)
+    handed = handed_over(
+        weights, ring.v_bufs[0].dtype, layout_of_products(ring.v_bufs[0].shape[4]),
+        call.tuning.APART,
+    )
+    return handed, acc, softmax
+
+
+@gluon.jit
+def consume(call, ME: gl.constexpr):
     """All tiles' rows of consumer ME.
 
     Args:
-        passed: counts consumers that are done with a tile without steps; where SHARES_ROOM, with
-            any tile.
-        SHARES_ROOM: out and rest are written to where the queries were.
-        MASKED: whether any step may have dead pairs.
+        call: `ConsumerCall`.
     """
-    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_N)
+    queries = call.queries
+    ring = call.ring
+    outputs = call.outputs
+    reads = call.reads
+    S_LAYOUT: gl.constexpr = layout_of_products(ring.BLOCK_N)
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ALWAYS: gl.constexpr = SCORE_MOD is not None or READ_COLUMNS is not None
+    SCORE_MOD: gl.constexpr = call.mods.SCORE_MOD
+    APART: gl.constexpr = call.tuning.APART
+    SHARES_ROOM: gl.constexpr = outputs.SHARES_ROOM
+    MASKED: gl.constexpr = call.MASKED
+    EVEN: gl.constexpr = call.EVEN
+    WANT_REST: gl.constexpr = call.tensors.WANT_REST
+    shifts = call.mods.shifts
+    scale = call.mods.scale
+    q_length = call.q_length
+    mods = StepMods(
+        ints=call.mods.ints, floats=call.mods.floats, shifts=shifts, scale=scale,
+        READ_COLUMNS=reads.READ_COLUMNS, SCORE_MOD=reads.SCORE_MOD, MASK_SCORES=reads.MASK_SCORES,
+    )
+    ALWAYS: gl.constexpr = mods.SCORE_MOD is not None or mods.READ_COLUMNS is not None
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    mbarrier.wait(q_full.index(ME), 0)
-    first_row = said(tile_words, ME * WORDS)
+    mbarrier.wait(queries.full.index(ME), 0)
+    first_row = said(queries.words, ME * WORDS)
     while first_row >= 0:
-        b = said(tile_words, ME * WORDS + 1)
-        h = said(tile_words, ME * WORDS + 2)
-        masked = said(tile_words, ME * WORDS + 3)
-        steps = masked + said(tile_words, ME * WORDS + 4)
+        b = said(queries.words, ME * WORDS + 1)
+        h = said(queries.words, ME * WORDS + 2)
+        masked = said(queries.words, ME * WORDS + 3)
+        steps = masked + said(queries.words, ME * WORDS + 4)
         first_row += ME * ROWS
         mod_b = b + shifts[0]
         mod_h = h + shifts[1]
         rows = first_row + gl.arange(0, ROWS, layout=OF_ROWS)
         q_idx = gl.expand_dims(gl.minimum(rows, q_length - 1), 1) + shifts[2]
-        if READ_ROWS is not None:
-            read = READ_ROWS(mod_b, mod_h, q_idx, tables, ints, floats)
+        if reads.READ_ROWS is not None:
+            read = reads.READ_ROWS(mod_b, mod_h, q_idx, call.tables, mods.ints, mods.floats)
         else:
-            read = tables
-        top = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        base = gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS)
-        totals = gl.full([ROWS, 4], 0.0, gl.float32, layout=QUARTERS)
-        nans = gl.full([ROWS], 0, gl.int32, layout=OF_ROWS)
-        acc = v_bufs[:0]
-        for p in gl.static_range(len(v_bufs)):
-            acc = acc + (zeros_of(v_bufs[p].shape[4]),)
+            read = call.tables
+        inputs = ModInputs(b=mod_b, h=mod_h, q_idx=q_idx, kv_idx=None, tables=read)
+        softmax = SoftmaxState(
+            row_max=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
+            base=gl.full([ROWS], float("-inf"), gl.float32, layout=OF_ROWS),
+            row_sums=gl.full([ROWS, 4], 0.0, gl.float32, layout=QUARTERS),
+            nans=gl.full([ROWS], 0, gl.int32, layout=OF_ROWS),
+        )
+        acc = ring.v_bufs[:0]
+        for p in gl.static_range(len(ring.v_bufs)):
+            acc = acc + (zeros_of(ring.v_bufs[p].shape[4]),)
         if steps > 0:
-            slot = step % STAGES
-            mbarrier.wait(k_full.index(slot), (step // STAGES) & 1)
+            slot = step % ring.STAGES
+            mbarrier.wait(ring.k_full.index(slot), (step // ring.STAGES) & 1)
             first, end, full = said_of_step(
-                step_words, slot, masked > 0, MASKED, EVEN, ALWAYS,
+                call.step_words, slot, masked > 0, MASKED, EVEN, ALWAYS,
             )
-            first_read = tables_of_step(
-                read, mod_b, mod_h, first, kv_length, shifts, ints, floats, READ_COLUMNS, BLOCK_N,
-            )
-            raw_later = products_of_keys(q_bufs, k_bufs, ME, slot, S_LAYOUT)
+            first_read = tables_of_step(inputs, mods, first, call.kv_length, ring.BLOCK_N)
+            raw_later = products_of_keys(queries.bufs, ring.k_bufs, ME, slot, S_LAYOUT)
             raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw_later,))
-            mbarrier.arrive(k_empty.index(slot), count=1)
-            weights, _alpha, top, base, totals, nans = weights_of(
-                raw, top, base, totals, nans, first, end, full, masked > 0, mod_b, mod_h, q_idx,
-                kv_length, shifts, first_read, ints, floats, scale, MASKED, EVEN,
-                SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, CHAINS, S_LAYOUT, BLOCK_N,
+            mbarrier.arrive(ring.k_empty.index(slot), count=1)
+            weights, _alpha, softmax = weights_of(
+                raw, softmax, first, end, full, masked > 0, with_tables(inputs, first_read), mods,
+                call, MASKED, EVEN,
             )
             handed = handed_over(
-                weights, v_bufs[0].dtype, layout_of_products(v_bufs[0].shape[4]), APART,
+                weights, ring.v_bufs[0].dtype, layout_of_products(ring.v_bufs[0].shape[4]), APART,
             )
             step += 1
             # Steps that may have dead pairs come first.
             for i in range(1, masked if APART else steps):
-                handed, acc, top, base, totals, nans = advance(
-                    step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full,
-                    k_empty, v_full, v_empty, step_words, i < masked, mod_b, mod_h, q_idx,
-                    kv_length, shifts, read, ints, floats, scale, ME, MASKED, EVEN, READ_COLUMNS,
-                    ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED, SKIPS, APART, CHAINS,
-                    S_LAYOUT, STAGES, BLOCK_N,
+                handed, acc, softmax = advance(
+                    step, handed, acc, softmax, i < masked, inputs, mods, call, ME, MASKED, EVEN,
                 )
                 step += 1
             if APART:
                 for _ in range(gl.maximum(masked, 1), steps):
-                    handed, acc, top, base, totals, nans = advance(
-                        step, handed, acc, top, base, totals, nans, q_bufs, k_bufs, v_bufs, k_full,
-                        k_empty, v_full, v_empty, step_words, False, mod_b, mod_h, q_idx,
-                        kv_length, shifts, read, ints, floats, scale, ME, False, True,
-                        READ_COLUMNS, ALWAYS, SCORE_MOD_OF_READ, MASK_SCORES, WANT_MAX, PINNED,
-                        SKIPS, APART, CHAINS, S_LAYOUT, STAGES, BLOCK_N,
+                    handed, acc, softmax = advance(
+                        step, handed, acc, softmax, False, inputs, mods, call, ME, False, True,
                     )
                     step += 1
-            slot = (step - 1) % STAGES
-            mbarrier.wait(v_full.index(slot), ((step - 1) // STAGES) & 1)
-            acc = awaited(products_of_handed(handed, v_bufs, slot, acc, APART), 0)
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            slot = (step - 1) % ring.STAGES
+            mbarrier.wait(ring.v_full.index(slot), ((step - 1) // ring.STAGES) & 1)
+            acc = awaited(products_of_handed(handed, ring.v_bufs, slot, acc, APART), 0)
+            mbarrier.arrive(ring.v_empty.index(slot), count=1)
         elif not SHARES_ROOM:
-            mbarrier.arrive(passed, count=1)
-        total = gl.convert_layout(gl.sum(totals, 1), OF_ROWS, assert_trivial=True)
-        # A value that isn't finite has reached rows that don't see it too: 0 * NaN is NaN. And
-        # weights of far rows are none.
-        odd = is_far(top, base)
+            mbarrier.arrive(queries.passed, count=1)
+        row_max = softmax.row_max
+        base = softmax.base
+        row_sum = gl.convert_layout(gl.sum(softmax.row_sums, 1), OF_ROWS, assert_trivial=True)
+        # A non-finite value has reached rows that don't see it too, because 0 * NaN is NaN. And
+        # weights of far rows are lost.
+        inexact = is_far(row_max, base)
         for p in gl.static_range(len(acc)):
             none = gl.convert_layout(gl.sum(acc[p] * 0.0, 1), OF_ROWS)
-            odd |= none != none
-        # What rounding added to the base: weights are relative to it, not to top.
-        excess = gl.fma(top, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
-        if gl.max(odd.to(gl.int32), 0) > 0:
-            top, total = write_strange_rows(
-                query, key, value, out, rest, q_strides, k_strides, v_strides, o_strides,
-                r_strides, offsets, ends, runs, mask_strides, b, h, first_row, q_length, kv_length,
-                tables, ints, floats, shifts, scale, SCORE_MOD, MASK_MOD, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, DIM, VALUE_DIM, ROWS, WANT_REST, OF_ROWS,
+            inexact |= none != none
+        # Rounding of the base: weights are relative to it, not to row_max.
+        excess = gl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
+        if gl.max(inexact.to(gl.int32), 0) > 0:
+            row_max, row_sum = write_strange_rows(
+                call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
+                call.kv_length, ROWS, OF_ROWS,
             )
             excess = gl.full([ROWS], 0.0, gl.float32, layout=OF_ROWS)
         else:
             # A row without a live pair has 0 here, and gives 0. NaN stays.
-            dead = (top == float("-inf")) & (total == total)
-            inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, total))
+            dead = (row_max == float("-inf")) & (row_sum == row_sum)
+            inverse = gl.where(dead, 0.0, 1.0 / gl.where(dead, 1.0, row_sum))
             acc = all_multiplied(acc, inverse, False)
             # The tile before may still be read.
             tma.store_wait(0)
-            place_parts(acc, o_bufs, ME, False)
+            place_parts(acc, outputs.o_bufs, ME, False)
             if WANT_REST and not SHARES_ROOM:
-                place_parts(acc, r_bufs, ME, True)
+                place_parts(acc, outputs.r_bufs, ME, True)
             fence_async_shared()
-            store_parts(o_descs, o_bufs, ME, b, h, first_row)
+            store_parts(outputs.o_descs, outputs.o_bufs, ME, b, h, first_row)
             if WANT_REST:
                 if SHARES_ROOM:
                     tma.store_wait(0)
-                    place_parts(acc, r_bufs, ME, True)
+                    place_parts(acc, outputs.r_bufs, ME, True)
                     fence_async_shared()
-                store_parts(r_descs, r_bufs, ME, b, h, first_row)
-        at = gl.cast(b * heads + h, gl.int64) * q_length + rows
+                store_parts(outputs.r_descs, outputs.r_bufs, ME, b, h, first_row)
+        at = gl.cast(b * call.heads + h, gl.int64) * q_length + rows
         write_row_sums(
-            top, total, excess, nans, tops, lse, max_scores, at, rows < q_length, scale,
-            SCORE_MOD is not None, WANT_LSE, WANT_MAX, WANT_REST,
+            row_max, row_sum, excess, softmax.nans, at, rows < q_length, scale, call.results,
         )
         if SHARES_ROOM:
             tma.store_wait(0)
-            mbarrier.arrive(passed, count=1)
+            mbarrier.arrive(queries.passed, count=1)
         turn += 1
-        mbarrier.wait(q_full.index(ME), turn & 1)
-        first_row = said(tile_words, ME * WORDS)
+        mbarrier.wait(queries.full.index(ME), turn & 1)
+        first_row = said(queries.words, ME * WORDS)
     tma.store_wait(0)
 
 
@@ -715,94 +824,75 @@ def forward_kernel(
         mbarrier.init(k_empty.index(s), count=CONSUMERS)
         mbarrier.init(v_empty.index(s), count=CONSUMERS)
     fence_async_shared()
-    # Written out: in a tuple that has a name, or is joined from others, constants are none.
+    descs = LoadDescriptors(q=q_descs, k=k_descs, v=v_descs, D=D, DV=DV)
+    queries = TileQueries(
+        bufs=q_bufs, full=q_full, passed=passed, words=tile_words, CONSUMERS=CONSUMERS,
+    )
+    ring = KeyRing(
+        k_bufs=k_bufs, v_bufs=v_bufs, k_full=k_full, k_empty=k_empty, v_full=v_full,
+        v_empty=v_empty, STAGES=STAGES, BLOCK_N=BLOCK_N,
+    )
+    mask = MaskRuns(
+        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
+    schedule = TileSchedule(
+        counter=counter, tile_order=tile_order, order_strides=order_strides, ordered=ordered,
+        batch_heads=batch_heads, heads=heads, tiles=tiles, head_group=head_group, GROUP=GROUP,
+        KV_SHARED=KV_SHARED, DYNAMIC=DYNAMIC,
+    )
+    call = ConsumerCall(
+        queries=queries, ring=ring, step_words=step_words,
+        outputs=TileOutputs(
+            o_descs=o_descs, r_descs=r_descs, o_bufs=o_bufs, r_bufs=r_bufs,
+            SHARES_ROOM=SHARES_ROOM,
+        ),
+        tensors=PointedTensors(
+            query=query, key=key, value=value, out=out, rest=rest, q_strides=q_strides,
+            k_strides=k_strides, v_strides=v_strides, o_strides=o_strides, r_strides=r_strides,
+            GROUP=GROUP, KV_SHARED=KV_SHARED, DIM=DIM, VALUE_DIM=VALUE_DIM, WANT_REST=WANT_REST,
+        ),
+        mask=mask,
+        results=RowResults(
+            tops=tops, lse=lse, max_scores=max_scores, SCORED=SCORE_MOD is not None,
+            WANT_LSE=WANT_LSE, WANT_MAX=WANT_MAX, WANT_TOPS=WANT_REST,
+        ),
+        tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        reads=EarlyReads(
+            READ_ROWS=READ_ROWS, READ_COLUMNS=READ_COLUMNS, SCORE_MOD=SCORE_MOD_OF_READ,
+            MASK_SCORES=MASK_SCORES,
+        ),
+        heads=heads, q_length=q_length, kv_length=kv_length,
+        tuning=Tuning(PINNED=PINNED, SKIPS=SKIPS, APART=APART, CHAINS=CHAINS), MASKED=MASKED,
+        EVEN=EVEN,
+    )
+    # Spelled out: constexprs stop being constexpr when they pass through a named or concatenated
+    # tuple.
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
+            (consume, (call, 0)),
             (produce, (
-                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
-                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
-                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
+                descs, queries, ring, step_words, mask, schedule, kv_length, EVEN, SHARES_ROOM,
             )),
         ], [1], [PRODUCER_REGISTERS])
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
+            (consume, (call, 0)),
+            (consume, (call, 1)),
             (produce, (
-                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
-                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
-                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
+                descs, queries, ring, step_words, mask, schedule, kv_length, EVEN, SHARES_ROOM,
             )),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
         gl.warp_specialize([
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 0, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 1, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
-            (consume, (
-                o_descs, r_descs, q_bufs, k_bufs, v_bufs, o_bufs, r_bufs, q_full, k_full, k_empty,
-                v_full, v_empty, passed, tile_words, step_words, query, key, value, out, rest,
-                q_strides, k_strides, v_strides, o_strides, r_strides, offsets, ends, runs,
-                mask_strides, tops, lse, max_scores, tables, ints, floats, shifts, scale, heads,
-                q_length, kv_length, 2, SCORE_MOD, MASK_MOD, READ_ROWS, READ_COLUMNS,
-                SCORE_MOD_OF_READ, MASK_SCORES, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED,
-                DIM, VALUE_DIM, WANT_LSE, WANT_MAX, WANT_REST, EVEN, MASKED, SHARES_ROOM,
-                PINNED, SKIPS, APART, CHAINS, STAGES, BLOCK_N,
-            )),
+            (consume, (call, 0)),
+            (consume, (call, 1)),
+            (consume, (call, 2)),
             (produce, (
-                q_descs, k_descs, v_descs, q_bufs, k_bufs, v_bufs, q_full, k_full, k_empty, v_full,
-                v_empty, passed, tile_words, step_words, counter, offsets, ends, runs,
-                mask_strides, tile_order, order_strides, ordered, batch_heads, heads, kv_length,
-                tiles, head_group, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, D, DV, EVEN,
-                DYNAMIC, SHARES_ROOM, CONSUMERS, STAGES, BLOCK_N,
+                descs, queries, ring, step_words, mask, schedule, kv_length, EVEN, SHARES_ROOM,
             )),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])

@@ -6,7 +6,14 @@ from typing import Any
 
 from anyflex_triton.records import record
 
-__all__ = ["KeyRing", "MaskRuns", "PointedTensors", "StepMods"]
+__all__ = [
+    "KeyRing",
+    "LoadDescriptors",
+    "MaskRuns",
+    "PointedTensors",
+    "StepMods",
+    "TileSchedule",
+]
 
 
 @record
@@ -26,6 +33,21 @@ class KeyRing:
     v_empty: Any
     STAGES: Any
     BLOCK_N: Any
+
+
+@record
+class LoadDescriptors:
+    """Descriptors of queries, keys and values; on Hopper each is a tuple of parts.
+
+    Attributes:
+        D, DV: columns of all parts.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    D: Any
+    DV: Any
 
 
 @record
@@ -90,3 +112,21 @@ class StepMods:
     READ_COLUMNS: Any
     SCORE_MOD: Any
     MASK_SCORES: Any
+
+
+@record
+class TileSchedule:
+    """The order in which programs take tiles, and where a tile's keys are: arguments of
+    `hopper_forward.forward_kernel`."""
+
+    counter: Any
+    tile_order: Any
+    order_strides: Any
+    ordered: Any
+    batch_heads: Any
+    heads: Any
+    tiles: Any
+    head_group: Any
+    GROUP: Any
+    KV_SHARED: Any
+    DYNAMIC: Any

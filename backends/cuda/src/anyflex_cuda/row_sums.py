@@ -15,26 +15,24 @@ __all__ = ["write_row_sums"]
 
 
 @gluon.jit
-def write_row_sums(
-    top, total, excess, nans, tops, lse, max_scores, at, inside, scale, SCORED: gl.constexpr,
-    WANT_LSE: gl.constexpr, WANT_MAX: gl.constexpr, WANT_TOPS: gl.constexpr,
-):
-    """Args:
-        top: each row's largest of `final_scores`.
-        total: the sum of its weights, relative to 2^excess more than top.
+def write_row_sums(row_max, row_sum, excess, nans, at, inside, scale, results):
+    """Write lse, the largest score and tops of rows, as far as they are wanted.
+
+    Args:
+        row_max: each row's largest of `final_scores`.
+        row_sum: the sum of its weights, relative to 2^excess more than row_max.
         nans: above 0 where a score is NaN.
-        tops: as of `anyflex_triton.forward.forward_kernel`.
-        at: places of rows, of all rows of all heads; `inside`: which are some.
-        SCORED: there is a score mod.
+        at: places of rows, counted over all rows of all heads; `inside`: which of them exist.
+        results: `anyflex_triton.kernel_records.RowResults`.
     """
-    size = gl.log2(total) + excess
-    highest = natural_scores(top, scale, SCORED)
-    if WANT_LSE:
-        dead = (top == float("-inf")) & (total == total)
+    size = gl.log2(row_sum) + excess
+    highest = natural_scores(row_max, scale, results.SCORED)
+    if results.WANT_LSE:
+        dead = (row_max == float("-inf")) & (row_sum == row_sum)
         natural = gl.where(dead, float("-inf"), highest + size / LOG2E)
-        gl.store(lse + at, natural, mask=inside)
-    if WANT_MAX:
-        gl.store(max_scores + at, gl.where(nans > 0, float("nan"), highest), mask=inside)
-    if WANT_TOPS:
-        gl.store(tops + at * 2, top, mask=inside)
-        gl.store(tops + at * 2 + 1, size, mask=inside)
+        gl.store(results.lse + at, natural, mask=inside)
+    if results.WANT_MAX:
+        gl.store(results.max_scores + at, gl.where(nans > 0, float("nan"), highest), mask=inside)
+    if results.WANT_TOPS:
+        gl.store(results.tops + at * 2, row_max, mask=inside)
+        gl.store(results.tops + at * 2 + 1, size, mask=inside)

@@ -22,9 +22,8 @@ def one_sum(x):
 
 @gluon.jit
 def scores_of_step(
-    raw, first, end, full, masked, b, h, q_idx, kv_length, shifts, tables, ints, floats, scale,
-    MASKED: gl.constexpr, EVEN: gl.constexpr, SCORE_MOD: gl.constexpr, MASK_SCORES: gl.constexpr,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    raw, first, end, full, masked, inputs, kv_length, mods, MASKED: gl.constexpr,
+    EVEN: gl.constexpr, LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):
     """Scores of a step whose products are `raw`, [rows, BLOCK_N] of LAYOUT; -inf at dead pairs.
     They are in `unit_of_scores`.
@@ -32,25 +31,29 @@ def scores_of_step(
     Args:
         first, end: of its keys; `full`: the mask mod holds for all pairs; None: it is asked
             everywhere. Used where needed.
-        b, h, q_idx: as mods see them; q_idx is [rows, 1].
+        inputs: `ModInputs`; q_idx is [rows, 1]. mods: `StepMods`.
         masked: whether some pair may be dead, where MASKED.
     """
     scores = raw
-    if MASKED or SCORE_MOD is not None:
+    if MASKED or mods.SCORE_MOD is not None:
         columns = gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT)), 0)
-        shifted = one_sum(first + shifts[3])
+        shifted = one_sum(first + mods.shifts[3])
         if MASKED and not EVEN:
             keys = columns + first
-            kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+            kv_idx = gl.minimum(keys, kv_length - 1) + mods.shifts[3]
         else:
             kv_idx = columns + shifted
-    if SCORE_MOD is not None:
-        scores = SCORE_MOD(scores * scale, b, h, q_idx, kv_idx, tables, ints, floats)
+    if mods.SCORE_MOD is not None:
+        scores = mods.SCORE_MOD(
+            scores * mods.scale, inputs.b, inputs.h, inputs.q_idx, kv_idx, inputs.tables,
+            mods.ints, mods.floats,
+        )
     if MASKED:  # noqa: SIM102  the other is known at run time alone
         if masked:
-            if MASK_SCORES is not None:
-                scores = MASK_SCORES(
-                    scores, full, shifted, columns, b, h, q_idx, kv_idx, tables, ints, floats,
+            if mods.MASK_SCORES is not None:
+                scores = mods.MASK_SCORES(
+                    scores, full, shifted, columns, inputs.b, inputs.h, inputs.q_idx, kv_idx,
+                    inputs.tables, mods.ints, mods.floats,
                 )
             if not EVEN:
                 scores = gl.where(keys < end, scores, float("-inf"))
