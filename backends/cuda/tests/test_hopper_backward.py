@@ -160,7 +160,7 @@ COMMENT = (
     "halves of\n            # the keys: the next may come.\n"
 )
 FREE = f"""            {WAIT}
-            mbarrier.arrive(kv_empty, count=1)
+            mbarrier.arrive(keys.empty, count=1)
 """
 
 
@@ -170,7 +170,7 @@ FREE = f"""            {WAIT}
         (f"# the keys: the next may come.\n            {WAIT}", "pass"),
         (f"{WAIT}\n            dk_tile", "pass\n            dk_tile"),
         (f"# The one before has left this buffer.\n    {WAIT}", "pass"),
-        (f"index = said(tile_words, 0)\n    {WAIT}", "index = said(tile_words, 0)"),
+        (f"index = said(keys.words, 0)\n    {WAIT}", "index = said(keys.words, 0)"),
         (f"k_tiles.index(ME))\n            {WAIT}", "k_tiles.index(ME))"),
         ("reinterpret(dq_tiles.index(ME)", "reinterpret(dq_tiles.index(1 - ME)"),
         (LAST_DQ + COMMENT + FREE, FREE + LAST_DQ),
@@ -185,14 +185,14 @@ FREE = f"""            {WAIT}
         ("mbarrier.wait(q_full.index(slot), (it // STAGES) & 1, pred=there)", "pass"),
         ("pred=there", "pred=True"),
         ("if start < stop:", "if True:"),
-        ("mbarrier.wait(do_full.index(slot), phase)", "pass"),
+        ("mbarrier.wait(memory.do_full.index(slot), phase)", "pass"),
         ("    if it >= STAGES:\n", "    if False:\n"),
-        ("mbarrier.wait(kv_empty, (count & 1) ^ 1)", "pass"),
-        ("mbarrier.wait(kv_full, count & 1)", "pass"),
-        ("mbarrier.arrive(kv_empty, count=1)", "pass"),
+        ("mbarrier.wait(keys.empty, (count & 1) ^ 1)", "pass"),
+        ("mbarrier.wait(keys.full, count & 1)", "pass"),
+        ("mbarrier.arrive(keys.empty, count=1)", "pass"),
         ('named_barrier("arrive", OF_ROWS + slot, 288)', "pass"),
         ("await_rows(last % STAGES)", "pass"),
-        ("mbarrier.arrive(kv_full, count=1)", "pass"),
+        ("mbarrier.arrive(keys.full, count=1)", "pass"),
         ("tma.store_wait(0)", "pass"),
         ("place = it % DS_STAGES", "place = 0"),
         ("=0, deps=(raw,))\n    mbarrier", "=1, deps=(raw,))\n    mbarrier"),

@@ -13,6 +13,8 @@ Before it runs `backward_rows.prepare_kernel`, after it `convert_kernel` and `re
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core as core
@@ -24,23 +26,153 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_cuda.largest import larger
 from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.step_weights import weights_of
-from anyflex_cuda.tile_parts import load_box, store_box
+from anyflex_cuda.tile_parts import layout_of_products, load_box, store_box
+from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods
+from anyflex_triton.records import record
 
 __all__ = ["KEYS", "backward_kernel"]
+
+
+@record
+class StepLoads:
+    """Descriptors of query rows, dout and their values: arguments of `backward_kernel`."""
+
+    query: Any
+    dout: Any
+    row_values: Any
+
+
+@record
+class StepMemory:
+    """Query rows, dout and their values of STAGES steps in shared memory, and barriers.
+
+    Attributes:
+        q_full: query rows and lse_rows are loaded. do_full: dout and delta_rows are.
+    """
+
+    q_tiles: Any
+    do_tiles: Any
+    lse_rows: Any
+    delta_rows: Any
+    q_full: Any
+    do_full: Any
+    BLOCK_M: Any
+    D: Any
+    DV: Any
+
+
+@record
+class KeyMemory:
+    """Keys and values of a tile in shared memory, which tile it is, and barriers.
+
+    Attributes:
+        full: a tile is loaded. empty: both consumers have read it.
+    """
+
+    k_tiles: Any
+    v_tiles: Any
+    words: Any
+    full: Any
+    empty: Any
+
+
+@record
+class DqMemory:
+    """Score gradients and dQ in shared memory, and where sums of dQ are.
+
+    Attributes:
+        desc: argument dq_sums of `backward_kernel`.
+    """
+
+    ds_tiles: Any
+    dq_tiles: Any
+    desc: Any
+    WANT_DQ: Any
+
+
+@record
+class KeyGrid:
+    """All tiles of keys: arguments of `backward_kernel`."""
+
+    batch: Any
+    heads: Any
+    kv_heads: Any
+    units: Any
+    q_length: Any
+    kv_length: Any
+    tiles: Any
+    head_group: Any
+    GROUP: Any
+    KV_SHARED: Any
+    RAGGED: Any
+
+
+@record
+class BackwardCall:
+    """Everything that a consumer is given.
+
+    Attributes:
+        memory, keys, dq, mask, grid: `StepMemory`, `KeyMemory`, `DqMemory`, `MaskRuns`, `KeyGrid`.
+        mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
+        the others: arguments of `backward_kernel`.
+    """
+
+    dk_desc: Any
+    dv_desc: Any
+    dq: Any
+    odd_keys: Any
+    memory: Any
+    keys: Any
+    mask: Any
+    grid: Any
+    tables: Any
+    mods: Any
+    gradients: Any
+
+
+@record
+class StepHead:
+    """Query head of a step.
+
+    Attributes:
+        bh: the head, counted over all batch entries.
+        n0: this consumer's first key.
+    """
+
+    b: Any
+    h: Any
+    bh: Any
+    n0: Any
+
+
+@record
+class KeySums:
+    """Gradients of a consumer's keys after some steps.
+
+    Attributes:
+        last_bh, last_rows: coordinates of the last step's dQ; below 0 before a tile's first step.
+    """
+
+    dk: Any
+    dv: Any
+    last_bh: Any
+    last_rows: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
 
 KEYS = 128
-"""Of a tile: 64 for each consumer."""
+"""Keys of a tile: 64 for each consumer."""
 HALF = gl.constexpr(64)
 STAGES = gl.constexpr(2)
-"""Steps whose query rows and dout are in shared memory: one stays till the next one's scores have
+"""Steps whose query rows and dout are in shared memory. One stays until the next one's scores have
 begun."""
 DS_STAGES = gl.constexpr(3)
 """Steps whose score gradients have a place: while one consumer writes a step's, the other may read
@@ -170,105 +302,92 @@ def await_rows(slot):
 
 
 @gluon.jit
-def load_step(
-    it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows,
-    delta_rows, q_full, do_full, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-):
+def load_step(it, m0, b, h, bh, batch_heads, loads, memory):
     slot = it % STAGES
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
     if it >= STAGES:
         await_rows(slot)
-    mbarrier.expect(q_full.index(slot), BLOCK_M * D * 2 + BLOCK_M * 4)
-    load_box(q_desc, [b, h, m0, 0], q_full.index(slot), q_tiles.index(slot))
-    load_box(rows_desc, [bh, m0], q_full.index(slot), lse_rows.index(slot))
+    full = memory.q_full.index(slot)
+    mbarrier.expect(full, BLOCK_M * memory.D * 2 + BLOCK_M * 4)
+    load_box(loads.query, [b, h, m0, 0], full, memory.q_tiles.index(slot))
+    load_box(loads.row_values, [bh, m0], full, memory.lse_rows.index(slot))
     # Its slot was let go together with the query rows'.
-    mbarrier.expect(do_full.index(slot), BLOCK_M * DV * 2 + BLOCK_M * 4)
-    load_box(do_desc, [b, h, m0, 0], do_full.index(slot), do_tiles.index(slot))
-    load_box(rows_desc, [3 * batch_heads + bh, m0], do_full.index(slot), delta_rows.index(slot))
+    full = memory.do_full.index(slot)
+    mbarrier.expect(full, BLOCK_M * memory.DV * 2 + BLOCK_M * 4)
+    load_box(loads.dout, [b, h, m0, 0], full, memory.do_tiles.index(slot))
+    load_box(loads.row_values, [3 * batch_heads + bh, m0], full, memory.delta_rows.index(slot))
 
 
 @gluon.jit
 def load_pass(
-    it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch_heads, q_desc, do_desc,
-    rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full, do_full,
-    MASKED: gl.constexpr, HAS_MASK: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
-    STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    it, run, last_run, steps, whole, rotation, b, h, loads, memory, mask, grid,
+    MASKED: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
 ):
     """As `consume_pass`."""
-    bh = b * heads + h
-    if HAS_MASK:
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
+    STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // BLOCK_M if mask.HAS_MASK else 1
+    batch_heads = grid.batch * grid.heads
+    bh = b * grid.heads + h
+    if mask.HAS_MASK:
         for r in range(run, last_run):
-            begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             for i in range(start, stop):
-                load_step(
-                    it, i * BLOCK_M, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles,
-                    do_tiles, lse_rows, delta_rows, q_full, do_full, BLOCK_M,
-                    D, DV,
-                )
+                load_step(it, i * BLOCK_M, b, h, bh, batch_heads, loads, memory)
                 it += 1
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         for i in range(start, stop):
             m0 = row_of_step(i, rotation, stop, BLOCK_M, not MASKED)
-            load_step(
-                it, m0, b, h, bh, batch_heads, q_desc, do_desc, rows_desc, q_tiles, do_tiles,
-                lse_rows, delta_rows, q_full, do_full, BLOCK_M, D, DV,
-            )
+            load_step(it, m0, b, h, bh, batch_heads, loads, memory)
             it += 1
     return it
 
 
 @gluon.jit
 def produce(
-    q_desc, do_desc, k_desc, v_desc, rows_desc, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-    lse_rows, delta_rows, tile_words, kv_full, kv_empty, q_full, do_full, offsets,
-    ends, runs, mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles,
-    head_group, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr,
-    Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr,
-    RAGGED: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    loads, k_desc, v_desc, counter, memory, keys, mask, grid, HAS_SCORE_MOD: gl.constexpr,
+    HAS_MASK_MOD: gl.constexpr, DYNAMIC: gl.constexpr,
 ):
     """Loads keys and values of a tile, then query rows, dout and their values step by step."""
-    STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
     it = gl.to_tensor(0)
     count = gl.to_tensor(0)
-    total = tiles * units
+    total = grid.tiles * grid.units
     index = gl.program_id(0)
     while index < total:
-        tile, unit = tile_of(index, tiles, units, head_group)
-        kv_b = unit // kv_heads
-        kv_head = unit % kv_heads
-        steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, BLOCK_M)
+        tile, unit = tile_of(index, grid.tiles, grid.units, grid.head_group)
+        kv_b = unit // grid.kv_heads
+        kv_head = unit % grid.kv_heads
+        steps, whole = whole_steps(
+            tile, grid.q_length, grid.kv_length, grid.RAGGED, HAS_SCORE_MOD, memory.BLOCK_M,
+        )
         # The consumers have read the keys and values of the tile before, and dV, without dQ dK
         # too, has left these buffers.
-        mbarrier.wait(kv_empty, (count & 1) ^ 1)
-        say(tile_words, 0, index)
-        mbarrier.expect(kv_full, 128 * (D + DV) * 2)
+        mbarrier.wait(keys.empty, (count & 1) ^ 1)
+        say(keys.words, 0, index)
+        mbarrier.expect(keys.full, 128 * (memory.D + memory.DV) * 2)
         for half in gl.static_range(2):
             at = [kv_b, kv_head, tile * 128 + half * 64, 0]
-            load_box(k_desc, at, kv_full, k_tiles.index(half))
+            load_box(k_desc, at, keys.full, keys.k_tiles.index(half))
         for half in gl.static_range(2):
             at = [kv_b, kv_head, tile * 128 + half * 64, 0]
-            load_box(v_desc, at, kv_full, v_tiles.index(half))
-        streams = GROUP * batch if KV_SHARED else GROUP
+            load_box(v_desc, at, keys.full, keys.v_tiles.index(half))
+        streams = grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
         for stream in range(streams):
-            b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
+            b, h = head_of_stream(stream, kv_b, kv_head, grid.GROUP, grid.KV_SHARED)
             run, last_run = runs_of(
-                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK // 128,
+                mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK,
+                mask.KV_BLOCK // 128,
             )
-            if HAS_MASK_MOD or RAGGED:
+            if HAS_MASK_MOD or grid.RAGGED:
                 it = load_pass(
-                    it, run, last_run, runs, steps, whole, 0, b, h, heads, batch * heads, q_desc,
-                    do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
-                    do_full, True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M, D,
-                    DV,
+                    it, run, last_run, steps, whole, 0, b, h, loads, memory, mask, grid, True,
+                    HAS_MASK_MOD,
                 )
-            rotation = tile * whole // tiles
+            rotation = tile * whole // grid.tiles
             it = load_pass(
-                it, run, last_run, runs, steps, whole, rotation, b, h, heads, batch * heads,
-                q_desc, do_desc, rows_desc, q_tiles, do_tiles, lse_rows, delta_rows, q_full,
-                do_full, False, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, BLOCK_M,
-                D, DV,
+                it, run, last_run, steps, whole, rotation, b, h, loads, memory, mask, grid, False,
+                HAS_MASK_MOD,
             )
         if DYNAMIC:
             # Taken when the tile is loaded, two steps before the consumers end it.
@@ -276,9 +395,9 @@ def produce(
         else:
             index += gl.num_programs(0)
         count += 1
-    mbarrier.wait(kv_empty, (count & 1) ^ 1)
-    say(tile_words, 0, index)
-    mbarrier.arrive(kv_full, count=1)
+    mbarrier.wait(keys.empty, (count & 1) ^ 1)
+    say(keys.words, 0, index)
+    mbarrier.arrive(keys.full, count=1)
     # No barrier is left half full.
     for last in range(gl.maximum(it - STAGES, 0), it):
         await_rows(last % STAGES)
@@ -368,72 +487,89 @@ def place_dq(dq, half, dq_tiles):
 
 @gluon.jit
 def add_step(
-    dk, dv, raw, last_bh, last_rows, more, it, m0, full, b, h, bh, n0, v_tiles, q_tiles, do_tiles,
-    k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc, q_length,
-    kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr, MASKED: gl.constexpr,
-    RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
-    BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
-    K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr, DQ_LAYOUT: gl.constexpr,
+    sums, raw, more, it, m0, full, head, call, ME: gl.constexpr, MASKED: gl.constexpr,
 ):
-    """dK and dV with what one step adds; the raw products of the next, in flight, of anything if
-    there are no `more`; and where this step's dQ belongs. The dQ of the step before goes out.
+    """`KeySums` with what one step adds, and the raw products of the next, in flight, of anything
+    if there are no `more`. The dQ of the step before goes out.
 
     Where neither D nor BLOCK_M is 128, a consumer adds what its own keys give, at once.
 
     Args:
         raw: this step's products, in flight, and nothing else is.
-        last_bh, last_rows: coordinates of the last step's dQ; below 0 in a tile's first step.
+        head: `StepHead`. call: `BackwardCall`.
     """
+    memory = call.memory
+    keys = call.keys
+    mods = call.mods
+    shifts = mods.shifts
+    gradients = call.gradients
+    ds_tiles = call.dq.ds_tiles
+    dq_tiles = call.dq.dq_tiles
+    q_length = call.grid.q_length
+    kv_length = call.grid.kv_length
+    last_bh = sums.last_bh
+    last_rows = sums.last_rows
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
+    D: gl.constexpr = memory.D
+    DV: gl.constexpr = memory.DV
+    RAGGED: gl.constexpr = call.grid.RAGGED
+    S_LAYOUT: gl.constexpr = layout_of_products(BLOCK_M)
+    K_LAYOUT: gl.constexpr = layout_of_products(D)
+    V_LAYOUT: gl.constexpr = layout_of_products(DV)
+    DQ_LAYOUT: gl.constexpr = layout_of_products(64)
     slot = it % STAGES
     phase = (it // STAGES) & 1
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = memory.q_tiles.dtype
     half = now(gl.to_tensor(ME))
-    v = v_tiles.index(half).reshape([64, DV])
-    q = q_tiles.index(slot).reshape([BLOCK_M, D])
-    do = do_tiles.index(slot).reshape([BLOCK_M, DV])
+    v = keys.v_tiles.index(half).reshape([64, DV])
+    q = memory.q_tiles.index(slot).reshape([BLOCK_M, D])
+    do = memory.do_tiles.index(slot).reshape([BLOCK_M, DV])
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, layout=S_LAYOUT)
     # Before dout's product is issued: unless this wait leaves none in flight, ptxas takes what
     # came round the loop for unfinished, and makes every product wait for the one before (C7514).
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    mbarrier.wait(do_full.index(slot), phase)
+    mbarrier.wait(memory.do_full.index(slot), phase)
     dweights = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse2 = lse_rows.index(slot).load(S_LAYOUT)
+    lse2 = memory.lse_rows.index(slot).load(S_LAYOUT)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-    keys = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
+    places = head.n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT))
     q_idx, kv_idx = indices_of_step(
-        m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
+        m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
     )
     weights, factor, scores = weights_of(
-        raw, lse2, gl.expand_dims(m0 + columns, 0), gl.expand_dims(keys, 1), q_idx, kv_idx, full,
-        b + shifts[0], h + shifts[1], q_length, kv_length, scale, tables, ints, floats, MASKED,
-        RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
+        raw, lse2, gl.expand_dims(m0 + columns, 0), gl.expand_dims(places, 1), full,
+        ModInputs(
+            b=head.b + shifts[0], h=head.h + shifts[1], q_idx=q_idx, kv_idx=kv_idx,
+            tables=call.tables,
+        ),
+        q_length, kv_length, mods, gradients, MASKED, RAGGED,
     )
     # Before the wait: it also keeps ptxas from moving the exponentials behind it.
     rounded = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, V_LAYOUT, 2))
-    dv = warpgroup_mma(rounded, do, dv, is_async=True)
+    dv = warpgroup_mma(rounded, do, sums.dv, is_async=True)
     dweights = warpgroup_mma_wait(num_outstanding=1, deps=(dweights,))
-    dweights -= delta_rows.index(slot).load(S_LAYOUT)
-    if CAPTURED_GRADIENTS is not None:
+    dweights -= memory.delta_rows.index(slot).load(S_LAYOUT)
+    if gradients.CAPTURED_GRADIENTS is not None:
         q_idx, kv_idx = indices_of_step(
-            m0, n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
+            m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
         )
         # A pair that is dead has no weight, and to keep which are takes registers that aren't
         # there. What others without a weight add is 0, or not finite, as dQ is then; that, and
         # what far rows add, whose lse2 is NaN, `repair_kernel` adds.
-        CAPTURED_GRADIENTS(
-            weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")), b + shifts[0],
-            h + shifts[1], q_idx, kv_idx, tables, ints, floats, totals,
+        gradients.CAPTURED_GRADIENTS(
+            weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")),
+            head.b + shifts[0], head.h + shifts[1], q_idx, kv_idx, call.tables, mods.ints,
+            mods.floats, gradients.totals,
         )
     ds = (factor * dweights).to(dtype)
     operand = gl.convert_layout(ds, gl.DotOperandLayout(0, K_LAYOUT, 2))
-    if WANT_DQ:
+    if call.dq.WANT_DQ:
         if ALONE:
             ds_tiles.index(half).store(ds)
             fence_async_shared()
-            dk = warpgroup_mma(operand, q, dk, is_async=True)
-            k = k_tiles.index(half).reshape([64, D])
+            dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
+            k = keys.k_tiles.index(half).reshape([64, D])
             nothing = gl.full([64, 64], 0.0, gl.float32, layout=DQ_LAYOUT)
             ds0 = ds_tiles.index(half)
             dq = warpgroup_mma(ds0.permute((1, 0)), k, nothing, use_acc=False, is_async=True)
@@ -447,107 +583,85 @@ def add_step(
             # The other may be a step behind, and have the wait for the last one before it.
             named_barrier("arrive", OF_DS + 2 * (it & 1) + (1 - ME), 256)
             # dQ first: it leaves while dK is made. In a tile's first step it is of anything.
-            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
-            dk = warpgroup_mma(operand, q, dk, is_async=True)
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
+            dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
             dq, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dq, dv))
         place_dq(dq, half, dq_tiles)
         # Not while dQ has its registers: there aren't enough for both, and ptxas would make every
         # product wait for the one before (C7512).
         raw = begin_scores(
-            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT,
+            it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
         fence_async_shared()
         if ALONE:
-            _add(dq_desc, [bh, m0 // 64 * 128, 0], dq_tiles.index(half))
+            _add(call.dq.desc, [head.bh, m0 // 64 * 128, 0], dq_tiles.index(half))
         else:
             # What TMA adds at places below 0 is an illegal instruction (seen on an H200).
             if last_rows >= 0:
-                _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(half))
-            last_bh = bh
+                _add(call.dq.desc, [last_bh, last_rows, 0], dq_tiles.index(half))
+            last_bh = head.bh
             last_rows = (m0 // 64 * (D // 64) + ME) * 128
     else:
-        dk = warpgroup_mma(operand, q, dk, is_async=True)
+        dk = warpgroup_mma(operand, q, sums.dk, is_async=True)
         raw = begin_scores(
-            it + 1, more, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT,
+            it + 1, more, memory.q_tiles, keys.k_tiles, memory.q_full, ME, BLOCK_M, D, S_LAYOUT,
         )
     # All but the next step's scores.
     dk, dv = warpgroup_mma_wait(num_outstanding=1, deps=(dk, dv))
     named_barrier("arrive", OF_ROWS + slot, 288)
-    return dk, dv, raw, last_bh, last_rows
+    return KeySums(dk=dk, dv=dv, last_bh=last_bh, last_rows=last_rows), raw
 
 
 @gluon.jit
 def consume_steps(
-    dk, dv, last_bh, last_rows, it, start, stop, rotation, full, b, h, bh, n0, v_tiles, q_tiles,
-    do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full, dq_desc,
-    q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr,
-    MASKED: gl.constexpr, ROTATED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr,
-    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr,
-    MASK_MOD: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    DQ_LAYOUT: gl.constexpr,
+    sums, it, start, stop, rotation, full, head, call, ME: gl.constexpr, MASKED: gl.constexpr,
+    ROTATED: gl.constexpr,
 ):
-    """dK, dV, where the last step's dQ belongs, and the count of steps, after those from start to
-    stop, one or more."""
-    raw = begin_scores(it, True, q_tiles, k_tiles, q_full, ME, BLOCK_M, D, S_LAYOUT)
+    """`KeySums` and the count of steps, after those from start to stop, one or more."""
+    memory = call.memory
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
+    raw = begin_scores(
+        it, True, memory.q_tiles, call.keys.k_tiles, memory.q_full, ME, BLOCK_M, memory.D,
+        layout_of_products(BLOCK_M),
+    )
     for i in range(start, stop):
         m0 = row_of_step(i, rotation, stop, BLOCK_M, ROTATED)
-        dk, dv, raw, last_bh, last_rows = add_step(
-            dk, dv, raw, last_bh, last_rows, i + 1 < stop, it, m0, full, b, h, bh, n0, v_tiles,
-            q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
-            dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME, MASKED,
-            RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M,
-            D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
-        )
+        sums, raw = add_step(sums, raw, i + 1 < stop, it, m0, full, head, call, ME, MASKED)
         it += 1
     # Of no step: what the last one has begun.
     warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    return dk, dv, last_bh, last_rows, it
+    return sums, it
 
 
 @gluon.jit
 def consume_pass(
-    dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h, heads, n0,
-    v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full, do_full,
-    dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals, ME: gl.constexpr,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
-    HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, S_LAYOUT: gl.constexpr, K_LAYOUT: gl.constexpr, V_LAYOUT: gl.constexpr,
-    DQ_LAYOUT: gl.constexpr,
+    sums, it, run, last_run, steps, whole, rotation, b, h, n0, call, ME: gl.constexpr,
+    MASKED: gl.constexpr,
 ):
-    """dK, dV, where the last dQ belongs, and the count of steps, after one head's steps that are
-    MASKED, or after the others: two loops, of which the second has no mask's code."""
-    bh = b * heads + h
-    if HAS_MASK:
-        HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+    """`KeySums` and the count of steps, after one head's steps that are MASKED, or after the
+    others: two loops, of which the second has no mask's code."""
+    mask = call.mask
+    head = StepHead(b=b, h=h, bh=b * call.grid.heads + h, n0=n0)
+    if mask.HAS_MASK:
+        HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
+        STEPS_A_BLOCK: gl.constexpr = mask.Q_BLOCK // call.memory.BLOCK_M
         for r in range(run, last_run):
             # Not a step ahead, though that would hide the loads: Triton 3.6 takes what a run hands
             # to the next for what the first run was given (triton-loop-aware-cse), and every run
             # for the first. The producer has just brought these into the first cache.
-            begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             if start < stop:
-                dk, dv, last_bh, last_rows, it = consume_steps(
-                    dk, dv, last_bh, last_rows, it, start, stop, 0, full, b, h, bh, n0, v_tiles,
-                    q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                    do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats,
-                    totals, ME, MASKED, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
-                    CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
-                    DQ_LAYOUT,
+                sums, it = consume_steps(
+                    sums, it, start, stop, 0, full, head, call, ME, MASKED, False,
                 )
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         if start < stop:
-            dk, dv, last_bh, last_rows, it = consume_steps(
-                dk, dv, last_bh, last_rows, it, start, stop, rotation, True, b, h, bh, n0, v_tiles,
-                q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles, dq_tiles, q_full,
-                do_full, dq_desc, q_length, kv_length, shifts, scale, tables, ints, floats, totals,
-                ME, MASKED, not MASKED, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
-                CAPTURED_GRADIENTS, MASK_MOD, BLOCK_M, D, DV, S_LAYOUT, K_LAYOUT, V_LAYOUT,
-                DQ_LAYOUT,
+            sums, it = consume_steps(
+                sums, it, start, stop, rotation, True, head, call, ME, MASKED, not MASKED,
             )
-    return dk, dv, last_bh, last_rows, it
+    return sums, it
 
 
 @gluon.jit
@@ -558,107 +672,106 @@ def is_finite(x):
 
 
 @gluon.jit
-def consume(
-    dk_desc, dv_desc, dq_desc, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows, delta_rows,
-    ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full, offsets, ends, runs,
-    mask_strides, batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group, tables,
-    ints, floats, totals, shifts, scale, ME: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, CAPTURED_GRADIENTS: gl.constexpr, MASK_MOD: gl.constexpr,
-    HAS_MASK: gl.constexpr, Q_BLOCK: gl.constexpr, KV_BLOCK: gl.constexpr, GROUP: gl.constexpr,
-    KV_SHARED: gl.constexpr, RAGGED: gl.constexpr, WANT_DQ: gl.constexpr, BLOCK_M: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
-):
-    """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile."""
-    STEPS_A_BLOCK: gl.constexpr = Q_BLOCK // BLOCK_M if HAS_MASK else 1
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    V_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
-    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+def consume(call, ME: gl.constexpr):
+    """dK and dV of the keys 64 * ME to 64 * ME + 63 of each tile.
+
+    Args:
+        call: `BackwardCall`.
+    """
+    memory = call.memory
+    keys = call.keys
+    mask = call.mask
+    grid = call.grid
+    scale = call.mods.scale
+    ds_tiles = call.dq.ds_tiles
+    dq_tiles = call.dq.dq_tiles
+    BLOCK_M: gl.constexpr = memory.BLOCK_M
+    D: gl.constexpr = memory.D
+    DV: gl.constexpr = memory.DV
+    RAGGED: gl.constexpr = grid.RAGGED
+    WANT_DQ: gl.constexpr = call.dq.WANT_DQ
+    DQ_LAYOUT: gl.constexpr = layout_of_products(64)
+    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
     ALONE: gl.constexpr = BLOCK_M == 64 and D == 64
-    KEY_LAYOUT: gl.constexpr = dk_desc.layout
-    dtype: gl.constexpr = q_tiles.dtype
-    k = k_tiles.index(ME).reshape([64, D])
-    v = v_tiles.index(ME).reshape([64, DV])
+    KEY_LAYOUT: gl.constexpr = call.dk_desc.layout
+    dtype: gl.constexpr = memory.q_tiles.dtype
+    k = keys.k_tiles.index(ME).reshape([64, D])
+    v = keys.v_tiles.index(ME).reshape([64, DV])
     it = gl.to_tensor(0)
     count = gl.to_tensor(0)
-    total = tiles * units
-    mbarrier.wait(kv_full, 0)
-    index = said(tile_words, 0)
+    total = grid.tiles * grid.units
+    mbarrier.wait(keys.full, 0)
+    index = said(keys.words, 0)
     while index < total:
-        tile, unit = tile_of(index, tiles, units, head_group)
-        kv_b = unit // kv_heads
-        kv_head = unit % kv_heads
+        tile, unit = tile_of(index, grid.tiles, grid.units, grid.head_group)
+        kv_b = unit // grid.kv_heads
+        kv_head = unit % grid.kv_heads
         steps, whole = whole_steps(
-            tile, q_length, kv_length, RAGGED, SCORE_MOD is not None, BLOCK_M,
+            tile, grid.q_length, grid.kv_length, RAGGED, call.mods.SCORE_MOD is not None, BLOCK_M,
         )
         n0 = tile * 128 + ME * 64
-        dk = gl.full([64, D], 0.0, gl.float32, layout=K_LAYOUT)
-        dv = gl.full([64, DV], 0.0, gl.float32, layout=V_LAYOUT)
-        last_bh = gl.to_tensor(0)
-        last_rows = gl.to_tensor(-1)
-        streams = GROUP * batch if KV_SHARED else GROUP
+        sums = KeySums(
+            dk=gl.full([64, D], 0.0, gl.float32, layout=layout_of_products(D)),
+            dv=gl.full([64, DV], 0.0, gl.float32, layout=layout_of_products(DV)),
+            last_bh=gl.to_tensor(0), last_rows=gl.to_tensor(-1),
+        )
+        streams = grid.GROUP * grid.batch if grid.KV_SHARED else grid.GROUP
         for stream in range(streams):
-            b, h = head_of_stream(stream, kv_b, kv_head, GROUP, KV_SHARED)
+            b, h = head_of_stream(stream, kv_b, kv_head, grid.GROUP, grid.KV_SHARED)
             run, last_run = runs_of(
-                offsets, ends, mask_strides, b, h, tile, HAS_MASK, KV_BLOCK // 128,
+                mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK,
+                mask.KV_BLOCK // 128,
             )
             if HAS_MASK_MOD or RAGGED:
-                dk, dv, last_bh, last_rows, it = consume_pass(
-                    dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, 0, b, h,
-                    heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                    dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
-                    ints, floats, totals, ME, True, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
-                    CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV,
-                    S_LAYOUT, K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+                sums, it = consume_pass(
+                    sums, it, run, last_run, steps, whole, 0, b, h, n0, call, ME, True,
                 )
-            rotation = tile * whole // tiles
-            dk, dv, last_bh, last_rows, it = consume_pass(
-                dk, dv, last_bh, last_rows, it, run, last_run, runs, steps, whole, rotation, b, h,
-                heads, n0, v_tiles, q_tiles, do_tiles, k_tiles, lse_rows, delta_rows, ds_tiles,
-                dq_tiles, q_full, do_full, dq_desc, q_length, kv_length, shifts, scale, tables,
-                ints, floats, totals, ME, False, RAGGED, WANT_DQ, SCORE_MOD, SCORE_MOD_BACKWARD,
-                CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, STEPS_A_BLOCK, BLOCK_M, D, DV, S_LAYOUT,
-                K_LAYOUT, V_LAYOUT, DQ_LAYOUT,
+            rotation = tile * whole // grid.tiles
+            sums, it = consume_pass(
+                sums, it, run, last_run, steps, whole, rotation, b, h, n0, call, ME, False,
             )
+        dk = sums.dk
+        dv = sums.dv
+        last_bh = sums.last_bh
+        last_rows = sums.last_rows
         if WANT_DQ and not ALONE:
             # The last step's, while dV leaves; of anything if there was no step.
             wait_for_ds(it - 1, last_rows >= 0, ME)
-            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, k_tiles, ME, D, DQ_LAYOUT)
+            dq = begin_dq(it + (DS_STAGES - 1), ds_tiles, keys.k_tiles, ME, D, DQ_LAYOUT)
         # Whether `repair_kernel` has to take these keys again.
         fine = is_finite(dk) & is_finite(dv)
-        gl.store(odd_keys + (unit * tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
+        gl.store(call.odd_keys + (unit * grid.tiles + tile) * 2 + ME, gl.where(fine, 0, 1))
         # dV leaves by the buffer of this consumer's values, dK by the one that dQ has left, so
         # that the next tile's keys come meanwhile.
         v.store(dv.to(dtype))
         fence_async_shared()
-        store_box(dv_desc, [kv_b, kv_head, n0, 0], v_tiles.index(ME))
+        store_box(call.dv_desc, [kv_b, kv_head, n0, 0], keys.v_tiles.index(ME))
         if WANT_DQ:
             if not ALONE:
                 dq = warpgroup_mma_wait(num_outstanding=0, deps=(dq,))
             # dV has left, and all of this consumer's warps have the dQ that reads both halves of
             # the keys: the next may come.
             tma.store_wait(0)
-            mbarrier.arrive(kv_empty, count=1)
+            mbarrier.arrive(keys.empty, count=1)
             if not ALONE:
                 place_dq(dq, ME, dq_tiles)
                 fence_async_shared()
                 if last_rows >= 0:
-                    _add(dq_desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
+                    _add(call.dq.desc, [last_bh, last_rows, 0], dq_tiles.index(ME))
                 tma.store_wait(0)
             dk_tile = reinterpret(dq_tiles.index(ME), dtype, [1, 1, 64, D], KEY_LAYOUT)
             dk_tile.reshape([64, D]).store((dk * scale).to(dtype))
             fence_async_shared()
-            store_box(dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
+            store_box(call.dk_desc, [kv_b, kv_head, n0, 0], dk_tile)
         else:
             k.store((dk * scale).to(dtype))
             fence_async_shared()
-            store_box(dk_desc, [kv_b, kv_head, n0, 0], k_tiles.index(ME))
+            store_box(call.dk_desc, [kv_b, kv_head, n0, 0], keys.k_tiles.index(ME))
             tma.store_wait(0)
-            mbarrier.arrive(kv_empty, count=1)
+            mbarrier.arrive(keys.empty, count=1)
         count += 1
-        mbarrier.wait(kv_full, count & 1)
-        index = said(tile_words, 0)
+        mbarrier.wait(keys.full, count & 1)
+        index = said(keys.words, 0)
     tma.store_wait(0)
 
 
@@ -722,31 +835,42 @@ def backward_kernel(
         mbarrier.init(q_full.index(slot), count=1)
         mbarrier.init(do_full.index(slot), count=1)
     fence_async_shared()
+    memory = StepMemory(
+        q_tiles=q_tiles, do_tiles=do_tiles, lse_rows=lse_rows, delta_rows=delta_rows,
+        q_full=q_full, do_full=do_full, BLOCK_M=BLOCK_M, D=D, DV=DV,
+    )
+    keys = KeyMemory(
+        k_tiles=k_tiles, v_tiles=v_tiles, words=tile_words, full=kv_full, empty=kv_empty,
+    )
+    mask = MaskRuns(
+        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
+    grid = KeyGrid(
+        batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
+        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
+        RAGGED=RAGGED,
+    )
+    call = BackwardCall(
+        dk_desc=dk, dv_desc=dv,
+        dq=DqMemory(ds_tiles=ds_tiles, dq_tiles=dq_tiles, desc=dq_sums, WANT_DQ=WANT_DQ),
+        odd_keys=odd_keys, memory=memory, keys=keys, mask=mask, grid=grid, tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        gradients=ModGradients(
+            totals=totals, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD,
+            CAPTURED_GRADIENTS=CAPTURED_GRADIENTS,
+        ),
+    )
     gl.warp_specialize(
         [
-            (consume, (
-                dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
-                offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length,
-                kv_length, tiles, head_group, tables, ints, floats, totals, shifts, scale, 0,
-                SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
-            )),
-            (consume, (
-                dk, dv, dq_sums, odd_keys, q_tiles, do_tiles, k_tiles, v_tiles, lse_rows,
-                delta_rows, ds_tiles, dq_tiles, tile_words, kv_full, kv_empty, q_full, do_full,
-                offsets, ends, runs, mask_strides, batch, heads, kv_heads, units, q_length,
-                kv_length, tiles, head_group, tables, ints, floats, totals, shifts, scale, 1,
-                SCORE_MOD, SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS, MASK_MOD, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, RAGGED, WANT_DQ, BLOCK_M, D, DV,
-            )),
+            (consume, (call, 0)),
+            (consume, (call, 1)),
             (produce, (
-                query, dout, key, value, row_values, counter, q_tiles, do_tiles, k_tiles, v_tiles,
-                lse_rows, delta_rows, tile_words, kv_full, kv_empty, q_full, do_full, offsets,
-                ends, runs, mask_strides, batch, heads, kv_heads, units,
-                q_length, kv_length, tiles, head_group, SCORE_MOD is not None,
-                MASK_MOD is not None, HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED,
-                BLOCK_M, D, DV, DYNAMIC,
+                StepLoads(query=query, dout=dout, row_values=row_values), key, value, counter,
+                memory, keys, mask, grid, SCORE_MOD is not None, MASK_MOD is not None, DYNAMIC,
             )),
         ],
         [4, 1],

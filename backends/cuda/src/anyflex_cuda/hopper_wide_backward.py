@@ -16,6 +16,8 @@ Before them runs `backward_rows.prepare_kernel`, after them `repair_kernel`.
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,6 +37,7 @@ from anyflex_cuda.hopper_backward import (
     steps_of,
     tile_of,
 )
+from anyflex_cuda.kernel_records import MaskRuns
 from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.step_weights import weights_of
@@ -50,14 +53,115 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
+from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods
+from anyflex_triton.records import record
 
 __all__ = ["key_kernel", "query_kernel"]
+
+
+@record
+class WideGrid:
+    """All tiles: arguments of the kernels."""
+
+    batch: Any
+    heads: Any
+    kv_heads: Any
+    units: Any
+    q_length: Any
+    kv_length: Any
+    tiles: Any
+    head_group: Any
+    GROUP: Any
+    KV_SHARED: Any
+    RAGGED: Any
+
+
+@record
+class WideMemory:
+    """Shared memory that products read: own rows (of keys and values, or of queries and dout), and
+    a ring of what is stepped over.
+
+    Attributes:
+        own, own_later: tiles of own rows that the first and the second tensor are multiplied with.
+        first, second: tiles of a step's first tensor, which scores are made of, and of its second.
+        rows: lse2 and delta of a step's query rows, or None.
+        first_full, second_full: barriers of slots that are loaded.
+        factors: where the consumer of dV hands over what that of dK takes, or None.
+    """
+
+    own: Any
+    own_later: Any
+    first: Any
+    second: Any
+    rows: Any
+    first_full: Any
+    second_full: Any
+    factors: Any
+
+
+@record
+class WideLoads:
+    """Descriptors: own rows' two tensors, a step's two, and row values or None.
+
+    Attributes:
+        D, DV: columns of the first and of the second tensors.
+    """
+
+    own: Any
+    own_later: Any
+    first: Any
+    second: Any
+    row_values: Any
+    D: Any
+    DV: Any
+
+
+@record
+class WideCall:
+    """Everything that a consumer is given beside what it writes.
+
+    Attributes:
+        memory, mask, grid: `WideMemory`, `MaskRuns`, `WideGrid`.
+        mods, gradients: `Mods` and `ModGradients` of `anyflex_triton.kernel_records`.
+        row_values, padded_length: arguments of `query_kernel`; None for dK and dV.
+        odd: argument odd_keys or odd_rows.
+        words: by which the consumer of dK says whether it is fine.
+        OWN_BLOCK, STEP_BLOCK: the mask's blocks of own rows and of steps.
+    """
+
+    odd: Any
+    words: Any
+    own_full: Any
+    memory: Any
+    mask: Any
+    grid: Any
+    row_values: Any
+    padded_length: Any
+    tables: Any
+    mods: Any
+    gradients: Any
+    OWN_BLOCK: Any
+    STEP_BLOCK: Any
+
+
+@record
+class OwnRows:
+    """64 own rows of a consumer.
+
+    Attributes:
+        first: their first. lse2, delta: [64, 1] of query rows; None for keys.
+    """
+
+    first: Any
+    lse2: Any
+    delta: Any
+
 
 # Argument lists would be a line an argument.
 # fmt: off
 
 STEP = gl.constexpr(64)
-"""Columns: query rows for dK and dV, keys for dQ."""
+"""Columns of a step: query rows for dK and dV, keys for dQ."""
 STAGES = gl.constexpr(2)
 """Steps whose first tensor, of which scores are made, is in shared memory; for dK and dV the
 second, dout, too: for dQ there is room for one step's values."""
@@ -109,92 +213,93 @@ def load_slot(
 
 
 @gluon.jit
-def load_step(it, first, b, h, at_rows, descs, memory, D: gl.constexpr, DV: gl.constexpr):
-    first_descs, second_descs, rows_desc = descs
-    first_tiles, second_tiles, rows, first_full, second_full = memory
-    SECOND_SLOTS: gl.constexpr = second_full.shape[0]
+def load_step(it, first, b, h, at_rows, loads, memory):
+    SECOND_SLOTS: gl.constexpr = memory.second_full.shape[0]
     load_slot(
-        it, first, b, h, OF_FIRST, first_descs, first_tiles, first_full, STAGES, STEP * D * 2,
+        it, first, b, h, OF_FIRST, loads.first, memory.first, memory.first_full, STAGES,
+        STEP * loads.D * 2,
     )
-    OF_ROWS: gl.constexpr = 0 if rows is None else STEP * 8
+    OF_ROWS: gl.constexpr = 0 if memory.rows is None else STEP * 8
     load_slot(
-        it, first, b, h, OF_SECOND, second_descs, second_tiles, second_full, SECOND_SLOTS,
-        STEP * DV * 2 + OF_ROWS,
+        it, first, b, h, OF_SECOND, loads.second, memory.second, memory.second_full, SECOND_SLOTS,
+        STEP * loads.DV * 2 + OF_ROWS,
     )
-    if rows is not None:
+    if memory.rows is not None:
         slot = it % SECOND_SLOTS
         for i in gl.static_range(2):
             # lse2 and delta.
-            load_box(rows_desc, [at_rows[i], first], second_full.index(slot), rows[i].index(slot))
+            load_box(
+                loads.row_values, [at_rows[i], first], memory.second_full.index(slot),
+                memory.rows[i].index(slot),
+            )
 
 
 @gluon.jit
 def load_pass(
-    it, run, last_run, runs, steps, whole, b, h, at_rows, descs, memory, MASKED: gl.constexpr,
-    HAS_MASK: gl.constexpr, HAS_MASK_MOD: gl.constexpr, STEPS_A_BLOCK: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr,
+    it, run, last_run, steps, whole, b, h, at_rows, loads, memory, mask, MASKED: gl.constexpr,
+    HAS_MASK_MOD: gl.constexpr, STEPS_A_BLOCK: gl.constexpr,
 ):
     """As `consume_pass`."""
-    if HAS_MASK:
+    if mask.HAS_MASK:
         for r in range(run, last_run):
-            begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+            begin, end, full = run_at(mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             for i in range(start, stop):
-                load_step(it, i * STEP, b, h, at_rows, descs, memory, D, DV)
+                load_step(it, i * STEP, b, h, at_rows, loads, memory)
                 it += 1
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         for i in range(start, stop):
-            load_step(it, i * STEP, b, h, at_rows, descs, memory, D, DV)
+            load_step(it, i * STEP, b, h, at_rows, loads, memory)
             it += 1
     return it
 
 
 @gluon.jit
 def produce(
-    own_descs, descs, own_memory, memory, mask, sizes, HAS_SCORE_MOD: gl.constexpr,
-    HAS_MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, OWN_BLOCK: gl.constexpr,
-    STEP_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, OF_QUERIES: gl.constexpr,
+    loads, memory, own_full, mask, grid, HAS_SCORE_MOD: gl.constexpr, HAS_MASK_MOD: gl.constexpr,
+    OWN_BLOCK: gl.constexpr, STEP_BLOCK: gl.constexpr, OF_QUERIES: gl.constexpr,
 ):
     """Loads the rows of a tile, then step by step what they see."""
-    offsets, ends, runs, mask_strides = mask
-    batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group = sizes
-    own_tiles, own_later_tiles, own_full = own_memory
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
     TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
-    STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if HAS_MASK else 1
+    STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if mask.HAS_MASK else 1
     tile, own_b, own_h = tile_of_this(
-        tiles, units, heads if OF_QUERIES else kv_heads, head_group, OF_QUERIES,
+        grid.tiles, grid.units, grid.heads if OF_QUERIES else grid.kv_heads, grid.head_group,
+        OF_QUERIES,
     )
-    steps, whole = whole_steps(tile, q_length, kv_length, RAGGED, HAS_SCORE_MOD, OF_QUERIES)
-    mbarrier.expect(own_full, ROWS * (D + DV) * 2)
+    steps, whole = whole_steps(
+        tile, grid.q_length, grid.kv_length, grid.RAGGED, HAS_SCORE_MOD, OF_QUERIES,
+    )
+    mbarrier.expect(own_full, ROWS * (loads.D + loads.DV) * 2)
     for half in gl.static_range(ROWS // 64):
         first = tile * ROWS + half * 64
-        load_parts(own_descs[0], own_tiles, half, own_full, own_b, own_h, first)
-        load_parts(own_descs[1], own_later_tiles, half, own_full, own_b, own_h, first)
+        load_parts(loads.own, memory.own, half, own_full, own_b, own_h, first)
+        load_parts(loads.own_later, memory.own_later, half, own_full, own_b, own_h, first)
     it = gl.to_tensor(0)
-    for stream in range(streams_of(batch, GROUP, KV_SHARED, OF_QUERIES)):
-        b, h = head_of(stream, own_b, own_h, GROUP, KV_SHARED, OF_QUERIES)
+    for stream in range(streams_of(grid.batch, grid.GROUP, grid.KV_SHARED, OF_QUERIES)):
+        b, h = head_of(stream, own_b, own_h, grid.GROUP, grid.KV_SHARED, OF_QUERIES)
         if OF_QUERIES:
-            step_b = 0 * b if KV_SHARED else b
-            step_h = h // GROUP
+            step_b = 0 * b if grid.KV_SHARED else b
+            step_h = h // grid.GROUP
         else:
             step_b, step_h = b, h
-        bh = b * heads + h
-        at_rows = (bh, 3 * batch * heads + bh)
-        run, last_run = runs_of(offsets, ends, mask_strides, b, h, tile, HAS_MASK, TILES_A_BLOCK)
-        if HAS_MASK_MOD or RAGGED:
+        bh = b * grid.heads + h
+        at_rows = (bh, 3 * grid.batch * grid.heads + bh)
+        run, last_run = runs_of(
+            mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK, TILES_A_BLOCK,
+        )
+        if HAS_MASK_MOD or grid.RAGGED:
             it = load_pass(
-                it, run, last_run, runs, steps, whole, step_b, step_h, at_rows, descs, memory,
-                True, HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, D, DV,
+                it, run, last_run, steps, whole, step_b, step_h, at_rows, loads, memory, mask,
+                True, HAS_MASK_MOD, STEPS_A_BLOCK,
             )
         it = load_pass(
-            it, run, last_run, runs, steps, whole, step_b, step_h, at_rows, descs, memory, False,
-            HAS_MASK, HAS_MASK_MOD, STEPS_A_BLOCK, D, DV,
+            it, run, last_run, steps, whole, step_b, step_h, at_rows, loads, memory, mask, False,
+            HAS_MASK_MOD, STEPS_A_BLOCK,
         )
     # No barrier is left half full.
-    SECOND_SLOTS: gl.constexpr = memory[4].shape[0]
+    SECOND_SLOTS: gl.constexpr = memory.second_full.shape[0]
     for last in range(gl.maximum(it - STAGES, 0), it):
         named_barrier("sync", OF_FIRST + last % STAGES, 288, 1)
     for last in range(gl.maximum(it - SECOND_SLOTS, 0), it):
@@ -235,14 +340,14 @@ def head_of(
 
 @gluon.jit
 def begin_products(
-    it, there, own_tiles, tiles, full, HALF: gl.constexpr, S_LAYOUT: gl.constexpr,
+    it, there, own_tiles, tiles, full, HALF: gl.constexpr,
 ):
     """Of 64 own rows with a step's, in flight. If no such step is `there`, nothing is waited for,
     and they are of anything."""
     slot = it % full.shape[0]
     mbarrier.wait(full.index(slot), (it // full.shape[0]) & 1, pred=there)
     half = now(gl.to_tensor(HALF))
-    later = gl.full([64, STEP], 0.0, gl.float32, layout=S_LAYOUT)
+    later = gl.full([64, STEP], 0.0, gl.float32, layout=layout_of_products(STEP))
     for p in gl.static_range(len(tiles)):
         own = own_tiles[p].index(half).reshape([64, own_tiles[p].shape[4]])
         step = tiles[p].index(slot).reshape([STEP, tiles[p].shape[4]])
@@ -252,31 +357,33 @@ def begin_products(
 
 @gluon.jit
 def weights_of_step(
-    raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED: gl.constexpr,
-    RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
-    MASK_MOD: gl.constexpr, S_LAYOUT: gl.constexpr, OF_QUERIES: gl.constexpr,
+    raw, lse2, first, own_rows, full, b, h, call, MASKED: gl.constexpr, OF_QUERIES: gl.constexpr,
 ):
     """(weights, weights times the score mod's derivative) [64, STEP]."""
-    q_length, kv_length = lengths
-    shifts, scale, tables, ints, floats = mod_values
+    S_LAYOUT: gl.constexpr = layout_of_products(STEP)
+    mods = call.mods
+    grid = call.grid
     columns = gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(0, S_LAYOUT)), 0)
     own = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, S_LAYOUT)), 1)
     if OF_QUERIES:
-        rows, keys = own + own_first, columns + first
+        rows, keys = own + own_rows.first, columns + first
     else:
-        rows, keys = columns + first, own + own_first
-    if MASKED and RAGGED:
-        q_idx = gl.minimum(rows, q_length - 1) + shifts[2]
-        kv_idx = gl.minimum(keys, kv_length - 1) + shifts[3]
+        rows, keys = columns + first, own + own_rows.first
+    if MASKED and grid.RAGGED:
+        q_idx = gl.minimum(rows, grid.q_length - 1) + mods.shifts[2]
+        kv_idx = gl.minimum(keys, grid.kv_length - 1) + mods.shifts[3]
     # One sum for all columns: compilers would add its parts to each.
     elif OF_QUERIES:
-        q_idx, kv_idx = rows + shifts[2], columns + now(first + shifts[3])
+        q_idx, kv_idx = rows + mods.shifts[2], columns + now(first + mods.shifts[3])
     else:
-        q_idx, kv_idx = columns + now(first + shifts[2]), keys + shifts[3]
+        q_idx, kv_idx = columns + now(first + mods.shifts[2]), keys + mods.shifts[3]
     weights, factor, _ = weights_of(
-        raw, lse2, rows, keys, q_idx, kv_idx, full, b + shifts[0], h + shifts[1], q_length,
-        kv_length, scale, tables, ints, floats, MASKED, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD,
-        MASK_MOD,
+        raw, lse2, rows, keys, full,
+        ModInputs(
+            b=b + mods.shifts[0], h=h + mods.shifts[1], q_idx=q_idx, kv_idx=kv_idx,
+            tables=call.tables,
+        ),
+        grid.q_length, grid.kv_length, mods, call.gradients, MASKED, grid.RAGGED,
     )
     return weights, factor
 
@@ -290,123 +397,111 @@ def operand_of(x, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def add_to_dv(
-    dv, raw, more, it, first, own_first, full, b, h, memory, lengths, mod_values,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dv, raw, more, it, first, own_rows, full, b, h, call, MASKED: gl.constexpr,
 ):
     """(dV with what one step adds, the raw products of the next, in flight).
 
     Args:
         raw: this step's, in flight, and nothing else is.
     """
-    own_tiles, _, first_tiles, second_tiles, rows, first_full, second_full, factors = memory
+    memory = call.memory
     slot = it % STAGES
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     named_barrier("arrive", OF_FIRST + slot, 288)
-    mbarrier.wait(second_full.index(slot), (it // STAGES) & 1)
-    lse2 = rows[0].index(slot).load(S_LAYOUT)
+    mbarrier.wait(memory.second_full.index(slot), (it // STAGES) & 1)
+    lse2 = memory.rows[0].index(slot).load(layout_of_products(STEP))
     weights, factor = weights_of_step(
-        raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED, RAGGED, SCORE_MOD,
-        SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT, False,
+        raw, lse2, first, own_rows, full, b, h, call, MASKED, False,
     )
     if it >= STAGES:
         named_barrier("sync", TAKEN + slot, 256)
-    factors.index(slot).store(factor)
+    memory.factors.index(slot).store(factor)
     named_barrier("arrive", PLACED + slot, 256)
-    weights = operand_of(weights, dv, first_tiles[0].dtype)
-    later = products_of_values(weights, second_tiles, slot, dv)
-    raw = begin_products(it + 1, more, own_tiles, first_tiles, first_full, 0, S_LAYOUT)
-    dv = awaited(later, len(first_tiles))
+    weights = operand_of(weights, dv, memory.first[0].dtype)
+    later = products_of_values(weights, memory.second, slot, dv)
+    raw = begin_products(it + 1, more, memory.own, memory.first, memory.first_full, 0)
+    dv = awaited(later, len(memory.first))
     named_barrier("arrive", OF_SECOND + slot, 288)
     return dv, raw
 
 
 @gluon.jit
-def add_to_dk(dk, raw, more, it, memory, S_LAYOUT: gl.constexpr):
+def add_to_dk(dk, raw, more, it, memory):
     """(dK with what one step adds, dout's products of the next, in flight).
 
     Args:
         raw: this step's, in flight, and nothing else is.
     """
-    _, own_later_tiles, first_tiles, second_tiles, rows, _, second_full, factors = memory
+    S_LAYOUT: gl.constexpr = layout_of_products(STEP)
     slot = it % STAGES
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
-    dweights = raw - rows[1].index(slot).load(S_LAYOUT)
+    dweights = raw - memory.rows[1].index(slot).load(S_LAYOUT)
     named_barrier("arrive", OF_SECOND + slot, 288)
     # The other one has had this step's scores by then, so the query rows are there.
     named_barrier("sync", PLACED + slot, 256)
-    ds = factors.index(slot).load(S_LAYOUT) * dweights
+    ds = memory.factors.index(slot).load(S_LAYOUT) * dweights
     named_barrier("arrive", TAKEN + slot, 256)
-    ds = operand_of(ds, dk, first_tiles[0].dtype)
-    later = products_of_values(ds, first_tiles, slot, dk)
-    raw = begin_products(it + 1, more, own_later_tiles, second_tiles, second_full, 0, S_LAYOUT)
-    dk = awaited(later, len(second_tiles))
+    ds = operand_of(ds, dk, memory.first[0].dtype)
+    later = products_of_values(ds, memory.first, slot, dk)
+    raw = begin_products(it + 1, more, memory.own_later, memory.second, memory.second_full, 0)
+    dk = awaited(later, len(memory.second))
     named_barrier("arrive", OF_FIRST + slot, 288)
     return dk, raw
 
 
 @gluon.jit
 def add_to_dq(
-    dq, raw, more, it, first, own_first, lse2, delta, full, b, h, memory, lengths, mod_values,
-    ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, S_LAYOUT: gl.constexpr,
+    dq, raw, more, it, first, own_rows, full, b, h, call, ME: gl.constexpr, MASKED: gl.constexpr,
 ):
     """(dQ with what one step adds, the raw products of the next, in flight).
 
     Args:
         raw: this step's, in flight, and nothing else is.
-        lse2, delta: [64, 1].
     """
-    own_tiles, own_later_tiles, first_tiles, second_tiles, _, first_full, second_full, _ = memory
+    memory = call.memory
     slot = it % STAGES
     # Before the next products are issued: unless this wait leaves none in flight, ptxas takes what
     # came round the loop for unfinished, and makes every product wait for the one before (C7514).
     raw = warpgroup_mma_wait(num_outstanding=0, deps=(raw,))
     dweights = begin_products(
-        it, True, own_later_tiles, second_tiles, second_full, ME, S_LAYOUT,
+        it, True, memory.own_later, memory.second, memory.second_full, ME,
     )
     _, factor = weights_of_step(
-        raw, lse2, first, own_first, full, b, h, lengths, mod_values, MASKED, RAGGED, SCORE_MOD,
-        SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT, True,
+        raw, own_rows.lse2, first, own_rows, full, b, h, call, MASKED, True,
     )
     dweights = warpgroup_mma_wait(num_outstanding=0, deps=(dweights,))
-    # Of the one slot.
+    # The second tensor has one slot.
     named_barrier("arrive", OF_SECOND, 288)
-    ds = operand_of(factor * (dweights - delta), dq, first_tiles[0].dtype)
-    later = products_of_values(ds, first_tiles, slot, dq)
-    raw = begin_products(it + 1, more, own_tiles, first_tiles, first_full, ME, S_LAYOUT)
+    ds = operand_of(factor * (dweights - own_rows.delta), dq, memory.first[0].dtype)
+    later = products_of_values(ds, memory.first, slot, dq)
+    raw = begin_products(it + 1, more, memory.own, memory.first, memory.first_full, ME)
     # All but the next step's scores.
-    dq = awaited(later, len(first_tiles))
+    dq = awaited(later, len(memory.first))
     named_barrier("arrive", OF_FIRST + slot, 288)
     return dq, raw
 
 
 @gluon.jit
 def consume_steps(
-    acc, it, start, stop, own_first, lse2, delta, full, b, h, memory, lengths, mod_values,
-    ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr, S_LAYOUT: gl.constexpr,
+    acc, it, start, stop, own_rows, full, b, h, call, ME: gl.constexpr, MASKED: gl.constexpr,
     GRADIENT: gl.constexpr,
 ):
     """The gradient and the count of steps, after those from start to stop, one or more."""
-    own_tiles, own_later_tiles, first_tiles, second_tiles, _, first_full, second_full, _ = memory
+    memory = call.memory
     if GRADIENT == "k":
-        raw = begin_products(it, True, own_later_tiles, second_tiles, second_full, 0, S_LAYOUT)
+        raw = begin_products(it, True, memory.own_later, memory.second, memory.second_full, 0)
     else:
-        raw = begin_products(it, True, own_tiles, first_tiles, first_full, ME, S_LAYOUT)
+        raw = begin_products(it, True, memory.own, memory.first, memory.first_full, ME)
     for i in range(start, stop):
         if GRADIENT == "v":
             acc, raw = add_to_dv(
-                acc, raw, i + 1 < stop, it, i * STEP, own_first, full, b, h, memory, lengths,
-                mod_values, MASKED, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT,
+                acc, raw, i + 1 < stop, it, i * STEP, own_rows, full, b, h, call, MASKED,
             )
         elif GRADIENT == "k":
-            acc, raw = add_to_dk(acc, raw, i + 1 < stop, it, memory, S_LAYOUT)
+            acc, raw = add_to_dk(acc, raw, i + 1 < stop, it, memory)
         else:
             acc, raw = add_to_dq(
-                acc, raw, i + 1 < stop, it, i * STEP, own_first, lse2, delta, full, b, h, memory,
-                lengths, mod_values, ME, MASKED, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                S_LAYOUT,
+                acc, raw, i + 1 < stop, it, i * STEP, own_rows, full, b, h, call, ME, MASKED,
             )
         it += 1
     # Of no step: what the last one has begun.
@@ -416,33 +511,26 @@ def consume_steps(
 
 @gluon.jit
 def consume_pass(
-    acc, it, run, last_run, runs, steps, whole, own_first, lse2, delta, b, h, memory, lengths,
-    mod_values, ME: gl.constexpr, MASKED: gl.constexpr, RAGGED: gl.constexpr,
-    SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
-    HAS_MASK: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, S_LAYOUT: gl.constexpr,
-    GRADIENT: gl.constexpr,
+    acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME: gl.constexpr,
+    MASKED: gl.constexpr, STEPS_A_BLOCK: gl.constexpr, GRADIENT: gl.constexpr,
 ):
     """The gradient and the count of steps, after one head's steps that are MASKED, or after the
     others: two loops, of which the second has no mask's code."""
-    if HAS_MASK:
-        HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
+    if call.mask.HAS_MASK:
+        HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
         for r in range(run, last_run):
             # Not a step ahead: see `hopper_backward.consume_pass`.
-            begin, end, full = run_at(runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
+            begin, end, full = run_at(call.mask.runs, r, steps, STEPS_A_BLOCK, HAS_MASK_MOD)
             start, stop = steps_of(begin, end, full, whole, MASKED)
             if start < stop:
                 acc, it = consume_steps(
-                    acc, it, start, stop, own_first, lse2, delta, full, b, h, memory, lengths,
-                    mod_values, ME, MASKED, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                    S_LAYOUT, GRADIENT,
+                    acc, it, start, stop, own_rows, full, b, h, call, ME, MASKED, GRADIENT,
                 )
     else:
         start, stop = steps_of(gl.to_tensor(0), steps, True, whole, MASKED)
         if start < stop:
             acc, it = consume_steps(
-                acc, it, start, stop, own_first, lse2, delta, True, b, h, memory, lengths,
-                mod_values, ME, MASKED, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, S_LAYOUT,
-                GRADIENT,
+                acc, it, start, stop, own_rows, True, b, h, call, ME, MASKED, GRADIENT,
             )
     return acc, it
 
@@ -459,58 +547,60 @@ def rows_of(row_values, unit, own_first, units, padded_length, S_LAYOUT: gl.cons
 
 
 @gluon.jit
-def consume(
-    out_descs, row_values, odd, words, out_tiles, own_full, memory, mask, sizes, padded_length,
-    mod_values, ME: gl.constexpr, SCORE_MOD: gl.constexpr, SCORE_MOD_BACKWARD: gl.constexpr,
-    MASK_MOD: gl.constexpr, HAS_MASK: gl.constexpr, OWN_BLOCK: gl.constexpr,
-    STEP_BLOCK: gl.constexpr, GROUP: gl.constexpr, KV_SHARED: gl.constexpr, RAGGED: gl.constexpr,
-    GRADIENT: gl.constexpr,
-):
-    """A gradient of 64 rows, of dQ number ME of two."""
-    offsets, ends, runs, mask_strides = mask
-    batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group = sizes
+def consume(call, out_descs, out_tiles, ME: gl.constexpr, GRADIENT: gl.constexpr):
+    """A gradient of 64 rows, of dQ number ME of two.
+
+    Args:
+        call: `WideCall`.
+    """
+    mask = call.mask
+    grid = call.grid
+    tiles = grid.tiles
     OF_QUERIES: gl.constexpr = GRADIENT == "q"
     ROWS: gl.constexpr = 128 if OF_QUERIES else 64
-    TILES_A_BLOCK: gl.constexpr = OWN_BLOCK // ROWS
-    STEPS_A_BLOCK: gl.constexpr = STEP_BLOCK // STEP if HAS_MASK else 1
+    TILES_A_BLOCK: gl.constexpr = call.OWN_BLOCK // ROWS
+    STEPS_A_BLOCK: gl.constexpr = call.STEP_BLOCK // STEP if mask.HAS_MASK else 1
     S_LAYOUT: gl.constexpr = layout_of_products(STEP)
-    HAS_MASK_MOD: gl.constexpr = MASK_MOD is not None
-    own_heads = heads if OF_QUERIES else kv_heads
-    tile, own_b, own_h = tile_of_this(tiles, units, own_heads, head_group, OF_QUERIES)
+    HAS_MASK_MOD: gl.constexpr = call.mods.MASK_MOD is not None
+    own_heads = grid.heads if OF_QUERIES else grid.kv_heads
+    tile, own_b, own_h = tile_of_this(tiles, grid.units, own_heads, grid.head_group, OF_QUERIES)
     unit = own_b * own_heads + own_h
     own_first = tile * ROWS + ME * 64
     steps, whole = whole_steps(
-        tile, q_length, kv_length, RAGGED, SCORE_MOD is not None, OF_QUERIES,
+        tile, grid.q_length, grid.kv_length, grid.RAGGED, call.mods.SCORE_MOD is not None,
+        OF_QUERIES,
     )
     if OF_QUERIES:
-        lse2, delta, far = rows_of(row_values, unit, own_first, units, padded_length, S_LAYOUT)
+        lse2, delta, far = rows_of(
+            call.row_values, unit, own_first, grid.units, call.padded_length, S_LAYOUT,
+        )
     else:
         lse2, delta, far = None, None, None
-    lengths = (q_length, kv_length)
+    own_rows = OwnRows(first=own_first, lse2=lse2, delta=delta)
     acc = zeros_of_parts(out_descs)
     it = gl.to_tensor(0)
-    mbarrier.wait(own_full, 0)
-    for stream in range(streams_of(batch, GROUP, KV_SHARED, OF_QUERIES)):
-        b, h = head_of(stream, own_b, own_h, GROUP, KV_SHARED, OF_QUERIES)
-        run, last_run = runs_of(offsets, ends, mask_strides, b, h, tile, HAS_MASK, TILES_A_BLOCK)
-        if HAS_MASK_MOD or RAGGED:
+    mbarrier.wait(call.own_full, 0)
+    for stream in range(streams_of(grid.batch, grid.GROUP, grid.KV_SHARED, OF_QUERIES)):
+        b, h = head_of(stream, own_b, own_h, grid.GROUP, grid.KV_SHARED, OF_QUERIES)
+        run, last_run = runs_of(
+            mask.offsets, mask.ends, mask.strides, b, h, tile, mask.HAS_MASK, TILES_A_BLOCK,
+        )
+        if HAS_MASK_MOD or grid.RAGGED:
             acc, it = consume_pass(
-                acc, it, run, last_run, runs, steps, whole, own_first, lse2, delta, b, h, memory,
-                lengths, mod_values, ME, True, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                HAS_MASK, STEPS_A_BLOCK, S_LAYOUT, GRADIENT,
+                acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, True,
+                STEPS_A_BLOCK, GRADIENT,
             )
         acc, it = consume_pass(
-            acc, it, run, last_run, runs, steps, whole, own_first, lse2, delta, b, h, memory,
-            lengths, mod_values, ME, False, RAGGED, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-            HAS_MASK, STEPS_A_BLOCK, S_LAYOUT, GRADIENT,
+            acc, it, run, last_run, steps, whole, own_rows, b, h, call, ME, False, STEPS_A_BLOCK,
+            GRADIENT,
         )
     if GRADIENT == "v":
         # No barrier is left half full.
         for last in range(gl.maximum(it - STAGES, 0), it):
             named_barrier("sync", TAKEN + last % STAGES, 256)
     if OF_QUERIES:
-        # What isn't finite in a value, and a mod, may make anything of rows past the end.
-        acc = all_inside(acc, own_first, q_length)
+        # A non-finite value, and a mod, may make anything of rows past the end.
+        acc = all_inside(acc, own_first, grid.q_length)
     # Whether `repair_kernel` has to take these rows again.
     fine = is_finite(acc[0])
     if len(acc) > 1:
@@ -520,18 +610,20 @@ def consume(
         fine = fine & (far == 0)
     found = gl.where(fine, 0, 1)
     if GRADIENT == "k":
-        say(words, 0, found, 4)
+        say(call.words, 0, found, 4)
         # The other one, which has seen the last steps taken, places nothing any more.
         named_barrier("arrive", PLACED, 256)
     elif GRADIENT == "v":
         named_barrier("sync", PLACED, 256)
-        gl.store(odd + unit * tiles + tile, found | said(words, 0))
+        gl.store(call.odd + unit * tiles + tile, found | said(call.words, 0))
     else:
-        gl.store(odd + (unit * tiles + tile) * 2 + ME, found)
+        gl.store(call.odd + (unit * tiles + tile) * 2 + ME, found)
     # Where dK goes the other one reads keys: for scores, the last of which came before it placed
     # the last factors, and ahead of no step, for products of anything. Where dV goes values are
     # read, and the other one has just said that it is done.
-    place_parts(acc if GRADIENT == "v" else scaled(acc, mod_values[1]), out_tiles, ME, False)
+    place_parts(
+        acc if GRADIENT == "v" else scaled(acc, call.mods.scale), out_tiles, ME, False,
+    )
     fence_async_shared()
     store_parts(out_descs, out_tiles, ME, own_b, own_h, own_first)
     tma.store_wait(0)
@@ -626,28 +718,42 @@ def key_kernel(
     q_full = barriers(STAGES)
     do_full = barriers(STAGES)
     fence_async_shared()
-    rows = (lse_rows, delta_rows)
-    memory = (k_tiles, v_tiles, q_tiles, do_tiles, rows, q_full, do_full, factors)
-    mask = (offsets, ends, runs, mask_strides)
-    sizes = (batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group)
-    mod_values = (shifts, scale, tables, ints, floats)
+    loads = WideLoads(
+        own=k_descs, own_later=v_descs, first=q_descs, second=do_descs, row_values=row_values, D=D,
+        DV=DV,
+    )
+    memory = WideMemory(
+        own=k_tiles, own_later=v_tiles, first=q_tiles, second=do_tiles,
+        rows=(lse_rows, delta_rows), first_full=q_full, second_full=do_full, factors=factors,
+    )
+    mask = MaskRuns(
+        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
+    grid = WideGrid(
+        batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
+        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
+        RAGGED=RAGGED,
+    )
+    call = WideCall(
+        odd=odd_keys, words=words, own_full=kv_full.index(0), memory=memory, mask=mask, grid=grid,
+        row_values=None, padded_length=None, tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        gradients=ModGradients(
+            totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
+        ),
+        OWN_BLOCK=KV_BLOCK, STEP_BLOCK=Q_BLOCK,
+    )
     gl.warp_specialize(
         [
-            (consume, (
-                dv_descs, None, odd_keys, words, v_tiles, kv_full.index(0), memory, mask, sizes,
-                None, mod_values, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK, KV_BLOCK,
-                Q_BLOCK, GROUP, KV_SHARED, RAGGED, "v",
-            )),
-            (consume, (
-                dk_descs, None, odd_keys, words, k_tiles, kv_full.index(0), memory, mask, sizes,
-                None, mod_values, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD, HAS_MASK,
-                KV_BLOCK, Q_BLOCK, GROUP, KV_SHARED, RAGGED, "k",
-            )),
+            (consume, (call, dv_descs, v_tiles, 0, "v")),
+            (consume, (call, dk_descs, k_tiles, 0, "k")),
             (produce, (
-                (k_descs, v_descs), (q_descs, do_descs, row_values),
-                (k_tiles, v_tiles, kv_full.index(0)), (q_tiles, do_tiles, rows, q_full, do_full),
-                mask, sizes, SCORE_MOD is not None, MASK_MOD is not None, HAS_MASK, KV_BLOCK,
-                Q_BLOCK, GROUP, KV_SHARED, RAGGED, D, DV, False,
+                loads, memory, kv_full.index(0), mask, grid, SCORE_MOD is not None,
+                MASK_MOD is not None, KV_BLOCK, Q_BLOCK, False,
             )),
         ],
         [4, 1],
@@ -688,27 +794,42 @@ def query_kernel(
     k_full = barriers(STAGES)
     v_full = barriers(1)
     fence_async_shared()
-    memory = (q_tiles, do_tiles, k_tiles, v_tiles, None, k_full, v_full, None)
-    mask = (offsets, ends, runs, mask_strides)
-    sizes = (batch, heads, kv_heads, units, q_length, kv_length, tiles, head_group)
-    mod_values = (shifts, scale, tables, ints, floats)
+    loads = WideLoads(
+        own=q_descs, own_later=do_descs, first=k_descs, second=v_descs, row_values=None, D=D,
+        DV=DV,
+    )
+    memory = WideMemory(
+        own=q_tiles, own_later=do_tiles, first=k_tiles, second=v_tiles, rows=None,
+        first_full=k_full, second_full=v_full, factors=None,
+    )
+    mask = MaskRuns(
+        offsets=offsets, ends=ends, runs=runs, strides=mask_strides, HAS_MASK=HAS_MASK,
+        Q_BLOCK=Q_BLOCK, KV_BLOCK=KV_BLOCK,
+    )
+    grid = WideGrid(
+        batch=batch, heads=heads, kv_heads=kv_heads, units=units, q_length=q_length,
+        kv_length=kv_length, tiles=tiles, head_group=head_group, GROUP=GROUP, KV_SHARED=KV_SHARED,
+        RAGGED=RAGGED,
+    )
+    call = WideCall(
+        odd=odd_rows, words=None, own_full=q_full.index(0), memory=memory, mask=mask, grid=grid,
+        row_values=row_values, padded_length=padded_length, tables=tables,
+        mods=Mods(
+            ints=ints, floats=floats, shifts=shifts, scale=scale, READ=None, SCORE_MOD=SCORE_MOD,
+            MASK_MOD=MASK_MOD,
+        ),
+        gradients=ModGradients(
+            totals=None, SCORE_MOD_BACKWARD=SCORE_MOD_BACKWARD, CAPTURED_GRADIENTS=None,
+        ),
+        OWN_BLOCK=Q_BLOCK, STEP_BLOCK=KV_BLOCK,
+    )
     gl.warp_specialize(
         [
-            (consume, (
-                dq_descs, row_values, odd_rows, None, q_tiles, q_full.index(0), memory, mask,
-                sizes, padded_length, mod_values, 0, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED, "q",
-            )),
-            (consume, (
-                dq_descs, row_values, odd_rows, None, q_tiles, q_full.index(0), memory, mask,
-                sizes, padded_length, mod_values, 1, SCORE_MOD, SCORE_MOD_BACKWARD, MASK_MOD,
-                HAS_MASK, Q_BLOCK, KV_BLOCK, GROUP, KV_SHARED, RAGGED, "q",
-            )),
+            (consume, (call, dq_descs, q_tiles, 0, "q")),
+            (consume, (call, dq_descs, q_tiles, 1, "q")),
             (produce, (
-                (q_descs, do_descs), (k_descs, v_descs, None),
-                (q_tiles, do_tiles, q_full.index(0)), (k_tiles, v_tiles, None, k_full, v_full),
-                mask, sizes, SCORE_MOD is not None, MASK_MOD is not None, HAS_MASK, Q_BLOCK,
-                KV_BLOCK, GROUP, KV_SHARED, RAGGED, D, DV, True,
+                loads, memory, q_full.index(0), mask, grid, SCORE_MOD is not None,
+                MASK_MOD is not None, Q_BLOCK, KV_BLOCK, True,
             )),
         ],
         [4, 1],

@@ -1,4 +1,4 @@
-"""A step's weights, made again in backward, in any layout."""
+"""Weights of a step, made again in backward, in any layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ __all__ = ["weights_of"]
 
 @gluon.jit
 def weights_of(
-    raw, lse2, rows, keys, q_idx, kv_idx, full, b, h, q_length, kv_length, scale, tables, ints,
-    floats, MASKED: gl.constexpr, RAGGED: gl.constexpr, SCORE_MOD: gl.constexpr,
-    SCORE_MOD_BACKWARD: gl.constexpr, MASK_MOD: gl.constexpr,
+    raw, lse2, rows, keys, full, inputs, q_length, kv_length, mods, gradients,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):
     """(weights, weights times the score mod's derivative, scores as the mod is given them) of raw
     products; the first two are 0 at dead pairs.
@@ -28,30 +27,40 @@ def weights_of(
 
     Args:
         lse2, rows, keys: of the pairs' query rows and keys; they broadcast with raw.
-        q_idx, kv_idx, b, h: as mods are given them.
+        inputs, mods, gradients: `ModInputs`, `Mods`, `ModGradients` of
+            `anyflex_triton.kernel_records`.
     """
-    if SCORE_MOD is not None:
-        raw = raw * scale
-        scores = SCORE_MOD(raw, b, h, q_idx, kv_idx, tables, ints, floats)
+    if mods.SCORE_MOD is not None:
+        raw = raw * mods.scale
+        scores = mods.SCORE_MOD(
+            raw, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables, mods.ints,
+            mods.floats,
+        )
         unit = LOG2E
     else:
         scores = raw
-        unit = scale * LOG2E
+        unit = mods.scale * LOG2E
     if MASKED:
         dead = float("-inf")
-        if MASK_MOD is not None:
-            live = MASK_MOD(b, h, q_idx, kv_idx, tables, ints, floats)
+        if mods.MASK_MOD is not None:
+            live = mods.MASK_MOD(
+                inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables, mods.ints,
+                mods.floats,
+            )
             if RAGGED:
                 live = live | full
             scores = gl.where(live, scores, dead)
         if RAGGED:
             scores = gl.where(keys < kv_length, scores, dead)
-            if SCORE_MOD is not None:
+            if mods.SCORE_MOD is not None:
                 scores = gl.where(rows < q_length, scores, dead)
     weights = gl.exp2(scores * unit - lse2)
     factor = weights
-    if SCORE_MOD_BACKWARD is not None:
-        factor = SCORE_MOD_BACKWARD(weights, raw, b, h, q_idx, kv_idx, tables, ints, floats)
+    if gradients.SCORE_MOD_BACKWARD is not None:
+        factor = gradients.SCORE_MOD_BACKWARD(
+            weights, raw, inputs.b, inputs.h, inputs.q_idx, inputs.kv_idx, inputs.tables,
+            mods.ints, mods.floats,
+        )
         if MASKED:
             # The mod's derivative may be anything at dead pairs.
             factor = gl.where(scores != float("-inf"), factor, 0.0)
