@@ -143,7 +143,7 @@ class Case:
 
         unit = 1.0 if self.has_score_mod else self.scale
 
-        def write_strange_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+        def write_nonfinite_rows(*arguments: Any) -> tuple[np.ndarray, np.ndarray]:
             """Notes (b, h, first row), and returns what is known of the rows."""
             b, h, first_row = arguments[4:7]
             strange.append((b, h, first_row))
@@ -186,7 +186,7 @@ class Case:
             self.seed,
             changed,
             (tiles, forward, largest, memory_views, spoken_words, step_scores, row_sums),
-            {"write_strange_rows": write_strange_rows},
+            {"write_nonfinite_rows": write_nonfinite_rows},
         )  # fmt: skip
         wanted = weights @ np.nan_to_num(ve)
         if self.odd:

@@ -27,7 +27,7 @@ from anyflex_triton.kernel_records import (
     RowValues,
 )
 from anyflex_triton.records import record
-from anyflex_triton.tiles import bounded_run, mask_row, store_rows, strange, tensor_at
+from anyflex_triton.tiles import bounded_run, mask_row, nonfinite, store_rows, tensor_at
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 
@@ -146,7 +146,7 @@ def convert_kernel(
     first_row = index % tiles * 64
     sums = summed_rows(dq_sums + index.to(tl.int64) * (64 * D), D)
     lse2 = tl.load(row_values + index.to(tl.int64) * 64 + tl.arange(0, 64))
-    inexact = tl.max(tl.max(strange(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
+    inexact = tl.max(tl.max(nonfinite(sums).to(tl.int32), 1) | (lse2 != lse2).to(tl.int32), 0)
     # Rows past the end have no values of their own.
     tl.store(odd_rows + index, tl.where(first_row < q_length, inexact, 0))
     base = tensor_at(dq, dq_strides, bh // heads, bh % heads, UNIT)
@@ -323,7 +323,7 @@ def repair_kernel(
     UNITS: tl.constexpr, SCATTERED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     WANT_DQ: tl.constexpr, TILES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):
-    """dQ, where WANT_DQ, dK and dV anew where they aren't finite, and what far rows add to
+    """dQ, where WANT_DQ, dK and dV anew where they are non-finite, and what far rows add to
     captured tensors' gradients. A program looks at TILES tiles.
 
     Args:
@@ -331,7 +331,7 @@ def repair_kernel(
         totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
         offsets, ends, runs: of the mask; those of its transpose are the keys'.
         odd_rows: int32 [row_tiles], of `convert_kernel`.
-        odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv isn't finite.
+        odd_keys: int32 [key_tiles]: of 64 keys each, whether some dk or dv is non-finite.
         row_programs: the first so many look at rows, the others at keys.
     """
     call = RepairCall(

@@ -45,11 +45,11 @@ from anyflex_cuda.memory_views import reinterpret
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
-from anyflex_cuda.strange_values import write_strange_rows
+from anyflex_cuda.strange_values import write_nonfinite_rows
 from anyflex_triton.forward import tile_of_program, unit_of_scores
 from anyflex_triton.kernel_records import ModInputs, Mods, RowResults
 from anyflex_triton.records import record
-from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, strange
+from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, nonfinite
 
 __all__ = ["ROWS", "forward_kernel"]
 
@@ -657,7 +657,7 @@ def attend(call, ME: gl.constexpr):
         # How much higher the base is.
         excess = gl.fma(row_max, 0.0 - unit, softmax.base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
-            row_max, row_sum = write_strange_rows(
+            row_max, row_sum = write_nonfinite_rows(
                 call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
                 call.kv_length, ROWS, OF_ROWS, 16,
             )
@@ -676,7 +676,7 @@ def attend(call, ME: gl.constexpr):
                 if call.tensors.WANT_REST:
                     # Rounding residual of out; backward's delta needs it.
                     lost = acc - rounded.to(gl.float32)
-                    lost = gl.where(strange(lost), 0.0, lost).to(DTYPE)
+                    lost = gl.where(nonfinite(lost), 0.0, lost).to(DTYPE)
                     tma.store_wait(0)
                     staged.reshape([ROWS, PIECE]).store(lost)
                     fence_async_shared()
@@ -707,7 +707,7 @@ def forward_kernel(
         q_desc, k_desc, v_desc, o_desc, r_desc: descriptors [B, H, rows, dims] of query, key,
             value, out and rest; boxes of 128 rows, D or DV columns, or of BLOCK_N; those of out
             and rest of PIECE columns. Of rest nothing is there without WANT_REST.
-        query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
+        query, key, value, out, rest: for `write_nonfinite_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.

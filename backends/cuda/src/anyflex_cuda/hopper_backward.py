@@ -230,7 +230,7 @@ def whole_steps(
     """(steps of a head, of which so many at the beginning have no row or key past the end).
 
     Rows past the end have weights of 0 for their lse is +inf, unless a score mod makes of their
-    scores what isn't finite.
+    scores non-finite values.
     """
     steps = gl.cdiv(q_length, BLOCK_M)
     if RAGGED:
@@ -555,7 +555,7 @@ def add_step(
             m0, head.n0, q_length, kv_length, shifts, MASKED, RAGGED, BLOCK_M, S_LAYOUT,
         )
         # A pair that is dead has no weight, and to keep which are takes registers that aren't
-        # there. What others without a weight add is 0, or not finite, as dQ is then; that, and
+        # there. What others without a weight add is 0, or non-finite, as dQ is then; that, and
         # what far rows add, whose lse2 is NaN, `repair_kernel` adds.
         gradients.CAPTURED_GRADIENTS(
             weights * dweights, scores, (weights != 0.0) & (lse2 < float("inf")),
@@ -795,7 +795,7 @@ def backward_kernel(
         dq_sums: descriptor [B * Hq, padded L * D / 32, 32], float32, of boxes [1, 128, 32], added
             to: each is 64 rows and 64 columns, see `in_order_of_threads`.
         odd_keys: int32 [Bkv * Hkv, tiles * 2], filled: of 64 keys each, 1 where some dk or dv
-            isn't finite.
+            is non-finite.
         counter: int32, 0 before: how many tiles were taken beyond the first of each program.
         totals: as `anyflex_triton.backward_queries`'s, where CAPTURED_GRADIENTS.
         offsets, ends, runs: of the transposed mask, as in `anyflex_triton.backward_keys`. Q_BLOCK

@@ -45,12 +45,12 @@ from anyflex_cuda.decode_steps import (
     total_steps,
 )
 from anyflex_cuda.spoken_words import said, say
-from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_strange
+from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_nonfinite
 from anyflex_cuda.tile_parts import ROWS
 from anyflex_triton.forward import unit_of_scores
 from anyflex_triton.kernel_records import Mods, RowResults
 from anyflex_triton.records import record
-from anyflex_triton.tiles import masked_scores, strange
+from anyflex_triton.tiles import masked_scores, nonfinite
 
 __all__ = ["decode_kernel"]
 
@@ -313,7 +313,7 @@ def load_queries(
 
 
 @gluon.jit
-def write_strange_part(row_max, call, part, place):
+def write_nonfinite_part(row_max, call, part, place):
     """The sums of a part of a unit whose values aren't all finite, anew: see strange_values.py.
 
     Args:
@@ -378,9 +378,9 @@ def write_strange_part(row_max, call, part, place):
                     v_base, tensors.v_strides[2], first, end, first_column, tensors.VALUE_DIM,
                     KEYS, RIGHT, False,
                 )
-                finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
+                finite = gl.where(nonfinite(v), 0.0, v.to(gl.float32)).to(v.dtype)
                 acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
-                acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
+                acc += seen_nonfinite(scores != float("-inf"), v, LAYOUT, ROWS)
         columns = gl.arange(0, PART, layout=gl.SliceLayout(0, LAYOUT))
         columns = gl.expand_dims(first_column + columns, 0)
         at = tensors.partial_out + (place + rows) * tensors.VALUE_DIM + columns
@@ -410,7 +410,7 @@ def write_part(
     if call.results.WANT_MAX:
         gl.store(at + 2, sums.nans.to(gl.float32), mask=inside)
     if is_nonfinite:
-        write_strange_part(sums.row_max, call, part, place)
+        write_nonfinite_part(sums.row_max, call, part, place)
     else:
         rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, O_LAYOUT)), 1)
         columns = gl.arange(0, call.tensors.DV, layout=gl.SliceLayout(0, O_LAYOUT))
@@ -584,7 +584,7 @@ def decode_kernel(
         k_desc, v_desc: descriptors [B, Hkv, S, dims] of key and value; boxes of BLOCK_N rows, D or
             DV columns.
         query: its strides (b, h, row) are counted in 8 elements.
-        key, value: for `write_strange_part`, with strides (b, h, row).
+        key, value: for `write_nonfinite_part`, with strides (b, h, row).
         partial_out: from `decode_steps.counts_floats` on [programs + units, GROUP * L, VALUE_DIM],
             float32, relative to its own top: of program p and unit u at p + u. Behind it,
             `decode_steps.sums_place`, partial_sums: [programs + units, GROUP * L, 3], float32: the

@@ -36,7 +36,7 @@ from anyflex_cuda.rescaling import rescaled
 from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
-from anyflex_cuda.strange_values import write_strange_rows
+from anyflex_cuda.strange_values import write_nonfinite_rows
 from anyflex_cuda.tile_parts import (
     ROWS,
     awaited,
@@ -707,7 +707,7 @@ def consume(call, ME: gl.constexpr):
         # Rounding of the base: weights are relative to it, not to row_max.
         excess = gl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
         if gl.max(inexact.to(gl.int32), 0) > 0:
-            row_max, row_sum = write_strange_rows(
+            row_max, row_sum = write_nonfinite_rows(
                 call.tensors, call.mask, call.mods, call.tables, b, h, first_row, q_length,
                 call.kv_length, ROWS, OF_ROWS,
             )
@@ -767,7 +767,7 @@ def forward_kernel(
             is there without WANT_REST.
         q2_desc, k2_desc, v2_desc, o2_desc, r2_desc: of the second part, None where there is none;
             then the first ones' boxes have the columns of the first.
-        query, key, value, out, rest: for `write_strange_rows`, with strides (b, h, row); DIM and
+        query, key, value, out, rest: for `write_nonfinite_rows`, with strides (b, h, row); DIM and
             VALUE_DIM are their columns.
         tops: [B, Hq, L, 2], float32, where WANT_REST, as `anyflex_triton.forward`'s.
         lse, max_scores: [B, Hq, L], float32.

@@ -1,9 +1,8 @@
-"""Out of a tile whose values aren't all finite, anew: rows that don't see such a value must not
-have it, and 0 * NaN is NaN. And of a tile with far rows, whose scores are so large that weights
-must be made of their differences.
+"""Results of tiles with non-finite values or far rows, made anew.
 
-It happens rarely. So this reads and writes by pointers, needs nobody's help, and takes a few
-columns at a time, with fewer registers than the loops before it.
+Rows that don't see a non-finite value must not have it, and 0 * NaN is NaN. Scores of far rows are
+so large that weights must be made of their differences. Both are rare: so this reads and writes by
+pointers, and takes a few columns at a time, with fewer registers than the loops before it.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from anyflex_triton.tiles import (
     bounded_run,
     mask_row,
     masked_scores,
-    strange,
-    strange_counts,
+    nonfinite,
+    nonfinite_counts,
     sum_of_counts,
     unit_of_scores,
 )
 
-__all__ = ["KEYS", "PART", "load_part", "place_of", "seen_strange", "write_strange_rows"]
+__all__ = ["KEYS", "PART", "load_part", "place_of", "seen_nonfinite", "write_nonfinite_rows"]
 
 # Argument lists would be a line an argument.
 # fmt: off
 
 KEYS = gl.constexpr(16)
-"""Of a step."""
+"""Keys of a step."""
 PART = gl.constexpr(32)
-"""Columns at a time, where nothing else is said."""
+"""Default number of columns at a time."""
 
 
 @gluon.jit
@@ -63,8 +62,8 @@ def load_part(
 
 
 @gluon.jit
-def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
-    """Sums [ROWS, columns] over keys that a row sees of what isn't finite in v: 0, an infinity,
+def seen_nonfinite(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
+    """Sums [ROWS, columns] over keys that a row sees of non-finite values in v: 0, an infinity,
     NaN.
 
     Args:
@@ -72,7 +71,7 @@ def seen_strange(seen, v, LAYOUT: gl.constexpr, ROWS: gl.constexpr):
     """
     count = mma_v2(
         gl.convert_layout(seen.to(gl.float16), gl.DotOperandLayout(0, LAYOUT, 2)),
-        strange_counts(v), gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
+        nonfinite_counts(v), gl.full([ROWS, v.shape[1]], 0.0, gl.float32, layout=LAYOUT),
     )
     return sum_of_counts(count)
 
@@ -92,7 +91,7 @@ class PointedRows:
 
 
 @gluon.jit
-def add_strange_step(
+def add_nonfinite_step(
     acc, highest, row_sum, shift, unit, queries, keys, values, first_row, q_length, first, end,
     full, first_column, inputs, kv_length, mods, ROWS: gl.constexpr, LAYOUT: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -136,14 +135,14 @@ def add_strange_step(
         values.base, values.stride, first, end, first_column, values.DIM, KEYS, RIGHT, False,
         COLUMNS,
     )
-    finite = gl.where(strange(v), 0.0, v.to(gl.float32)).to(v.dtype)
+    finite = gl.where(nonfinite(v), 0.0, v.to(gl.float32)).to(v.dtype)
     acc = mma_v2(gl.convert_layout(weights.to(v.dtype), LEFT), finite, acc)
-    acc += seen_strange(scores != float("-inf"), v, LAYOUT, ROWS)
+    acc += seen_nonfinite(scores != float("-inf"), v, LAYOUT, ROWS)
     return acc, highest, row_sum
 
 
 @gluon.jit
-def write_strange_rows(
+def write_nonfinite_rows(
     tensors, mask, mods, tables, b, h, first_row, q_length, kv_length, ROWS: gl.constexpr,
     SUMS_LAYOUT: gl.constexpr, COLUMNS: gl.constexpr = PART,
 ):
@@ -201,7 +200,7 @@ def write_strange_rows(
                 mask.runs, r, mask.KV_BLOCK, kv_length, mask.HAS_MASK,
             )
             for first in range(begin, end, KEYS):
-                acc, highest, row_sum = add_strange_step(
+                acc, highest, row_sum = add_nonfinite_step(
                     acc, highest, row_sum, shift, unit, queries, keys, values, first_row, q_length,
                     first, end, full, first_column, inputs, kv_length, mods, ROWS, LAYOUT, COLUMNS,
                 )
@@ -218,7 +217,7 @@ def write_strange_rows(
         gl.store(tensors.out + at, rounded, mask=there)
         if tensors.WANT_REST:
             lost = acc - rounded.to(gl.float32)
-            lost = gl.where(strange(lost), 0.0, lost)
+            lost = gl.where(nonfinite(lost), 0.0, lost)
             at = place_of(tensors.r_strides, b, h)
             at = at + rows.to(gl.int64) * tensors.r_strides[2] + columns
             gl.store(tensors.rest + at, lost.to(tensors.rest.dtype.element_ty), mask=there)

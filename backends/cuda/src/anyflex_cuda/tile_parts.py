@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_triton.device_functions import strange
+from anyflex_triton.tiles import nonfinite
 
 __all__ = [
     "ROWS",
@@ -103,7 +103,7 @@ def place_parts(acc, bufs, ME: gl.constexpr, LOST: gl.constexpr):
         rounded = acc[p].to(bufs[p].dtype)
         if LOST:
             lost = acc[p] - rounded.to(gl.float32)
-            rounded = gl.where(strange(lost), 0.0, lost).to(bufs[p].dtype)
+            rounded = gl.where(nonfinite(lost), 0.0, lost).to(bufs[p].dtype)
         bufs[p].index(ME).reshape([ROWS, acc[p].shape[1]]).store(rounded)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.column_parts import (
     add_products,
-    any_strange,
+    any_nonfinite,
     chosen_rows,
     finite_parts,
     load_row_parts,
@@ -300,8 +300,8 @@ def key_kernel(
 
     # Non-finite values and far rows have reached keys that their query doesn't see: 0 * NaN is
     # NaN. All steps again, a few rows each (`FEW`).
-    nonfinite = tl.max(any_strange(dk_sum), 0)
-    if tl.maximum(nonfinite, tl.max(any_strange(dv_sum), 0)) > 0:
+    nonfinite = tl.max(any_nonfinite(dk_sum), 0)
+    if tl.maximum(nonfinite, tl.max(any_nonfinite(dv_sum), 0)) > 0:
         dk_sum = zeros_of_parts(BLOCK_N, DIM, D)
         dv_sum = zeros_of_parts(BLOCK_N, VALUE_DIM, DV)
         few = tl.arange(0, FEW)

@@ -8,7 +8,7 @@ import triton.language as tl
 from anyflex_triton.backward import gradient_of_scores
 from anyflex_triton.column_parts import (
     add_products,
-    any_strange,
+    any_nonfinite,
     finite_parts,
     load_row_parts,
     load_step_rows,
@@ -210,7 +210,7 @@ def query_kernel(
 
     # A non-finite key has reached rows that don't see it: 0 * NaN is NaN. Far rows have yet to be
     # computed. All steps again, a few keys each (`FEW`).
-    inexact = any_strange(dq_sum) | (lse2 != lse2).to(tl.int32)
+    inexact = any_nonfinite(dq_sum) | (lse2 != lse2).to(tl.int32)
     if tl.max(inexact, 0) > 0:
         careful = row_values + values_in_all + at
         careful_values = RowValues(

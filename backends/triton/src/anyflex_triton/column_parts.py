@@ -13,11 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anyflex_triton.tiles import load_rows, load_tile, store_rows, strange, without_strange
+from anyflex_triton.tiles import load_rows, load_tile, nonfinite, store_rows, without_nonfinite
 
 __all__ = [
     "add_products",
-    "any_strange",
+    "any_nonfinite",
     "chosen_rows",
     "finite_parts",
     "load_parts",
@@ -123,20 +123,20 @@ def scaled_rows(sums, factors):
 
 
 @triton.jit
-def any_strange(parts):
-    """1 for each row that isn't finite as a whole, int32."""
-    found = tl.max(strange(parts[0]).to(tl.int32), 1)
+def any_nonfinite(parts):
+    """1 for each row with a non-finite element, int32."""
+    found = tl.max(nonfinite(parts[0]).to(tl.int32), 1)
     for i in tl.static_range(1, len(parts)):
-        found = tl.maximum(found, tl.max(strange(parts[i]).to(tl.int32), 1))
+        found = tl.maximum(found, tl.max(nonfinite(parts[i]).to(tl.int32), 1))
     return found
 
 
 @triton.jit
 def finite_parts(parts):
-    """As `without_strange`."""
+    """As `without_nonfinite`."""
     found = ()
     for i in tl.static_range(len(parts)):
-        found = found + (without_strange(parts[i]),)
+        found = found + (without_nonfinite(parts[i]),)
     return found
 
 

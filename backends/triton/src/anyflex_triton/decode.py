@@ -18,10 +18,10 @@ from anyflex_triton.tiles import (
     bounded_run,
     load_tile,
     mask_row,
-    strange,
-    strange_sum,
+    nonfinite,
+    nonfinite_sum,
     tensor_at,
-    without_strange,
+    without_nonfinite,
 )
 
 __all__ = ["combine_kernel", "decode_kernel", "store_row"]
@@ -202,12 +202,12 @@ def decode_kernel(
             alpha = tl.exp2((row_max - shift) * unit)
             row_sum = row_sum * alpha + tl.sum(weights, 1)
             acc = tl.dot(
-                weights.to(v.dtype), without_strange(v), acc * alpha[:, None],
+                weights.to(v.dtype), without_nonfinite(v), acc * alpha[:, None],
                 input_precision=PRECISION,
             )
-            if tl.max(tl.max(strange(v).to(tl.int32), 1), 0) > 0:
+            if tl.max(tl.max(nonfinite(v).to(tl.int32), 1), 0) > 0:
                 # Non-finite values reach the rows that see them.
-                acc += strange_sum(live, v)
+                acc += nonfinite_sum(live, v)
             row_max = new_max
 
     at = ((b * heads + head).to(tl.int64) * q_length + row) * splits + split

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from anyflex_triton.column_parts import (
     add_products,
-    any_strange,
+    any_nonfinite,
     load_pointed_rows,
     load_row_parts,
     load_step_rows,
@@ -36,11 +36,11 @@ from anyflex_triton.tiles import (
     mask_row,
     masked_scores,
     next_other_step,
+    nonfinite_sum,
     store_part,
     store_rows,
-    strange_sum,
     tensor_at,
-    without_strange,
+    without_nonfinite,
 )
 
 __all__ = [
@@ -270,8 +270,8 @@ def careful_step(
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     weights = tl.exp2((scores - shift[:, None]) * unit_of_scores(mods.scale, mods.SCORE_MOD))
     row_sum += tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), without_strange(v), acc, input_precision=values.PRECISION)
-    acc += strange_sum(scores != float("-inf"), v)
+    acc = tl.dot(weights.to(v.dtype), without_nonfinite(v), acc, input_precision=values.PRECISION)
+    acc += nonfinite_sum(scores != float("-inf"), v)
     return acc, tl.maximum(highest, tl.max(scores, 1)), row_sum
 
 
@@ -292,7 +292,7 @@ def divided(acc, row_max, row_sum):
 @triton.jit
 def rounding_of(values, dtype):
     """Rounding residual of `values`; backward's delta needs it."""
-    return without_strange(values - values.to(dtype).to(tl.float32))
+    return without_nonfinite(values - values.to(dtype).to(tl.float32))
 
 
 @triton.jit
@@ -457,7 +457,7 @@ def forward_kernel(
     excess = tl.fma(row_max, 0.0 - unit_of_scores(scale, SCORE_MOD), base)
     # A non-finite value has reached rows that don't see it too, because 0 * NaN is NaN; and
     # weights of far rows are lost. Asked before the sums are stored, which then need no registers.
-    inexact = any_strange(acc) | is_far(row_max, base).to(tl.int32)
+    inexact = any_nonfinite(acc) | is_far(row_max, base).to(tl.int32)
     is_inexact = tl.max(inexact, 0) > 0
     # Counted from the tile's first row: places as the query's above would be kept in registers
     # through all loops.

@@ -804,5 +804,5 @@ def accumulate(totals, LEARNED: tl.constexpr, offset, inside, value, live, SUMS:
             whole = round_to_even(scaled(known, shift)).to(tl.int64)
             integers = totals[COUNT + LEARNED] + offset
             tl.atomic_add(integers, whole, mask=whole != 0, sem="relaxed")
-            strange = ~finite & inside
-            tl.atomic_add(totals[LEARNED] + offset, value, mask=strange, sem="relaxed")
+            nonfinite = ~finite & inside
+            tl.atomic_add(totals[LEARNED] + offset, value, mask=nonfinite, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Pieces of the kernels: loads of rows, the block mask's rows, what isn't finite.
+"""Pieces of the kernels: loads of rows, the block mask's rows, non-finite values.
 
 All kernels are written for any Triton target: pointers with masks, no inline assembly, no atomics
 but for gradients of captured tensors. Shapes: a tile of scores is [M, N], M query rows, N keys.
@@ -27,15 +27,15 @@ __all__ = [
     "mask_row",
     "masked_scores",
     "next_other_step",
+    "nonfinite",
+    "nonfinite_counts",
+    "nonfinite_sum",
     "row_offsets",
     "store_part",
     "store_rows",
-    "strange",
-    "strange_counts",
-    "strange_sum",
     "sum_of_counts",
     "tensor_at",
-    "without_strange",
+    "without_nonfinite",
 ]
 
 # Argument lists would be a line an argument.
@@ -52,8 +52,8 @@ times unit as that is rounded: all weights of a row are off by one factor then, 
 divides out. From here on that factor may be far from 1, from 2^30 no float holds it, and the
 product overflows for such scores as the lowest float, of which masks are made."""
 FEW = tl.constexpr(16)
-"""Rows or keys of a step where something isn't finite or a row is far: the least that products
-take. What hardly ever runs should be compiled soon, not run soon."""
+"""Rows or keys of a step where a value is non-finite or a row is far: as few as products take.
+Such steps hardly ever run, so that their compile time counts and not their speed."""
 LONG = tl.constexpr(4)
 """Steps: each loop begins with a wait, but its steps are shorter without a mask's code."""
 
@@ -297,21 +297,21 @@ def masked_scores(
 
 
 @triton.jit
-def strange(x):
+def nonfinite(x):
     """Where x, of any float type, is infinite or NaN."""
     return ~(tl.abs(x.to(tl.float32)) < float("inf"))
 
 
 @triton.jit
-def without_strange(x):
-    """x with 0 for what isn't finite: at dead pairs weights are 0, and 0 * NaN is NaN."""
-    return tl.where(strange(x), tl.zeros_like(x), x)
+def without_nonfinite(x):
+    """x with 0 for non-finite elements: at dead pairs weights are 0, and 0 * NaN is NaN."""
+    return tl.where(nonfinite(x), tl.zeros_like(x), x)
 
 
 @triton.jit
-def strange_counts(v):
-    """What to sum over the rows of v, as halves, to know all three kinds of what isn't finite in
-    one product: infinities count 1 / 256, negative ones 1, NaNs as one of each."""
+def nonfinite_counts(v):
+    """Summands over the rows of v, as halves, that tell the kinds of non-finite values in one
+    product: infinities count 1 / 256, negative ones 1, NaNs as one of each."""
     tl.static_assert(v.shape[0] < 256)
     counted = tl.where(v == float("inf"), 0.00390625, 0.0)
     counted = tl.where(v == float("-inf"), 1.0, counted)
@@ -320,17 +320,17 @@ def strange_counts(v):
 
 @triton.jit
 def sum_of_counts(count):
-    """The sum of what isn't finite: 0, an infinity, or NaN, from sums of `strange_counts`."""
+    """The sum of non-finite values: 0, an infinity, or NaN, from sums of `nonfinite_counts`."""
     negative = tl.floor(count)
     infinite = tl.where(count > negative, float("inf"), 0.0)
     return infinite + tl.where(negative > 0.0, float("-inf"), 0.0)
 
 
 @triton.jit
-def strange_sum(seen, v):
-    """Sums [M, D] over seen keys of what isn't finite in v [N, D]: 0, an infinity, or NaN.
+def nonfinite_sum(seen, v):
+    """Sums [M, D] over seen keys of non-finite values in v [N, D]: 0, an infinity, or NaN.
 
     Args:
         seen: [M, N], whether a row sees a key.
     """
-    return sum_of_counts(tl.dot(seen.to(tl.float16), strange_counts(v), input_precision="ieee"))
+    return sum_of_counts(tl.dot(seen.to(tl.float16), nonfinite_counts(v), input_precision="ieee"))
