@@ -14,20 +14,28 @@ import triton
 import triton.language as tl
 
 from anyflex_cuda.kernel_records import MaskRuns
-from anyflex_triton.backward import delta_of_rows, store_weighing
-from anyflex_triton.backward_keys import HeadRowValues, add_to_keys
-from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.column_parts import load_pointed_rows, store_parts, zeros_of_parts
-from anyflex_triton.kernel_records import (
+from anyflex_triton.device_functions import (
     DeltaSources,
     HeadRows,
+    HeadRowValues,
     ModGradients,
     ModInputs,
     Mods,
     RowValues,
+    add_to_keys,
+    add_to_queries,
+    bounded_run,
+    delta_of_rows,
+    load_pointed_rows,
+    mask_row,
+    nonfinite,
+    record,
+    store_parts,
+    store_rows,
+    store_weighing,
+    tensor_at,
+    zeros_of_parts,
 )
-from anyflex_triton.records import record
-from anyflex_triton.tiles import bounded_run, mask_row, nonfinite, store_rows, tensor_at
 
 __all__ = ["convert_kernel", "prepare_kernel", "repair_kernel"]
 

@@ -46,10 +46,19 @@ from anyflex_cuda.row_sums import write_row_sums
 from anyflex_cuda.spoken_words import WORDS, said, say
 from anyflex_cuda.step_scores import scores_of_step
 from anyflex_cuda.strange_values import write_nonfinite_rows
-from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.kernel_records import ModInputs, Mods, RowResults
-from anyflex_triton.records import record
-from anyflex_triton.tiles import FAR, FULL, is_far, mask_row, nonfinite
+from anyflex_triton.device_functions import (
+    FAR,
+    FULL,
+    ModInputs,
+    Mods,
+    RowResults,
+    is_far,
+    mask_row,
+    nonfinite,
+    record,
+    tile_of_program,
+    unit_of_scores,
+)
 
 __all__ = ["ROWS", "forward_kernel"]
 

@@ -13,8 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from anyflex_cuda.row_sums import write_row_sums
-from anyflex_triton.records import record
-from anyflex_triton.tiles import LOG2E
+from anyflex_triton.device_functions import LOG2E, record
 
 __all__ = [
     "MOST_COUNTED",

@@ -13,9 +13,7 @@ from anyflex_cuda.decode_steps import (
     sums_place,
     total_steps,
 )
-from anyflex_triton.decode import store_row
-from anyflex_triton.kernel_records import RowResults
-from anyflex_triton.tiles import LOG2E
+from anyflex_triton.device_functions import LOG2E, RowResults, store_row
 
 __all__ = ["combine_kernel"]
 

@@ -33,8 +33,7 @@ from anyflex_cuda.named_barriers import named_barrier
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.step_weights import weights_of
 from anyflex_cuda.tile_parts import layout_of_products, load_box, store_box
-from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods
-from anyflex_triton.records import record
+from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
 __all__ = ["KEYS", "backward_kernel"]
 

@@ -47,10 +47,14 @@ from anyflex_cuda.decode_steps import (
 from anyflex_cuda.spoken_words import said, say
 from anyflex_cuda.strange_values import KEYS, PART, load_part, place_of, seen_nonfinite
 from anyflex_cuda.tile_parts import ROWS
-from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.kernel_records import Mods, RowResults
-from anyflex_triton.records import record
-from anyflex_triton.tiles import masked_scores, nonfinite
+from anyflex_triton.device_functions import (
+    Mods,
+    RowResults,
+    masked_scores,
+    nonfinite,
+    record,
+    unit_of_scores,
+)
 
 __all__ = ["decode_kernel"]
 

@@ -49,10 +49,19 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
-from anyflex_triton.forward import tile_of_program, unit_of_scores
-from anyflex_triton.kernel_records import ModInputs, Mods, RowResults
-from anyflex_triton.records import record
-from anyflex_triton.tiles import FAR, FULL, bounded_run, is_far, mask_row
+from anyflex_triton.device_functions import (
+    FAR,
+    FULL,
+    ModInputs,
+    Mods,
+    RowResults,
+    bounded_run,
+    is_far,
+    mask_row,
+    record,
+    tile_of_program,
+    unit_of_scores,
+)
 
 __all__ = ["forward_kernel"]
 

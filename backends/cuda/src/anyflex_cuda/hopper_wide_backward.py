@@ -53,8 +53,7 @@ from anyflex_cuda.tile_parts import (
     store_parts,
     zeros_of,
 )
-from anyflex_triton.kernel_records import ModGradients, ModInputs, Mods
-from anyflex_triton.records import record
+from anyflex_triton.device_functions import ModGradients, ModInputs, Mods, record
 
 __all__ = ["key_kernel", "query_kernel"]
 

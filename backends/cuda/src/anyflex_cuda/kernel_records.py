@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from anyflex_triton.records import record
+from anyflex_triton.device_functions import record
 
 __all__ = [
     "KeyRing",

@@ -13,15 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from anyflex_triton.forward import unit_of_scores
-from anyflex_triton.kernel_records import ModInputs
-from anyflex_triton.records import record
-from anyflex_triton.tiles import (
+from anyflex_triton.device_functions import (
+    ModInputs,
     bounded_run,
     mask_row,
     masked_scores,
     nonfinite,
     nonfinite_counts,
+    record,
     sum_of_counts,
     unit_of_scores,
 )

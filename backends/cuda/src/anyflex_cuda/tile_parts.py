@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from anyflex_triton.tiles import nonfinite
+from anyflex_triton.device_functions import nonfinite
 
 __all__ = [
     "ROWS",

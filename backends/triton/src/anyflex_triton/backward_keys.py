@@ -21,7 +21,6 @@ from anyflex_triton.column_parts import (
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
-from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FEW,

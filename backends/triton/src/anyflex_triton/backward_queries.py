@@ -18,7 +18,6 @@ from anyflex_triton.column_parts import (
 from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.forward import tile_of_program
 from anyflex_triton.kernel_records import HeadRows, ModGradients, ModInputs, Mods, RowValues
-from anyflex_triton.dependent_launch import await_earlier
 from anyflex_triton.tiles import (
     FEW,
     bounded_run,

@@ -12,7 +12,6 @@ import triton.language as tl
 from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.forward import natural_scores, unit_of_scores
 from anyflex_triton.kernel_records import HeadRows, ModInputs, Mods, RowResults
-from anyflex_triton.dependent_launch import await_earlier, let_next_begin
 from anyflex_triton.tiles import (
     LOG2E,
     bounded_run,

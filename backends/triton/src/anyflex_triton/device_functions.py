@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from anyflex_triton import operations
 from anyflex_triton.backward import delta_of_rows, store_weighing
-from anyflex_triton.backward_keys import add_to_keys
+from anyflex_triton.backward_keys import HeadRowValues, add_to_keys
 from anyflex_triton.backward_queries import add_to_queries
-from anyflex_triton.column_parts import load_row_parts, store_parts, zeros_of_parts
+from anyflex_triton.column_parts import load_pointed_rows, store_parts, zeros_of_parts
 from anyflex_triton.decode import store_row
 from anyflex_triton.forward import natural_scores, tile_of_program, unit_of_scores
+from anyflex_triton.kernel_records import (
+    DeltaSources,
+    HeadRows,
+    ModGradients,
+    ModInputs,
+    Mods,
+    RowResults,
+    RowValues,
+)
+from anyflex_triton.records import record
 from anyflex_triton.tiles import (
     FAR,
     FULL,
@@ -22,9 +32,9 @@ from anyflex_triton.tiles import (
     is_far,
     mask_row,
     masked_scores,
+    nonfinite,
+    nonfinite_counts,
     store_rows,
-    strange,
-    strange_counts,
     sum_of_counts,
     tensor_at,
 )
@@ -33,22 +43,31 @@ __all__ = [
     "FAR",
     "FULL",
     "LOG2E",
+    "DeltaSources",
+    "HeadRowValues",
+    "HeadRows",
+    "ModGradients",
+    "ModInputs",
+    "Mods",
+    "RowResults",
+    "RowValues",
     "add_to_keys",
     "add_to_queries",
     "bounded_run",
     "delta_of_rows",
     "is_far",
-    "load_row_parts",
+    "load_pointed_rows",
     "mask_row",
     "masked_scores",
     "natural_scores",
+    "nonfinite",
+    "nonfinite_counts",
     "operations",
+    "record",
     "store_parts",
     "store_row",
     "store_rows",
     "store_weighing",
-    "strange",
-    "strange_counts",
     "sum_of_counts",
     "tensor_at",
     "tile_of_program",
