@@ -366,7 +366,7 @@ def test_a_change_of_what_an_untraceable_mod_reads_is_noticed_in_backward() -> N
     slopes = SLOPES.detach().clone()
     out = anyflex.flex_attention(query, key, value, untraceable(slopes))
     slopes.mul_(2)
-    with pytest.raises(ArgumentError, match=r"shape \[2\].*changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
