@@ -343,6 +343,7 @@ DYNAMO_NAMES: dict[str, tuple[str, str]] = {
     "variables.misc.AutogradFunctionVariable": (_ALL, _SYMBOLS),
     "variables.tensor.SymNodeVariable": (_ALL, _SYMBOLS),
     "variables.torch.TorchInGraphFunctionVariable": (_ALL, _SYMBOLS),
+    "variables.torch_function.TorchFunctionModeVariable": (_ALL, _SYMBOLS),
     "variables.torch_function.dispatch_torch_function": (_ALL, _SYMBOLS),
     "variables.user_defined.UserDefinedObjectVariable": (_ALL, _SYMBOLS),
 }

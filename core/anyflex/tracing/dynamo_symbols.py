@@ -7,7 +7,8 @@ operations by itself, up to torch 2.15:
 * ``autograd.Function.apply`` on a symbol by inlining its forward alone: gradients would silently
   be those of forward and not those of the Function's backward;
 * the functions of `NOT_OVERRIDABLE`, which don't ask ``__torch_function__``,
-  ``isinstance(x, torch.Tensor)``, ``torch.is_tensor(x)`` and, before torch 2.15, ``~x``.
+  ``isinstance(x, torch.Tensor)``, ``torch.is_tensor(x)`` and, before torch 2.15, ``~x``;
+* before torch 2.13, ``torch.tensor(3.0)`` in a mod as a tensor on the CPU, not as a number.
 
 `torch.compiler.substitute_in_graph` takes none of these functions, for Dynamo has rules for them.
 The entries answer for a `Symbol` alone; other programs are compiled as before. Dynamo refuses what
@@ -25,7 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from anyflex.tensors.dynamo_errors import fail_while_compiling
-from anyflex.tensors.torch_versions import dynamo_constant, dynamo_name
+from anyflex.tensors.torch_versions import dynamo_constant, dynamo_name, release
+from anyflex.tracing.conversions import FACTORIES
 from anyflex.tracing.trace_errors import CUSTOM_FUNCTION
 
 __all__ = ["NOT_OVERRIDABLE", "register_symbols"]
@@ -38,8 +40,12 @@ Handler = Callable[..., Any]
 
 
 @dynamo_constant
-def register_symbols() -> None:
-    """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it."""
+def register_symbols(mode: type) -> None:
+    """Add the entries, once a process. Dynamo runs this while it traces, instead of tracing it.
+
+    Args:
+        mode: kind of the TorchFunctionMode in which mods are traced.
+    """
     if _state["registered"]:
         return
     _state["registered"] = True
@@ -55,6 +61,9 @@ def register_symbols() -> None:
         functions = dynamo_name("variables.torch.TorchInGraphFunctionVariable")._get_handlers()
         for function in NOT_OVERRIDABLE:
             functions[function] = _overridden
+        if release(torch.__version__) < (2, 13):
+            for function in FACTORIES:
+                functions[function] = _made_in_mod(mode, functions.get(function))
         functions[torch.is_tensor] = _is_tensor(functions[torch.is_tensor])
         builtin.call_isinstance = _is_instance(builtin.call_isinstance)
         if not hasattr(builtin, "call_invert"):
@@ -104,6 +113,20 @@ def _overridden(function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         dispatch = dynamo_name("variables.torch_function.dispatch_torch_function")
         return dispatch(tx, function, args, kwargs)
     return None
+
+
+def _made_in_mod(mode: type, otherwise: Handler | None) -> Handler:
+    """Leave a factory to the mode of the mod under trace, if one is."""
+
+    def make(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = dynamo_name("variables.torch_function.TorchFunctionModeVariable")
+        for entered in tx.symbolic_torch_function_state.mode_stack:
+            if type(entered) is kind and entered.python_type() is mode:
+                dispatch = dynamo_name("variables.torch_function.dispatch_torch_function")
+                return dispatch(tx, self, args, kwargs)
+        return None if otherwise is None else otherwise(self, tx, *args, **kwargs)
+
+    return make
 
 
 def _true() -> Any:

@@ -161,7 +161,7 @@ def _traced(
     )
     check_signature(function, kind)
     if torch.compiler.is_dynamo_compiling():
-        register_symbols()
+        register_symbols(TraceMode)
     else:
         tracer.name_of = lambda tensor: captured_name(function, tensor)
         tracer.make_symbol = tensor_symbol
