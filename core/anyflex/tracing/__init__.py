@@ -1,3 +1,3 @@
-"""From a user's function to a mod graph or a recording."""
+"""From a user's function to a mod graph."""
 
 from __future__ import annotations
