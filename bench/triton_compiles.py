@@ -6,7 +6,7 @@ needed.
         [--kernels forward,decode,keys,queries] [--length 256] [--record | --compare] [--brief]
 
 Each kernel of the table is compiled with the table's configuration: forward and backward's two
-without mask (plain), and with a causal mask and two query heads a key head (causal); decode once,
+without mask (plain), and with a causal mask and two query heads a KV head (causal); decode once,
 with causal; forward also with a causal mask and a soft cap (softcap), ALiBi (alibi), a bias by
 relative position (relative) or by row and key (bias), with packed documents (documents), and with
 ALiBi under a soft cap and packed documents (mixed); backward's two also with the bias by relative

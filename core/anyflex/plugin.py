@@ -1,6 +1,6 @@
 """Everything that a plugin imports from anyflex: the contract, the mod graph, the hook marker.
 
-A backend is a subclass of `Backend` that stands under a name in the plugin's ``pyproject.toml``::
+A backend is a subclass of `Backend` with a name in the plugin's ``pyproject.toml``::
 
     [project.entry-points."anyflex.backends.v1"]
     "cuda.mine" = "my_package.backend:MyBackend"

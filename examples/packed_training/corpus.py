@@ -1,6 +1,6 @@
 """Real text that every machine has: the source files of Python's standard library.
 
-A document is a function, a method, or what stands between them: half of them have less than 210
+A document is a function, a method, or the text between them: half of them have less than 210
 bytes, so that many rows hold several. Every document starts with byte 0, which no source file
 contains: the bytes alone tell which document a position belongs to.
 """

@@ -131,7 +131,7 @@ class Limit:
 
     Args:
         score: the largest one.
-        types: that the result, or what it is made of, is rounded to.
+        types: that the result, or an operand of it, is rounded to.
     """
 
     score: float

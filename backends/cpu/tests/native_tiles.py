@@ -25,7 +25,7 @@ _NOTE = ctypes.CFUNCTYPE(
 
 
 class NoArtifacts:
-    """Artifacts that keep what is put, for one test."""
+    """Artifacts in memory, for one test."""
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}

@@ -85,7 +85,7 @@ class BenchCase:
 
     @property
     def gqa(self) -> bool:
-        """Whether query heads share key heads."""
+        """Whether query heads share KV heads."""
         return self.q_shape[1] != self.kv_shape[1]
 
     def small(self) -> BenchCase:

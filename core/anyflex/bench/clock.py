@@ -25,7 +25,7 @@ class Timed:
     Args:
         call: takes the result of `before`.
         before: runs before each call and isn't timed: the forward of a backward. None for calls
-            that need nothing, which then stand back to back.
+            that need nothing, which then run back to back.
     """
 
     call: Callable[[Any], Any]
@@ -128,7 +128,7 @@ class GraphClock(DeviceClock):
         return None if timed.before is None else "no CUDA graph of a backward alone"
 
     def readied(self, timed: Timed) -> Timed:
-        """Capture the call. Raises what it raises if it can't be captured."""
+        """Capture the call. Raises torch's error if it can't be captured."""
         graph = torch.cuda.CUDAGraph()
         # A graph belongs to the current device's streams.
         with torch.cuda.device(self.device):

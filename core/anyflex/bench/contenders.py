@@ -55,7 +55,7 @@ def chosen_contenders(
 
     Args:
         wanted: names; empty for every usable backend of the device's type and every peer. The
-            reference is measured only if it is named, or nobody else's backend is there.
+            reference is measured only if it is named, or if there is no other backend.
         options: of a backend that is measured, kernel_options with which it is measured too, as a
             contender after it.
 

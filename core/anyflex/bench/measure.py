@@ -37,7 +37,7 @@ class Measurement:
     """One contender, case and direction.
 
     Args:
-        case, direction, contender, kind, distribution: what was measured.
+        case, direction, contender, kind, distribution: identify the measurement.
         status: ``measured``; ``refused`` with a reason; ``wrong`` numbers, which are not timed;
             ``failed`` with an exception.
         detail: reason, exception, or which result was wrong.
@@ -105,7 +105,7 @@ def measure_case(
     Args:
         clock: of the device.
         rounds: in each, every contender is sampled once, one after the other, in another order.
-        say: told what is being done.
+        say: takes lines of progress.
 
     Raises:
         AnyflexError: from the functions that the case names.

@@ -126,9 +126,9 @@ class BlockMask(MaskContent):
             mask_mod: needed if there is a PARTIAL run.
             capacity: rows that `runs` shall have at least. A mask with spare rows is the one that
                 may be rewritten: a CUDA graph that has captured its forward may write new values
-                into the mask's `offsets` and `runs` between replays. Nothing checks them, and what
-                was derived of the mask before stays as it was: the transpose that backward reads,
-                copies on other devices.
+                into the mask's `offsets` and `runs` between replays. Nothing checks them, and
+                forms derived from the mask before are not updated: the transpose that backward
+                reads, copies on other devices.
 
         Raises:
             BlockMaskError: naming the row, run or position that is wrong.

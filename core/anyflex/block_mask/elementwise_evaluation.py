@@ -50,7 +50,7 @@ class _Grid:
 
 
 class TracedElements(_Grid):
-    """A traced mask mod, or a score mod, of which an element is dead where it gives -inf.
+    """A traced mask mod, or a score mod, for which an element is dead where it gives -inf.
 
     Args:
         traced: its captured tensors are copied to `device`, once.

@@ -131,7 +131,7 @@ def check_reads(traced: TracedMod) -> None:
 
 
 def check_captured(position: int, tensor: Any, dtype: torch.dtype, rank: int) -> None:
-    """Check a tensor that a traced mask mod reads, by its position, against what was traced.
+    """Check a tensor that a traced mask mod reads, by its position, against its traced facts.
 
     Raises:
         BlockMaskError: it isn't a tensor, or has another dtype or rank.

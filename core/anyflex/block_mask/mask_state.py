@@ -97,7 +97,8 @@ class MaskContent(BlockStructure):
 
     @property
     def mask_mod(self) -> MaskMod | None:
-        """The mask mod of the PARTIAL blocks; assigning traces it. Structure stays as it is."""
+        """The mask mod of the PARTIAL blocks; assigning traces it. The structure doesn't
+        change."""
         if self._mask_mod is None and self.traced is not None:
             return RebuiltMaskMod(self.traced)
         return self._mask_mod

@@ -1,4 +1,4 @@
-"""The run-time side of a call: what a kernel is given, and what it fills.
+"""Run-time side of a call: a kernel's inputs, and the outputs that it fills.
 
 All are created by core. A kernel reads the inputs, writes the outputs in place, and keeps neither.
 Their __init__ is written out, because the generated one of a frozen dataclass takes twice as long

@@ -32,7 +32,7 @@ class Capabilities:
         dtypes: of query, key and value.
         head_dim_min, head_dim_max, head_dim_multiple: rule for E, and for Ev.
         different_value_head_dim: Ev may differ from E.
-        gqa: several query heads may share a key head.
+        gqa: several query heads may share a KV head.
         kv_broadcast: key and value of batch 1 may serve a larger query batch.
         scattered: tensors whose last stride is not 1 are read in place.
         aux: auxiliary outputs, subset of ("lse", "max_scores").

@@ -42,8 +42,8 @@ class Spec:
     """Frozen, hashable and serialisable (`to_text`, `from_text`).
 
     Batch, heads, lengths, strides, captured values and scale are run-time and no part of it. A
-    field's default is what the plainest call has: a backend may leave out of
-    ``Capabilities.known_fields`` what it can't do.
+    field's default is that of the plainest call: a backend may leave fields that it doesn't
+    support out of ``Capabilities.known_fields``.
 
     Args:
         device_type: torch's device type, for example ``"cuda"``.
@@ -51,7 +51,7 @@ class Spec:
         dtype: of query, key, value and out.
         head_dim: E, last dimension of query and key.
         value_head_dim: Ev, last dimension of value and out.
-        gqa_ratio: query heads per key head.
+        gqa_ratio: query heads per KV head.
         kv_broadcast: key and value have batch 1 and query has more.
         score_graph: the score mod after simplification, or None for none. Loads count into
             ``Call.captured``, number slots into ``Call.ints`` and ``Call.floats``.

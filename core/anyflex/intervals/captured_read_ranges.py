@@ -120,7 +120,7 @@ def bounded_range(range_: Range, size: int) -> tuple[Tensor, Tensor, Flag, Flag]
     whole dimension.
 
     Returns:
-        (low, high, no index leaves [-size, size), the range is as it was).
+        (low, high, no index leaves [-size, size), the range is unchanged).
     """
     low, high = tensor_of(range_.low), tensor_of(range_.high)
     least, most = int(low.amin()), int(high.amax())

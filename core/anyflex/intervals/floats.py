@@ -1,7 +1,7 @@
 """Ranges of floating operations.
 
-Ends are computed in the node's own type. Rounding to nearest is monotone, so the ends of sums,
-products, roots and conversions hold as they are; functions that torch computes approximately are
+Ends are computed in the node's own type. Rounding to nearest is monotone, so the bounds of sums,
+products, roots and conversions hold unchanged; functions that torch computes approximately are
 widened by a few units in the last place. A NaN bound means that the cell's range is unknown: every
 comparison with it is False.
 """

@@ -39,7 +39,7 @@ class Derivative:
         nodes: in evaluation order. Beside the score mod's inputs they read input ``grad``, the
             gradient of the modified score, of the graph's own type.
         score: position of the gradient of the score that went in; None where it is exactly 0.
-        scatters: what is added to the captured tensors' gradients. A wanted tensor without a
+        scatters: additions to the captured tensors' gradients. A wanted tensor without a
             scatter has gradient 0.
     """
 

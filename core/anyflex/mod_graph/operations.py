@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
     "f32": torch.float32,
     "f64": torch.float64,
 }
-"""Names of the scalar types, as they stand in a graph's text."""
+"""Names of the scalar types in a graph's text."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 

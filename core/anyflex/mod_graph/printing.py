@@ -40,7 +40,7 @@ def printed(nodes: Sequence[Node], output: int) -> str:
     """Return the nodes of the result, one line each: ``v0: i64 = q_idx - kv_idx``.
 
     Inputs, constants, closed-over numbers (``i0``, ``f0``: slots of a call's ints and floats) and
-    0-d captured tensors stand where they are used. A cast is written as its type's name.
+    0-d captured tensors are printed where they are used. A cast is written as its type's name.
     """
     needed = {output}
     for position in range(output, -1, -1):

@@ -22,7 +22,7 @@ _SINCE = {
     # x.clamp(0, 1) at a bound: 0, before 1.
     "clamp stops at numbers": (2, 14),
     # x.clamp(low, high) by tensors: at a bound x and the bound get 0.5 each, before x had 1. A NaN
-    # gets 1, before 0; bounds that meet pass on what they replace, before nothing.
+    # gets 1, before 0; where the bounds are equal the replaced value gets a gradient, before none.
     "clamp halves at tensors": (2, 14),
     # torch.fmax and fmin at a tie: 0.5 each, before the first had 1.
     "fmax halves at ties": (2, 14),

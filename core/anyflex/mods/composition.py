@@ -17,7 +17,7 @@ def compose(*score_mods: ScoreMod) -> ScoreMod:
     """Return the score mod that applies `score_mods` in order, each to the result of the one
     before.
 
-    Without any, scores stay as they are.
+    Without any, scores are unchanged.
 
     Raises:
         ArgumentTypeError: an argument that is not callable; names its position.

@@ -1,6 +1,6 @@
 """Layout of a call with heads in groups, for the reference's batched products.
 
-Query heads that share a key head are in one dimension: rows are [B, Hkv, G, L, E] and scores
+Query heads that share a KV head are in one dimension: rows are [B, Hkv, G, L, E] and scores
 [B, Hkv, G, L, S] with G = Hq / Hkv. Keys stay [Bkv, Hkv, S, E]: a product folds G, and B where
 Bkv is 1, into its rows, so no key is ever copied for another head or batch.
 """

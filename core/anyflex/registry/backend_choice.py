@@ -152,8 +152,8 @@ class Choice:
         return bound
 
     def _automatic(self) -> list[Entry]:
-        """Order the candidates: those that can't be used first, because nobody knows their
-        priority and each must be reported; then by priority, then by name; then the reference."""
+        """Order the candidates: those that can't be used first, because their priority is unknown
+        and each must be reported; then by priority, then by name; then the reference."""
         usable: dict[str, tuple[int, Entry]] = {}
         unusable = []
         for entry in self.table.of_device(self.spec.device_type):

@@ -55,7 +55,7 @@ def on_replaced(forget: Callable[[], None]) -> None:
 
 
 def replaced() -> None:
-    """Call everybody who asked to be told of a new table."""
+    """Call the registered `forget` functions."""
     for forget in _forget:
         forget()
     changed()

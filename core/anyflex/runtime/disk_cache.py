@@ -4,9 +4,9 @@
 
 The key is the SHA-256 of distribution, version, core's version, the rules by which this torch
 differentiates, the backend's fingerprint and the spec's digest. A file is a line of magic, a line
-with the SHA-256 of its name and content, and the content: what is torn, damaged or foreign is
-found at reading and compiled anew. Files are written beside their place and moved into it, so that
-any number of processes may share the folder.
+with the SHA-256 of its name and content, and the content: torn, damaged or foreign files are found
+at reading and compiled again. Files are written beside their place and moved into it, so that any
+number of processes may share the folder.
 
 The folder must belong to the user and be closed to others (mode 0700): its content is executed.
 """

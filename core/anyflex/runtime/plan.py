@@ -272,7 +272,7 @@ def _plan_of_class(
     bound: Bound,
     names: tuple[str, ...],
 ) -> Plan:
-    """The plan of a class of calls, of which this is one.
+    """The plan of the class of calls that this one belongs to.
 
     Args:
         of_class: the key of the class.

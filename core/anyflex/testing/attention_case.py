@@ -44,7 +44,7 @@ Values = Callable[[dict[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A call of `flex_attention` and what is compared.
+    """A call of `flex_attention` and the results that are compared.
 
     Args:
         name: ``"masks/prefix_batch"``: the group, then what is special.

@@ -29,7 +29,7 @@ class Conformance:
 
     Attributes:
         backend: the registered name.
-        backend_class: the class to stand under that name; None for the registered one.
+        backend_class: the class for that name; None for the registered one.
         device: where tensors are; None for the name's device type.
         require: names of the sets that must be accepted: "forward", "backward", "decode", "all".
         quick: only the quick subset.

@@ -90,7 +90,7 @@ def differences(
 ) -> list[str]:
     """Return a line for each tensor that breaks |a - b| <= tolerance * max(1, max|b|).
 
-    NaN and infinities must stand in the same places. Where `wanted` is finite, a tensor named in
+    NaN and infinities must be at the same positions. Where `wanted` is finite, a tensor named in
     `may_be_nan` may be NaN.
     """
     lines = []

@@ -21,7 +21,7 @@ __all__ = ["ConformanceFailure", "Session", "open_session"]
 
 
 class ConformanceFailure(AssertionError):
-    """A backend broke a promise; the message says which, and what came instead."""
+    """A backend broke a promise; the message says which, and the actual result."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _name(posed: stand_in.Posed | None) -> str:
 
 def _after_fork() -> None:
     # A thread that doesn't exist in the child may have held the lock. Blocks of such threads stay
-    # in force, as the child's work began under them, and hinder nobody.
+    # in force, as the child's work began under them, and do no harm.
     global _lock
     _lock = threading.Lock()
     for block in _blocks:

@@ -1,9 +1,9 @@
 """Time limit of a case.
 
-Code that hangs in a kernel can't be stopped, so the process ends. A thread reports what was
-running and writes the report. Native code that never lets another Python thread run blocks that
-thread too: some seconds later faulthandler, which needs no interpreter, writes the tracebacks and
-ends the process with the same status.
+Code that hangs in a kernel can't be stopped, so the process ends. A thread prints the running case
+and writes the report. Native code that never lets another Python thread run blocks that thread
+too: some seconds later faulthandler, which needs no interpreter, writes the tracebacks and ends
+the process with the same status.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def limited(name: str, work: Callable[[], T], seconds: float, expired: Callable[
     """Return the result of `work`, or end the process with status 1 after `seconds`.
 
     Args:
-        name: stands in the tracebacks that are written to stderr then, as a function's name.
+        name: appears as a function's name in the tracebacks that are written to stderr then.
         work: the function that may hang.
         seconds: 0 for no limit.
         expired: is called in another thread before the process ends.
@@ -56,7 +56,7 @@ def ended_after(name: str, work: Callable[[], T], seconds: float) -> T:
     tracebacks on stderr. For a process that another one watches and tells of.
 
     Args:
-        name: stands in the tracebacks, as a function's name.
+        name: appears in the tracebacks, as a function's name.
         work: the function that may hang.
         seconds: 0 for no limit.
     """

@@ -53,7 +53,7 @@ static void add_weights(const tile_place& at, const tile_buffers& t, int64_t fir
 }
 
 // Stores the maxima and sums of large rows. A non-finite query is 0 in the operands, so its row
-// keeps what it has.
+// keeps its maximum and its sum.
 static void keep_row_max(const tile_place& at, const large_row_sums& rows) {
     const q_tile& tile = at.operands;
     const float sign = sign_of_factor(at.args->problem);

@@ -8,7 +8,7 @@
 // of AF_LANES * 4 bytes; l and d take two slots in a row, the others one. Narrow integers are i,
 // wrapped after each operation; half and bf16 are f, rounded after each operation.
 //
-// The steps stand in four sections. What depends on neither index runs once a tile, with all lanes
+// The steps are in four sections. What depends on neither index runs once a tile, with all lanes
 // equal; what depends on q_idx alone once for AF_LANES rows, a lane a row; what depends on kv_idx
 // alone once a block of AF_LANES columns, a lane a column; the rest for every row of that block, a
 // lane a column. There an operand in capitals (see below) is one value: its register's lane of
@@ -57,7 +57,7 @@ struct af_operand {
 // value.
 enum af_shape { AF_ANY = 0, AF_ONE = 1, AF_STEP = 2 };
 
-// X(name, signature). A signature is what the step writes, ':', what it reads: kinds in the order
+// X(name, signature). A signature has the step's result, ':', its operands: kinds in the order
 // a, b, c; a capital is one value in the last section. Afterwards maybe one of
 //   c  the immediate counts into constants    n  into ints    x  into floats
 //   t  into captured tensors: a load, or a scatter where nothing is written

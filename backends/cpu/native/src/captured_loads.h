@@ -17,7 +17,7 @@ AF_INLINE bool is_live(const lane_block& t, int row, int column) {
     return tile.live[row * tile.live_ld + column / 16] >> (column % 16) & 1;
 }
 
-// Whether the pair is live whose value stands in this lane.
+// Whether the pair of this lane's value is live.
 AF_INLINE bool is_live_lane(const lane_block& t, int lane) {
     switch (t.where) {
         case PAIRS:

@@ -136,7 +136,7 @@ static void score_turn(const decode_query& q, int rows, const stream_block& key,
     }
 }
 
-// Scores of all rows. `next` is what is read afterwards.
+// Scores of all rows. `next` is read afterwards.
 static void score_tiles(const decode_query& q, int rows, const matrix& key, int64_t dim,
                         const tile_columns& columns, const stream_block& next, float scale,
                         float* score, int64_t ld) {

@@ -162,7 +162,7 @@ AF_INLINE vf exp2(vf x) {
     const vf f = x - __builtin_convertvector(n, vf);
 #endif
     vf p;
-    if constexpr (DEGREE == 6) {  // 6.5e-8, of which the polynomial itself is 2e-9
+    if constexpr (DEGREE == 6) {  // 6.5e-8, 2e-9 of it from the polynomial
         p = splat(0.000216129152f);
         p = madd(p, f, splat(0.00124678470f));
         p = madd(p, f, splat(0.00967545249f));

@@ -30,7 +30,7 @@ it."""
 
 
 class CpuKernel(Kernel):
-    """Holds what is fixed by a spec. Each running call has a block of memory of its own.
+    """Holds everything that a spec fixes. Each running call has a block of memory of its own.
 
     Args:
         spec: what `CpuBackend.supports` accepted.

@@ -42,7 +42,7 @@ class Value(NamedTuple):
 
 
 class Module:
-    """Collects functions and what they declare.
+    """Collects functions and their declarations.
 
     Args:
         features: the target's, without the plus sign: ``"fma"``, ``"avx512f"``.
@@ -78,7 +78,7 @@ class Function:
     """A function under construction. Blocks are printed in the order of `blocks`.
 
     Args:
-        module: what it is added to by `finish`.
+        module: the module that `finish` adds it to.
         header: for example ``"define void @f(ptr %x)"``.
     """
 

@@ -123,7 +123,7 @@ class Scatters:
         tile.line(
             f"call void @llvm.memset.p0.i64(ptr {strip.address}, i8 0, i64 {8 * CHUNK}, i1 false)"
         )
-        # With a step of -1, column 0 stands at the strip's end. Vectors begin at their lowest
+        # With a step of -1, column 0 is at the strip's end. Vectors begin at their lowest
         # element.
         origin = tile.constant("i64", 0 if step > 0 else CHUNK - 1)
         of_column_0 = tile.address(strip.address, "double", origin)

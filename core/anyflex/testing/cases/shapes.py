@@ -189,7 +189,7 @@ comparisons(
     ),
 )
 
-# Grouped heads: sizes that are no power of two, and one key head for all.
+# Grouped heads: sizes that are no power of two, and one KV head for all.
 comparisons(
     CASES,
     *(

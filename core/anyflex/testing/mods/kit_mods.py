@@ -64,7 +64,7 @@ def f16_collide(w: Any) -> ScoreMod:
 def seven_tables(
     factors: Any, offsets: Any, rows: Any, columns: Any, distances: Any, kinds: Any, of_kinds: Any
 ) -> ScoreMod:
-    """Tables of four types; four learn. Head, key head, batch, row, key and pair decide
+    """Tables of four types; four learn. Head, KV head, batch, row, key and pair decide
     elements."""
     group = factors.shape[0] // columns.shape[0]
 

@@ -21,7 +21,7 @@ __all__ = ["ExampleKernel"]
 
 
 class ExampleKernel(Kernel):
-    """Holds what was compiled for a spec and nothing of any call, so threads may share it.
+    """Holds everything compiled for a spec and nothing of any call, so threads may share it.
 
     Args:
         spec: what `ExampleBackend.supports` accepted.

@@ -23,7 +23,7 @@ class Tile:
 
     Args:
         batch, kv_heads, group, rows: positions in ``query.unflatten(1, (Hkv, G))``. Heads have two
-            dimensions, because G query heads read one key head.
+            dimensions, because G query heads read one KV head.
         pieces: key positions, and whether the mask function applies to them (a PARTIAL run).
     """
 

@@ -119,7 +119,7 @@ def _tile_lists(views: MaskViews) -> tuple[Lists, Lists]:
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bool [B', H', rows, columns] as counts and indices, those that are True first."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    # Sorting a transposed tensor gives a transposed one, and `contiguous` leaves a stride of a
-    # single column as it is: FlashAttention-4 refuses both.
+    # Sorting a transposed tensor gives a transposed one, and `contiguous` leaves the stride of a
+    # single column unchanged: FlashAttention-4 refuses both.
     indices = torch.empty(blocks.shape, dtype=torch.int32, device=blocks.device).copy_(order)
     return blocks.sum(-1, dtype=torch.int32), indices

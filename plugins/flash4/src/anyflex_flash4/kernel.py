@@ -55,7 +55,7 @@ class Flash4Kernel(Kernel):
         self._mods = mods
         self._reads = reads
         # Where heads are grouped, FlashAttention-4's backward gives a score mod other positions
-        # than its forward does (seen in 4.0.0b36): each query head gets its own key head there.
+        # than its forward does (seen in 4.0.0b36): each query head gets its own KV head there.
         self._repeats = spec.gqa_ratio > 1 and mods.score_mod is not None
         self._always_lists = dict(spec.options).get("masks") == "lists"
         self._bands: dict[tuple[int, ...], Band | None] = {}

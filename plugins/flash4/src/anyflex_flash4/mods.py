@@ -35,7 +35,8 @@ __all__ = [
 
 @dataclass
 class _Program:
-    """The lines of one function, and where in ``ints`` sizes and closed-over numbers stand."""
+    """The lines of one function, and the positions of sizes and closed-over numbers in
+    ``ints``."""
 
     first_size: tuple[int, ...]
     first_number: int
